@@ -1,0 +1,160 @@
+"""`FrameConfig`: everything that a user may set, in frozen sections. Knows no plugin: plugins' own settings stand under `plugins.options`.
+
+`None` (spelt `auto` in YAML and flags too) leaves a value to `frame.core.resolve`, which says why it chose what it chose.
+`flag` names a field's command-line flag and its keyword in `Engine(...)`; without one it is `section_field`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+DType = Literal["float32", "bfloat16", "float16"]
+KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+
+
+def _auto_is_none(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+Auto = BeforeValidator(_auto_is_none)
+
+
+def setting(default: Any, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
+    """A config field: default, one-sentence description, bounds, and its flag (`tp` -> `--tp`)."""
+    return Field(default, description=description, json_schema_extra={"flag": flag} if flag else None, **bounds)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=False, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """What is served and how its weights are read."""
+
+    path: str = setting("frame-tiny", "Folder of a checkpoint in Hugging Face layout, or the embedded frame-tiny.", flag="model")
+    served_name: str | None = setting(None, "The model's name in the API; the folder's name when not set.", flag="served-model-name")
+    tokenizer: str | None = setting(None, "Folder of the tokenizer; the model's own when not set.", flag="tokenizer")
+    skip_tokenizer_init: bool = setting(False, "Serve token ids only: no tokenizer is loaded.", flag="skip-tokenizer-init")
+    dtype: Annotated[DType | None, Auto] = setting(None, "Computing type of weights and activations.", flag="dtype")
+    load_format: LoadFormat = setting("auto", "Where weights come from: safetensors, pt (weights_only), dummy (random).", flag="load-format")
+    quantization: Annotated[str | None, Auto] = setting(None, "Quantization method, by plugin name; `none` for plain.", flag="quantization")
+    trust_remote_code: bool = setting(False, "Run Python code that a checkpoint brings.", flag="trust-remote-code")
+    max_context: Annotated[int | None, Auto] = setting(None, "Longest prompt plus output, in tokens.", flag="max-model-len", ge=1)
+    implementation: Annotated[str | None, Auto] = setting(None, "Model plugin by name, instead of the best for the architecture.", flag="model-impl")
+    seed: int = setting(0, "Seed of dummy weights and of requests that bring none.", flag="seed")
+
+
+class ParallelSection(Section):
+    """How one model is spread over devices."""
+
+    tp: int = setting(1, "Tensor-parallel ranks.", flag="tp", ge=1, le=64)
+
+
+class AttentionSection(Section):
+    """Which kernels compute attention."""
+
+    backend: Annotated[str | None, Auto] = setting(None, "Attention backend, by plugin name.", flag="attention-backend")
+
+
+class CacheSection(Section):
+    """The paged KV cache and the prefix cache over it."""
+
+    prefix: Literal["radix", "none"] = setting("radix", "Reuse the cache of equal prefixes (radix tree), or not.", flag="prefix-cache")
+    eviction: str = setting("lru", "Eviction policy of the prefix cache, by plugin name.", flag="eviction-policy")
+    page_size: Annotated[int | None, Auto] = setting(None, "Tokens in a page.", flag="page-size", ge=1, le=1024)
+    kv_dtype: Annotated[KVDType | None, Auto] = setting(None, "Type of cached keys and values.", flag="kv-cache-dtype")
+    mem_fraction: Annotated[float | None, Auto] = setting(
+        None, "Share of the device's memory for weights and KV cache together.", flag="mem-fraction-static", gt=0.0, le=1.0
+    )
+    max_total_tokens: Annotated[int | None, Auto] = setting(None, "Size of the KV cache in tokens, instead of from memory.", flag="max-total-tokens", ge=16)
+
+
+class SchedulerSection(Section):
+    """How much runs at once, and in which order."""
+
+    policy: str = setting("fcfs", "Scheduling policy, by plugin name.", flag="schedule-policy")
+    max_running_requests: Annotated[int | None, Auto] = setting(None, "Most requests on the device at once.", flag="max-running-requests", ge=1, le=65536)
+    max_queued_requests: int = setting(10_240, "Most requests waiting; more are refused with 503.", flag="max-queued-requests", ge=1)
+    chunked_prefill_size: Annotated[int | None, Auto] = setting(None, "Most prompt tokens computed in one step.", flag="chunked-prefill-size", ge=1)
+    overlap: Annotated[bool | None, Auto] = setting(None, "Schedule the next step while the last one runs.", flag="overlap")
+    request_timeout: float = setting(600.0, "Seconds after which a request is ended.", flag="request-timeout", gt=0)
+
+
+class MoESection(Section):
+    """How mixture-of-experts layers run."""
+
+    runner: Annotated[str | None, Auto] = setting(None, "Expert GEMMs, by plugin name.", flag="moe-runner")
+    dispatcher: Annotated[str | None, Auto] = setting(None, "Token exchange between ranks, by plugin name.", flag="moe-dispatcher")
+
+
+class ExecutionSection(Section):
+    """Where and how steps are executed."""
+
+    device: Annotated[Literal["cpu", "cuda"] | None, Auto] = setting(None, "Where the model runs.", flag="device")
+    threads: Annotated[int | None, Auto] = setting(None, "Threads of one rank on the CPU.", flag="threads", ge=1)
+    torch_compile: bool = setting(False, "Compile the model with torch.compile.", flag="enable-torch-compile")
+    torch_compile_max_bs: int = setting(32, "Largest batch that is compiled.", flag="torch-compile-max-bs", ge=1)
+    check_integrity: Literal["off", "repair", "fatal"] = setting("repair", "What a failed self-check at idle does.", flag="check-integrity")
+
+
+class SamplingSection(Section):
+    """Plugins between logits and tokens."""
+
+    processors: tuple[str, ...] = setting((), "Third-party logits processors, by plugin name; built-in ones are always there.", flag="logits-processors")
+    grammar: Annotated[str | None, Auto] = setting(None, "Grammar backend, by plugin name.", flag="grammar-backend")
+
+
+class TextSection(Section):
+    """Tokenizer and detokenizer processes, and parsers of the output."""
+
+    tokenizer_workers: int = setting(0, "Tokenizer processes; 0: threads of the main process.", flag="tokenizer-workers", ge=0, le=64)
+    detokenizer_workers: int = setting(1, "Detokenizer processes; 0: in the main process.", flag="detokenizer-workers", ge=0, le=1)
+    reasoning_parser: str | None = setting(None, "Separates thinking from the answer, by plugin name.", flag="reasoning-parser")
+    tool_call_parser: str | None = setting(None, "Finds tool calls in the answer, by plugin name.", flag="tool-call-parser")
+    chat_template: str | None = setting(None, "File of a Jinja chat template, instead of the model's.", flag="chat-template")
+
+
+class ServerSection(Section):
+    """The HTTP server."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.", flag="host")
+    port: int = setting(30000, "Port to listen on; 0 takes a free one.", flag="port", ge=0, le=65535)
+    api_key: str | None = setting(None, "Key that every request must bring (Authorization: Bearer).", flag="api-key")
+    max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
+    drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
+
+
+class PluginsSection(Section):
+    """Which installed plugins may be used, and their own settings."""
+
+    allow: tuple[str, ...] | None = setting(None, "Only these distributions' plugins are read (frame's own always are).", flag="plugins-allow")
+    deny: tuple[str, ...] = setting((), "These distributions' plugins are not read.", flag="plugins-deny")
+    options: dict[str, dict[str, Any]] = setting({}, "Settings of plugins: `kind/name` -> that plugin's own keys.")
+
+
+class LogSection(Section):
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.", flag="log-level")
+
+
+class FrameConfig(Section):
+    """The whole configuration: YAML file, environment (`FRAME_SECTION__FIELD`) and flags all become one of these."""
+
+    model: ModelSection = Field(default_factory=ModelSection, description="What is served.")
+    parallel: ParallelSection = Field(default_factory=ParallelSection, description="Spreading over devices.")
+    attention: AttentionSection = Field(default_factory=AttentionSection, description="Attention kernels.")
+    cache: CacheSection = Field(default_factory=CacheSection, description="KV cache and prefix cache.")
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection, description="Batching.")
+    moe: MoESection = Field(default_factory=MoESection, description="Mixture of experts.")
+    execution: ExecutionSection = Field(default_factory=ExecutionSection, description="Device and steps.")
+    sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
+    text: TextSection = Field(default_factory=TextSection, description="Tokenizer, detokenizer, parsers.")
+    server: ServerSection = Field(default_factory=ServerSection, description="HTTP.")
+    plugins: PluginsSection = Field(default_factory=PluginsSection, description="Plugins.")
+    log: LogSection = Field(default_factory=LogSection, description="Logging.")

@@ -1,0 +1,215 @@
+"""What an attention backend is and what it says of itself (`attention/1`).
+
+A backend computes attention over the paged KV cache. It knows no request, no scheduler and no model file:
+it sees one `ForwardBatch` a step, and one layer's queries at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from frame.core.interfaces.plugin import Reason
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+
+API = "attention/1"
+
+AttentionKind = Literal["mha", "mla"]
+Phase = Literal["extend", "decode", "mixed", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model, a device and a configuration ask of a backend. `None` = left open or not used."""
+
+    device: str  # "cpu", "cuda"
+    compute_capability: tuple[int, int] | None
+    kind: AttentionKind
+    head_dim: int  # of queries and keys; for mla: qk_nope_head_dim + qk_rope_head_dim
+    v_head_dim: int
+    latent: tuple[int, int] | None  # mla only: (kv_lora_rank, qk_rope_head_dim)
+    dtype: str  # "float32", "bfloat16", "float16"
+    kv_dtype: str
+    page_size: int | None
+    sliding_window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    graphs: bool = False  # CUDA-graph capture of decode
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCapabilities:
+    """What a backend can do, as plain data. `None` means "any"."""
+
+    devices: tuple[str, ...]
+    compute_capability: tuple[tuple[int, int], tuple[int, int]] | None = None  # inclusive range, cuda only
+    kinds: tuple[AttentionKind, ...] = ("mha",)
+    phases: tuple[Phase, ...] = ("extend", "decode", "mixed")
+    head_dims: tuple[int, ...] | None = None
+    head_dim_multiple: int = 1
+    max_head_dim: int | None = None
+    latents: tuple[tuple[int, int], ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    kv_dtypes: tuple[str, ...] | None = None  # None: only the model's own dtype
+    sliding_window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    tree_mask: bool = False
+    graphs: Literal["none", "decode", "full"] = "none"
+    batch_invariant: bool = False
+    stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
+    layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
+
+    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
+        """Every reason why these capabilities do not serve `needs`."""
+        checks = (self._device, self._shape, self._types, self._features)
+        return [reason for check in checks for reason in check(needs)]
+
+    def _device(self, needs: AttentionNeeds) -> list[Reason]:
+        if needs.device not in self.devices:
+            return [Reason(f"runs on {_one_of(self.devices)}, not on {needs.device}", f"device: {self.devices[0]}")]
+        if self.compute_capability and needs.compute_capability:
+            low, high = self.compute_capability
+            if not low <= needs.compute_capability <= high:
+                have = ".".join(map(str, needs.compute_capability))
+                return [Reason(f"needs compute capability {_dots(low)} to {_dots(high)}, this card has {have}")]
+        return []
+
+    def _shape(self, needs: AttentionNeeds) -> list[Reason]:
+        reasons: list[Reason] = []
+        if needs.kind not in self.kinds:
+            return [Reason(f"computes {_one_of(self.kinds)} attention, the model uses {needs.kind}")]
+        if needs.kind == "mla":
+            if self.latents is not None and needs.latent not in self.latents:
+                reasons.append(Reason(f"latent and rope sizes {needs.latent} are not among {list(self.latents)}"))
+        else:
+            sizes = {needs.head_dim, needs.v_head_dim}
+            if self.head_dims is not None and not sizes <= set(self.head_dims):
+                reasons.append(Reason(f"head size {needs.head_dim} is not among {list(self.head_dims)}"))
+            if self.max_head_dim is not None and max(sizes) > self.max_head_dim:
+                reasons.append(Reason(f"head size {max(sizes)} is above {self.max_head_dim}"))
+            if any(size % self.head_dim_multiple for size in sizes):
+                reasons.append(Reason(f"head size {needs.head_dim} is not a multiple of {self.head_dim_multiple}"))
+        if self.page_sizes is not None and needs.page_size is not None and needs.page_size not in self.page_sizes:
+            nearest = min(self.page_sizes, key=lambda size: (abs(size - (needs.page_size or 0)), size))
+            reasons.append(
+                Reason(f"page size {needs.page_size} is not among {list(self.page_sizes)}", f"cache.page_size: {nearest}")
+            )
+        return reasons
+
+    def _types(self, needs: AttentionNeeds) -> list[Reason]:
+        reasons: list[Reason] = []
+        if needs.dtype not in self.dtypes:
+            reasons.append(
+                Reason(f"computes in {_one_of(self.dtypes)}, not in {needs.dtype}", f"model.dtype: {self.dtypes[0]}")
+            )
+        allowed = (needs.dtype, *(self.kv_dtypes or ()))
+        if needs.kv_dtype not in allowed:
+            reasons.append(Reason(f"cannot read a {needs.kv_dtype} KV cache", f"cache.kv_dtype: {allowed[0]}"))
+        return reasons
+
+    def _features(self, needs: AttentionNeeds) -> list[Reason]:
+        wanted = (
+            (needs.sliding_window and not self.sliding_window, "has no sliding window"),
+            (needs.soft_cap and not self.soft_cap, "has no logit soft cap"),
+            (needs.sinks and not self.sinks, "has no attention sinks"),
+            (needs.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
+            (needs.batch_invariant and not self.batch_invariant, "is not batch invariant"),
+        )
+        return [Reason(sentence) for missing, sentence in wanted if missing]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The facts of one attention layer on this rank, fixed at construction.
+
+    `layer` indexes the KV cache. For MLA `head_dim` is nope + rope, `num_kv_heads` is 1.
+    `sliding_window` is in tokens and includes the query's own position.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class LatentProjections(Protocol):
+    """The two forms of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1), offered by the layer to the backend.
+
+    Absorbed: attend over the latent with `absorb`ed queries, then `unabsorb`. Expanded: `expand` the latent to keys and values.
+    A backend takes the form that suits the phase; both give the same result.
+    """
+
+    spec: AttentionSpec
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+
+    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, nope] -> [tokens, heads, rank]."""
+        ...
+
+    def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, rank] -> [tokens, heads, v_head_dim]."""
+        ...
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, rank] -> (k_nope [n, heads, nope], v [n, heads, v_head_dim])."""
+        ...
+
+
+class AttentionBackend(ABC):
+    """Computes causal attention of a mixed batch over the paged cache.
+
+    Laws:
+    - `plan` is called once a step, before any `run` of that step, on the host; its value arrives as `batch.plan`. It may run while
+      the previous step is on the device, so it reads `batch.host` and never synchronises.
+    - `run` and `run_mla` do device work only. Row r's query tokens are positions `seq_len - query_len … seq_len - 1` and see all
+      cached positions up to their own. When they are called, this step's K and V are already in the cache,
+      unless the capabilities say `stores_kv`.
+    - Rows `[0, num_decodes)` have one query token each, the rest are extends; both kinds may be absent.
+    - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
+    - One backend object serves all layers of one model on one rank.
+    """
+
+    capabilities: ClassVar[AttentionCapabilities]
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+        self.context = context
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Host work of one step for all layers; whatever it returns is `batch.plan` in `run`."""
+
+    @abstractmethod
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, …] of this step -> [tokens, heads, v_head_dim]."""
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """q_nope [tokens, heads, nope], q_rope [tokens, heads, rope] (rotated), latent [tokens, rank + rope] of this step
+        (normed latent, then rotated key) -> [tokens, heads, v_head_dim]. Only for backends whose kinds include "mla"."""
+        raise TypeError(f"{type(self).__name__} does not compute multi-head latent attention")
+
+
+def _one_of(values: tuple[str, ...]) -> str:
+    return " or ".join(values)
+
+
+def _dots(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,117 @@
+"""The prefix cache, its eviction order, and the page allocator: laws, no tensors (`cache/1`, `eviction_policy/1`).
+
+A page is an index into the KV pool; token sequences are int32 arrays. Nothing here knows requests, devices or models.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+API = "eviction_policy/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix: `num_tokens` (a multiple of the page size) and its pages, in order. `handle` is the cache's own."""
+
+    num_tokens: int
+    pages: np.ndarray  # int32 [num_tokens // page_size]
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """`num_cached` leading tokens were in the cache before: the caller's pages for the part that it did not take from the cache
+    are duplicates, which the caller frees. `handle` names the end of the inserted sequence, unlocked."""
+
+    num_cached: int
+    handle: Any
+
+
+class PrefixCache(ABC):
+    """Which token sequences have their K and V in which pages.
+
+    Laws:
+    - `match` changes nothing that another caller can see but recency; it never returns the whole sequence it was asked for when
+      `limit` forbids it (the last token's logits must be computed).
+    - A locked handle's pages, and those of all its ancestors, are not evicted; `lock` and `unlock` nest.
+    - `insert` takes ownership of the pages past `num_cached`; only whole pages are kept; tokens beyond the last whole page
+      stay the caller's.
+    - Sequences under different `namespace`s never match each other (tenant, adapter, image hash).
+    - `evict(n)` frees at least n pages if that many are evictable, else all that are; `evict(0)` does nothing; it returns pages
+      and the caller gives them back to the allocator.
+    - num_evictable + num_locked = pages owned; `check_integrity` raises on any breach.
+    """
+
+    @abstractmethod
+    def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match: ...
+
+    @abstractmethod
+    def lock(self, handle: Any) -> None: ...
+
+    @abstractmethod
+    def unlock(self, handle: Any) -> None: ...
+
+    @abstractmethod
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted: ...
+
+    @abstractmethod
+    def evict(self, num_pages: int) -> np.ndarray: ...
+
+    @abstractmethod
+    def reset(self) -> np.ndarray:
+        """Forget all unlocked sequences; returns their pages."""
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Pages that `evict` could return now."""
+
+    @property
+    @abstractmethod
+    def num_locked(self) -> int:
+        """Pages owned and locked."""
+
+    @abstractmethod
+    def check_integrity(self) -> None: ...
+
+
+class EvictableNode(Protocol):
+    """What an eviction policy may read of a leaf."""
+
+    last_access: int  # logical clock, larger = later
+    created: int
+    hits: int
+    priority: int
+
+
+class EvictionPolicy(ABC):
+    """The order in which unlocked leaves go: smallest key first. Pure: the key depends on the node alone and changes only when
+    the node is touched (matched, inserted, locked), so that a heap may hold it."""
+
+    @abstractmethod
+    def key(self, node: EvictableNode) -> tuple[float, ...]: ...
+
+
+class PageAllocator(ABC):
+    """Hands out pages. `alloc` returns int32 [n] or None, never fewer; `free` of a page that is not out is an error
+    that names it. num_free + pages out = capacity, always."""
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int: ...
+
+    @abstractmethod
+    def alloc(self, num_pages: int) -> np.ndarray | None: ...
+
+    @abstractmethod
+    def free(self, pages: np.ndarray | Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
+        """Raise unless `held` (all pages that callers say they hold) are exactly the pages that are out."""

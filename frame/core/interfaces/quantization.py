@@ -1,0 +1,97 @@
+"""How a layer's weights are stored, loaded and multiplied (`quantization/1`).
+
+A method knows one linear layer (or one set of experts) at a time and nothing of the model around it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from frame.core.interfaces.plugin import Reason
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+    from torch import nn
+
+API = "quantization/1"
+
+LayerKind = Literal["linear", "experts", "head", "embedding"]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationNeeds:
+    """What a checkpoint and a device ask of a method. `checkpoint` is its `quant_method`, None for plain weights."""
+
+    device: str
+    compute_capability: tuple[int, int] | None
+    checkpoint: str | None
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationCapabilities:
+    """`checkpoints`: the `quant_method`s that the method loads; None among them: plain weights, quantized while loading."""
+
+    devices: tuple[str, ...]
+    checkpoints: tuple[str | None, ...]
+    min_compute_capability: tuple[int, int] | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+    def unsupported(self, needs: QuantizationNeeds) -> list[Reason]:
+        reasons = []
+        if needs.device not in self.devices:
+            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {needs.device}"))
+        if needs.checkpoint not in self.checkpoints:
+            stored = needs.checkpoint or "plain"
+            reasons.append(Reason(f"does not load {stored} weights"))
+        if needs.dtype not in self.dtypes:
+            reasons.append(Reason(f"does not compute in {needs.dtype}", f"model.dtype: {self.dtypes[0]}"))
+        low = self.min_compute_capability
+        if low and needs.compute_capability and needs.compute_capability < low:
+            reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
+        return reasons
+
+
+class LinearMethod(Protocol):
+    """The four acts for one linear layer. `output_sizes` are the merged parts (q, k, v …) on this rank."""
+
+    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """Register the layer's parameters, each with its shard rule (see `frame.models.layers.parameter`)."""
+        ...
+
+    def finish(self, layer: nn.Module) -> None:
+        """Repack after loading; may run again after a weight update."""
+        ...
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[…, input_size] -> […, sum(output_sizes)]."""
+        ...
+
+
+class QuantizationMethod(ABC):
+    """Chooses what each layer gets; mixed schemes and ignore lists live here.
+
+    `experts` returns the method that creates and finishes expert weights in a format that the MoE runner takes.
+    """
+
+    def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None: ...
+
+    @abstractmethod
+    def linear(self, prefix: str, kind: LayerKind = "linear") -> LinearMethod:
+        """The method of the layer whose checkpoint name is `prefix`."""
+
+    @abstractmethod
+    def experts(self, prefix: str) -> ExpertsMethod:
+        """The method of the experts under `prefix`."""
+
+
+class ExpertsMethod(Protocol):
+    """The acts for one layer's experts: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] on this rank."""
+
+    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None: ...
+
+    def finish(self, layer: nn.Module) -> None: ...

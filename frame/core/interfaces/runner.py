@@ -1,0 +1,33 @@
+"""What runs a scheduled batch on a device (`runner/1`). Knows no request: slots, tokens and pages only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
+
+
+class PendingStep(Protocol):
+    """A step that was launched; the device may still be at work."""
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are on the host."""
+        ...
+
+
+class ModelRunner(ABC):
+    """Runs steps in the order of their launch.
+
+    Laws: `launch` returns before the device is done, where the device allows it; the next batch may be launched before the last
+    was waited for, and then reads last tokens on the device. State of a slot is set up by `ScheduledBatch.setups`,
+    which come before the slot's first use, and is forgotten by `released`.
+    """
+
+    @abstractmethod
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Start one step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the device and stop other ranks."""

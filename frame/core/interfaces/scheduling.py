@@ -1,0 +1,48 @@
+"""Which waiting request goes first, and which running one gives way (`scheduling_policy/1`). Pure, tensor-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from frame.core.request import Request
+
+API = "scheduling_policy/1"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """What a policy may know of the moment: budgets, pages, clock (seconds, monotonic)."""
+
+    now: float
+    num_running: int
+    token_budget: int
+    free_pages: int
+    evictable_pages: int
+    page_size: int
+
+
+class SchedulingPolicy(ABC):
+    """Orders waiting requests and names who is preempted.
+
+    Laws: `order` returns a permutation of `waiting` (or a lazily computed prefix of one: the scheduler stops reading when the budget
+    is spent) and changes nothing; `victim` never names the oldest running request (progress guarantee).
+    A policy with `needs_matches` finds each candidate's `request.match` (its cached prefix) filled in; with 10,000 queued the
+    scheduler fills in and passes a bounded window of the oldest, so a policy must not assume that it sees all.
+    """
+
+    needs_matches: ClassVar[bool] = False
+
+    @abstractmethod
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...
+
+    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        """Whom to retract when pages run out; `running` is oldest first. The newest by default."""
+        return running[-1] if len(running) > 1 else None
+
+    def preempts(self, waiting: Request, running: Request) -> bool:
+        """Whether `waiting` may push `running` off the device."""
+        return False

@@ -1,0 +1,198 @@
+"""The closed union of values that cross between processes: msgspec structs, MessagePack on the wire, never pickle.
+
+Knows no socket (that is `frame.core.transport`) and no HTTP. Requests are named by `rid` everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from frame.core.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
+    """Base of everything on the wire."""
+
+
+# towards the engine ------------------------------------------------------------------------------------------------
+
+
+class Generate(Message):
+    """One sequence to generate (`n` is spread out by the client). `token_ids` is prompt plus `output_len` tokens generated before
+    (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival."""
+
+    rid: str
+    token_ids: list[int]
+    params: SamplingParams
+    output_len: int = 0
+    priority: int = 0
+    namespace: str = ""
+    deadline: float | None = None
+
+
+class Abort(Message):
+    """Stop these requests (all, when empty); they finish with `reason`. A rid that is not there is no error."""
+
+    rids: list[str] = []
+    reason: FinishReason = "abort"
+
+
+class Control(Message):
+    """A command to the engine, answered by one `ControlReply` of the same id, after it took effect on every rank."""
+
+    id: str
+    action: Literal["flush_cache", "server_info", "pause", "resume", "check_integrity", "shutdown", "ping"]
+    arguments: dict[str, Any] = {}
+
+
+# from the engine ---------------------------------------------------------------------------------------------------
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why a request ended. `matched` is the stop token or string; `error` a sentence for the client."""
+
+    reason: FinishReason
+    matched: int | str | None = None
+    error: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of consecutive tokens; `top` has one list of (id, logprob) a token."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]  # the first prompt token has none
+    top: list[list[tuple[int, float]]]
+
+
+class Tokens(Message):
+    """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
+    `finishes`, `logprobs`, `prompt_logprobs`, `cached` hold entries for some of the indices only.
+    `cached` (number of prompt tokens that came from the prefix cache) arrives with a request's first tokens."""
+
+    rids: list[str]
+    token_ids: list[list[int]]
+    finishes: dict[int, Finish] = {}
+    cached: dict[int, int] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, TokenLogprobs] = {}
+
+
+class ControlReply(Message):
+    id: str
+    ok: bool
+    error: str | None = None
+    data: dict[str, Any] = {}
+
+
+class Ready(Message):
+    """A process finished its start. `data` of the engine: capacity (`max_total_tokens`, `page_size`, `max_context`), phases in seconds."""
+
+    process: str
+    pid: int
+    data: dict[str, Any] = {}
+
+
+class Heartbeat(Message):
+    """Sent by the engine at a step's start and while idle; also carries the load for metrics."""
+
+    process: str
+    step: int
+    running: int = 0
+    waiting: int = 0
+    used_pages: int = 0
+    total_pages: int = 0
+    evictable_pages: int = 0
+    retracted: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Fatal(Message):
+    """A process cannot go on; `error` is the sentence for the operator, `trace` for the log."""
+
+    process: str
+    error: str
+    trace: str = ""
+
+
+# to and from tokenizer and detokenizer workers ---------------------------------------------------------------------
+
+
+class Tokenize(Message):
+    """Text (or chat) to encode; answered by `Tokenized`."""
+
+    id: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_arguments: dict[str, Any] = {}
+    add_special_tokens: bool = True
+
+
+class Tokenized(Message):
+    id: str
+    token_ids: list[int] = []
+    error: str | None = None
+
+
+class Watch(Message):
+    """Tells the detokenizer of a request before its first tokens: how its text is made and where it stops."""
+
+    rid: str
+    params: SamplingParams
+    prompt_tail: list[int] = []  # the last prompt tokens, for correct spacing
+
+
+class Forget(Message):
+    """The request is gone; drop its state."""
+
+    rids: list[str]
+
+
+class Text(Message):
+    """What the detokenizer makes of a `Tokens`: the same lists, with text deltas. `stopped` names requests that hit a stop string
+    (the client aborts them in the engine)."""
+
+    rids: list[str]
+    texts: list[str]
+    token_ids: list[list[int]]
+    finishes: dict[int, Finish] = {}
+    cached: dict[int, int] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, TokenLogprobs] = {}
+    stopped: list[int] = []
+
+
+AnyMessage = (
+    Generate
+    | Abort
+    | Control
+    | Tokens
+    | ControlReply
+    | Ready
+    | Heartbeat
+    | Fatal
+    | Tokenize
+    | Tokenized
+    | Watch
+    | Forget
+    | Text
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """The message that `data` holds. Raises msgspec.ValidationError, which names the path of what is wrong."""
+    return _decoder.decode(data)

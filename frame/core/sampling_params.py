@@ -1,0 +1,102 @@
+"""`SamplingParams`: how one request's tokens are drawn and when it ends. A wire struct; knows no tokenizer and no tensor."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_STOP = 16
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters, named as the OpenAI API and SGLang name them.
+
+    `max_tokens=None` means up to the context's end. `temperature=0` is greedy. `top_k=-1` and `top_p=1` are off. `seed=None` draws one.
+    `stop` are strings, matched on text; `stop_token_ids` end a request like EOS does, unless `ignore_eos`.
+    `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
+    `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. `json_schema`, `regex`, `ebnf` constrain.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the tokenizer fills this from bad_words
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    ebnf: str | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    custom: dict[str, str] = {}  # for third-party logits processors
+
+    def problems(self, vocab_size: int | None = None) -> list[str]:
+        """Every reason why these parameters cannot be served, a sentence each that names the parameter and its range."""
+        ranges = (
+            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1"),
+            (self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be at least 0"),
+            (
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens})",
+            ),
+            (1 <= self.n <= 128, f"n is {self.n}; it must be from 1 to 128"),
+            (0.0 <= self.temperature <= 100.0, f"temperature is {self.temperature}; it must be from 0 to 100"),
+            (0.0 < self.top_p <= 1.0, f"top_p is {self.top_p}; it must be above 0 and at most 1"),
+            (self.top_k == -1 or self.top_k >= 1, f"top_k is {self.top_k}; it must be -1 (off) or at least 1"),
+            (0.0 <= self.min_p <= 1.0, f"min_p is {self.min_p}; it must be from 0 to 1"),
+            (
+                -2.0 <= self.frequency_penalty <= 2.0,
+                f"frequency_penalty is {self.frequency_penalty}; it must be from -2 to 2",
+            ),
+            (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty is {self.presence_penalty}; it must be from -2 to 2"),
+            (
+                0.0 < self.repetition_penalty <= 10.0,
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and at most 10",
+            ),
+            (
+                self.seed is None or -(2**63) <= self.seed < 2**63,
+                f"seed is {self.seed}; it must fit in 64 bits",
+            ),
+            (len(self.stop) <= MAX_STOP, f"stop has {len(self.stop)} strings; it may have {MAX_STOP}"),
+            (all(self.stop), "stop holds an empty string; leave it out"),
+            (
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}",
+            ),
+            (
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"prompt_logprobs is {self.prompt_logprobs}; it must be from 0 to {MAX_LOGPROBS}",
+            ),
+            (
+                all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
+                "logit_bias holds a value outside -100 to 100",
+            ),
+            (
+                sum(x is not None for x in (self.json_schema, self.regex, self.ebnf)) + self.json_object <= 1,
+                "json_schema, regex, ebnf and json_object exclude each other; keep one",
+            ),
+        )
+        found = [sentence for is_fine, sentence in ranges if not is_fine]
+        if vocab_size is not None:
+            named = [*self.logit_bias, *self.stop_token_ids]
+            found += [f"token id {i} is outside the vocabulary (0 to {vocab_size - 1})" for i in named if not 0 <= i < vocab_size]
+        return found
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.json_object or self.json_schema is not None or self.regex is not None or self.ebnf is not None

@@ -1,0 +1,1 @@
+"""The plugin system (hookspecs, registry, loader) and the small plugin families, one plugin a file."""
