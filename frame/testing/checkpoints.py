@@ -1,0 +1,147 @@
+"""Tiny random checkpoints in Hugging Face layout, saved by transformers itself, each with a tokenizer and a chat template.
+
+For tests of models and for plugin authors: equal arguments give equal bytes. transformers is imported when the first one is made.
+Knows nothing of how frame loads or runs a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+_DEEPSEEK = {**_MOE, **_MLA, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+
+# architecture name as in config.json -> (transformers' model type, what differs from `_BASE`)
+TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": ("llama", {}),
+        "MistralForCausalLM": ("mistral", {"sliding_window": None}),
+        "Qwen2ForCausalLM": ("qwen2", {}),
+        "Qwen3ForCausalLM": ("qwen3", {"head_dim": 24}),
+        "MixtralForCausalLM": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "Qwen2MoeForCausalLM": ("qwen2_moe", {**_MOE, "num_experts": 4, "shared_expert_intermediate_size": 48}),
+        "Qwen3MoeForCausalLM": ("qwen3_moe", {**_MOE, "num_experts": 8, "head_dim": 24, "norm_topk_prob": True}),
+        "DeepseekV2ForCausalLM": ("deepseek_v2", {**_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+        "DeepseekV3ForCausalLM": ("deepseek_v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
+        "Gemma2ForCausalLM": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32}),
+        "Gemma3ForCausalLM": ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32}),
+        "Phi3ForCausalLM": ("phi3", {}),
+        "StableLmForCausalLM": ("stablelm", {}),
+        "Olmo2ForCausalLM": ("olmo2", {}),
+        "GPT2LMHeadModel": ("gpt2", {}),
+    }
+)
+
+_BASE = MappingProxyType(
+    {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+)
+_SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
+_CORPUS = (
+    "The quick brown fox jumps over the lazy dog. A request walks through the house once without turning back, and a stranger can add a room.",
+    "def greet(name):\n    return f'hello, {name}'\n\nfor number in range(10):\n    print(greet(number))\n",
+    "What is the capital of France? The capital of France is Paris. One, two, three, four, five. 0 1 2 3 4 5 6 7 8 9",
+    '{"name": "value", "list": [1, 2, 3], "true": false}\n',
+)
+_CHAT_TEMPLATE = (
+    "{{ '<|bos|>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|eos|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_checkpoint(
+    architecture: str, folder: str | Path, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "5GB", **overrides: Any
+) -> Path:
+    """Write a checkpoint of `architecture` (a name in `TINY`) to `folder` and return the folder.
+
+    Weights depend on (seed, parameter name, shape) alone and are scaled so that logits have a standard deviation of about 3.
+    `overrides` are fields of the transformers config; None-valued ones are set to None. Raises KeyError for an unknown name.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+    model_type, changes = TINY[architecture]
+    config = CONFIG_MAPPING[model_type](**{**_BASE, **changes, **overrides})
+    config.architectures = [architecture]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
+    _set_weights(model, seed)
+    folder = Path(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    _save_tokenizer(folder, config.max_position_embeddings)
+    return folder
+
+
+def load_reference(folder: str | Path) -> Any:
+    """The checkpoint as transformers runs it: float32, eager attention, on the CPU, in eval mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _set_weights(model: Any, seed: int) -> None:
+    import torch
+
+    zero_centred = type(model).__name__.startswith("Gemma")  # Gemma's norms multiply by 1 + weight
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn(tensor.shape, generator=_generator(seed, name), dtype=torch.float32)
+            tensor.copy_(_scaled(name, noise, zero_centred))
+    model.tie_weights()
+
+
+def _scaled(name: str, noise: torch.Tensor, zero_centred: bool) -> torch.Tensor:
+    if noise.dim() < 2:
+        is_norm = name.endswith("weight") and not zero_centred
+        return noise * 0.1 + (1.0 if is_norm else 0.0)
+    fan_in = noise.shape[-1]
+    if "embed" in name or "lm_head" in name or "wte" in name:
+        return noise * 3.0 / fan_in**0.5
+    router = name.endswith(("gate.weight", "router.weight"))  # a sharper choice of experts keeps rounding from flipping it
+    return noise * (2.0 if router else 1.0) / fan_in**0.5
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    import torch
+
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _save_tokenizer(folder: Path, max_length: int) -> None:
+    """Byte-level BPE over all 256 bytes, so that any text round-trips: 6 special tokens, 256 bytes, up to 122 merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=_SPECIAL[0], eos_token=_SPECIAL[1], pad_token=_SPECIAL[2], model_max_length=max_length
+    )
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(folder)
