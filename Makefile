@@ -1,0 +1,65 @@
+# Each target sets up all that it needs, once: `make serve` and `make test` work alone on a fresh machine.
+
+# The first Python that runs, is 3.11 or later and can make virtual environments (a shim on PATH may do none of these).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$p" && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Processes that the tests are spread over.
+WORKERS ?= 2
+# Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check lint types docs bench clean setup setup-dev
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+serve: $(STAMPS)/package  ## set up, then serve the embedded model on http://127.0.0.1:30000
+	$(BIN)/frame serve $(ARGS)
+
+test: check  ## set up, lint, check types, run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+check: lint types  ## ruff and mypy
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+
+types: $(STAMPS)/dev
+	$(BIN)/mypy
+
+docs: $(STAMPS)/dev  ## write docs/reference/ anew from the code
+	$(BIN)/python scripts/generate_docs.py
+
+bench: $(STAMPS)/dev  ## measure on this machine (see benchmarks/README.md)
+	$(BIN)/python benchmarks/cpu_throughput.py $(ARGS)
+
+setup: $(STAMPS)/package  ## the environment that serves
+setup-dev: $(STAMPS)/dev  ## the environment that tests
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+$(STAMPS)/venv:
+	@test -n "$(PYTHON)" || { echo "frame needs Python 3.11 or later with venv; install it or run: make PYTHON=/path/to/python3.11 …" >&2; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch first: where there is no GPU the CPU build spares a few gigabytes. What is installed already stays.
+$(STAMPS)/torch: $(STAMPS)/venv
+	@PIP="$(PIP)" sh scripts/install_torch.sh $(BIN)/python
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml $(STAMPS)/torch
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/package
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Install torch into the environment of the given Python, in the build that the machine can use; keep what is there.
+# Usage: PIP="…/python -m pip" install_torch.sh …/python
+set -eu
+python=$1
+pip=${PIP:-"$python -m pip"}
+
+if "$python" - <<'CHECK'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    have = tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2])
+except PackageNotFoundError:
+    sys.exit(1)
+sys.exit(have < (2, 11))
+CHECK
+then
+    exit 0
+fi
+
+if [ "$(uname -s)" != Linux ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
+    exec $pip install --quiet "torch>=2.11"
+fi
+
+echo "No GPU found: installing the CPU build of torch."
+# A machine whose pip knows a local wheel answers the first line; any other takes the second.
+$pip install --quiet "torch==2.13.0+cpu" 2>/dev/null ||
+    $pip install --quiet "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
