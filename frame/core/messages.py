@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # towards the engine ------------------------------------------------------------------------------------------------
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """One sequence to generate (`n` is spread out by the client). `token_ids` is prompt plus `output_len` tokens generated before
     (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival."""
 
@@ -34,14 +34,14 @@ class Generate(Message):
     deadline: float | None = None
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Stop these requests (all, when empty); they finish with `reason`. A rid that is not there is no error."""
 
     rids: list[str] = []
     reason: FinishReason = "abort"
 
 
-class Control(Message):
+class Control(Message, frozen=True):
     """A command to the engine, answered by one `ControlReply` of the same id, after it took effect on every rank."""
 
     id: str
@@ -68,7 +68,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[list[tuple[int, float]]]
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
     `finishes`, `logprobs`, `prompt_logprobs`, `cached` hold entries for some of the indices only.
     `cached` (number of prompt tokens that came from the prefix cache) arrives with a request's first tokens."""
@@ -81,14 +81,14 @@ class Tokens(Message):
     prompt_logprobs: dict[int, TokenLogprobs] = {}
 
 
-class ControlReply(Message):
+class ControlReply(Message, frozen=True):
     id: str
     ok: bool
     error: str | None = None
     data: dict[str, Any] = {}
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """A process finished its start. `data` of the engine: capacity (`max_total_tokens`, `page_size`, `max_context`), phases in seconds."""
 
     process: str
@@ -96,7 +96,7 @@ class Ready(Message):
     data: dict[str, Any] = {}
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Sent by the engine at a step's start and while idle; also carries the load for metrics."""
 
     process: str
@@ -112,7 +112,7 @@ class Heartbeat(Message):
     generated_tokens: int = 0
 
 
-class Fatal(Message):
+class Fatal(Message, frozen=True):
     """A process cannot go on; `error` is the sentence for the operator, `trace` for the log."""
 
     process: str
@@ -123,7 +123,7 @@ class Fatal(Message):
 # to and from tokenizer and detokenizer workers ---------------------------------------------------------------------
 
 
-class Tokenize(Message):
+class Tokenize(Message, frozen=True):
     """Text (or chat) to encode; answered by `Tokenized`."""
 
     id: str
@@ -134,13 +134,13 @@ class Tokenize(Message):
     add_special_tokens: bool = True
 
 
-class Tokenized(Message):
+class Tokenized(Message, frozen=True):
     id: str
     token_ids: list[int] = []
     error: str | None = None
 
 
-class Watch(Message):
+class Watch(Message, frozen=True):
     """Tells the detokenizer of a request before its first tokens: how its text is made and where it stops."""
 
     rid: str
@@ -148,13 +148,13 @@ class Watch(Message):
     prompt_tail: list[int] = []  # the last prompt tokens, for correct spacing
 
 
-class Forget(Message):
+class Forget(Message, frozen=True):
     """The request is gone; drop its state."""
 
     rids: list[str]
 
 
-class Text(Message):
+class Text(Message, frozen=True):
     """What the detokenizer makes of a `Tokens`: the same lists, with text deltas. `stopped` names requests that hit a stop string
     (the client aborts them in the engine)."""
 
