@@ -8,6 +8,10 @@ from typing import Protocol
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 
 
+class DeviceLost(RuntimeError):
+    """The device cannot run another step; the engine ends. Any other error of a step ends that step's requests only."""
+
+
 class PendingStep(Protocol):
     """A step that was launched; the device may still be at work."""
 

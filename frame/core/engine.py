@@ -1,0 +1,273 @@
+"""THE loop: drain the inbox, schedule, launch, commit. One loop for every use; what differs is the objects given to it.
+
+Overlap is a pipeline of depth 1 kept in a variable: the step in flight is committed after the next one was launched, or at once.
+Knows no plugin, no socket, no tensor and no text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from frame.core.interfaces.runner import DeviceLost
+from frame.core.messages import Abort, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.runner import ModelRunner, PendingStep
+    from frame.core.messages import AnyMessage
+    from frame.core.scheduler import Scheduler
+    from frame.core.transport import Transport
+
+log = logging.getLogger(__name__)
+
+STALLED_WAIT = 0.005  # seconds; requests wait, but none can run (paused, grammar compiling, retry of an admission)
+SETTLED_AFTER = 0.2  # seconds of idleness before the self-check, so that it never delays a request that follows closely
+MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
+MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """`heartbeat`: seconds between heartbeats (None: none are sent). `info` is merged into the answer to `server_info`."""
+
+    overlap: bool = False
+    check_integrity: Literal["off", "repair", "fatal"] = "fatal"
+    heartbeat: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Plain callables, or None; their results are ignored. `on_step(step, num_running, num_waiting, num_tokens, seconds)`."""
+
+    on_step: Callable[[int, int, int, int, float], object] | None = None
+    on_tokens: Callable[[Tokens], object] | None = None
+    on_stop: Callable[[], object] | None = None
+
+
+class Grammars(Protocol):
+    """What the engine asks of the keeper of compiled grammars (`frame.core.grammars`)."""
+
+    @property
+    def active(self) -> bool:
+        """Whether any request with a grammar is compiling, waiting or running."""
+        ...
+
+    def hold(self, message: Generate) -> bool:
+        """Whether the request has a grammar, which is then compiled off the loop before the request is released."""
+        ...
+
+    def released(self) -> list[Generate | Tokens]:
+        """Requests whose grammar is ready, and the ends of those whose grammar is bad."""
+        ...
+
+    def drop(self, abort: Abort) -> Tokens | None:
+        """Forget held requests that are aborted; returns their ends."""
+        ...
+
+    def mask(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch with its allowed-token bits."""
+        ...
+
+    def advance(self, tokens: Tokens) -> None:
+        """Let grammars see what was sampled; forget those that ended."""
+        ...
+
+
+class InFlight(NamedTuple):
+    batch: ScheduledBatch
+    pending: PendingStep
+    started: float
+
+
+class Engine:
+    """Owns scheduler, runner and transport; `run` returns after a shutdown, and raises when it cannot go on."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        transport: Transport,
+        options: EngineOptions | None = None,
+        observers: Observers | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.transport = transport
+        self.options = options or EngineOptions()
+        self.observers = observers or Observers()
+        self.grammars = grammars
+        self._stopping = False
+        self._paused = False
+        self._settled = False  # nothing has run since the last self-check
+        self._failures = 0
+        self._last_heartbeat = 0.0
+        self._step = 0
+
+    def run(self) -> None:
+        """Serve until a shutdown. An error that ends the engine is sent as `Fatal` and raised."""
+        try:
+            self._loop()
+        except BaseException as error:
+            self.transport.send(Fatal(process="engine", error=_sentence(error), trace=traceback.format_exc()))
+            raise
+        finally:
+            if self.observers.on_stop is not None:
+                self.observers.on_stop()
+            self.runner.close()
+
+    def _loop(self) -> None:
+        in_flight: InFlight | None = None
+        progress = False
+        while not self._stopping or in_flight is not None:
+            self._receive(0.0 if progress or in_flight else self._patience())
+            launched = self._launch()
+            progress = launched is not None or in_flight is not None
+            if in_flight is not None:
+                self._commit(in_flight)
+            if launched is not None and not self._overlaps():
+                self._commit(launched)
+                launched = None
+            in_flight = launched
+            self._send(self.scheduler.drain_outputs())
+
+    def _overlaps(self) -> bool:
+        # A grammar's mask for the next token needs this one, so the pipeline drains while any is active.
+        return self.options.overlap and not (self.grammars is not None and self.grammars.active)
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a message when no step is in flight and none could be launched."""
+        if not self.scheduler.is_idle or (self.grammars is not None and self.grammars.active):
+            return STALLED_WAIT
+        if not self._settled and self.options.check_integrity != "off":
+            return SETTLED_AFTER
+        return self.options.heartbeat
+
+    # messages ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, timeout: float | None) -> None:
+        messages = self.transport.receive(timeout)
+        if self.options.heartbeat is not None:
+            self._beat()
+        if self.grammars is not None:
+            for released in self.grammars.released():
+                self._send(released) if isinstance(released, Tokens) else self._add(released)
+        for message in messages:
+            self._handle(message)
+        if not messages and timeout != 0.0 and not self._settled and self.scheduler.is_idle:
+            self._settle()
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, Generate):
+            if self.grammars is None or not self.grammars.hold(message):
+                self._add(message)
+        elif isinstance(message, Abort):
+            if self.grammars is not None:
+                self._send(self.grammars.drop(message))
+            self.scheduler.abort(message.rids, message.reason)
+        elif isinstance(message, Control):
+            self.transport.send(self._control(message))
+        else:
+            log.warning("the engine does not take %s", type(message).__name__)
+
+    def _add(self, message: Generate) -> None:
+        refusal = self.scheduler.add(message)
+        if refusal is not None:
+            self._send(Tokens(rids=[message.rid], token_ids=[[]], finishes={0: refusal}))
+
+    def _send(self, tokens: Tokens | None) -> None:
+        if tokens is None or not tokens.rids:
+            return
+        if self.grammars is not None:
+            self.grammars.advance(tokens)
+        if self.observers.on_tokens is not None:
+            self.observers.on_tokens(tokens)
+        self.transport.send(tokens)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat >= MIN_HEARTBEAT:
+            self._last_heartbeat = now
+            self.transport.send(Heartbeat(process="engine", step=self._step, **self.scheduler.load()))
+
+    def _control(self, control: Control) -> ControlReply:
+        data: dict[str, Any] = {}
+        try:
+            if control.action == "flush_cache":
+                self.scheduler.flush_cache()
+            elif control.action == "server_info":
+                data = {**self.options.info, **self.scheduler.load(), "step": self._step, "paused": self._paused}
+            elif control.action in ("pause", "resume"):
+                self._paused = control.action == "pause"
+            elif control.action == "check_integrity":
+                self.scheduler.check_integrity()
+            elif control.action == "shutdown":
+                self._stopping = True
+                self.scheduler.abort([], "abort")
+        except Exception as error:  # a control that fails is answered, it does not end the engine
+            return ControlReply(id=control.id, ok=False, error=_sentence(error))
+        return ControlReply(id=control.id, ok=True, data=data)
+
+    def _settle(self) -> None:
+        """The self-check, once each time that all work is done."""
+        self._settled = True
+        if self.options.check_integrity == "off":
+            return
+        try:
+            self.scheduler.check_integrity()
+        except Exception as error:
+            if self.options.check_integrity == "fatal":
+                raise
+            log.error("the self-check found: %s; the caches are rebuilt", _sentence(error))
+            self.scheduler.repair()
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> InFlight | None:
+        if self._paused or self._stopping:
+            return None
+        batch = self.scheduler.next_batch(time.monotonic())
+        if batch is None:
+            return None
+        self._settled = False
+        self._step = batch.step
+        started = time.perf_counter()
+        try:
+            if self.grammars is not None:
+                batch = self.grammars.mask(batch)
+            return InFlight(batch, self.runner.launch(batch), started)
+        except Exception as error:
+            self._fail(batch, error)
+            return None
+
+    def _commit(self, step: InFlight) -> None:
+        try:
+            result = step.pending.wait()
+        except Exception as error:
+            self._fail(step.batch, error)
+            return
+        self._failures = 0
+        self._send(self.scheduler.commit(step.batch, result))
+        if self.observers.on_step is not None:
+            load = self.scheduler.load()
+            tokens = int(step.batch.num_scheduled.sum())
+            self.observers.on_step(step.batch.step, load["running"], load["waiting"], tokens, time.perf_counter() - step.started)
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        """End the requests of a step that raised, and go on, unless the device is gone."""
+        self._failures += 1
+        log.error("step %d failed: %s", batch.step, _sentence(error), exc_info=error)
+        self._send(self.scheduler.fail(batch, f"the model failed on this request's batch: {_sentence(error)}"))
+        if isinstance(error, DeviceLost) or self._failures >= MAX_FAILURES:
+            raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {_sentence(error)}") from error
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

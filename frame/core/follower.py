@@ -1,0 +1,48 @@
+"""Ranks ≥ 1: run every batch that rank 0's scheduler makes, and nothing else. There is one scheduler, so ranks cannot disagree.
+
+`LeadingRunner` is rank 0's runner that passes each batch on first. Knows no request and no client.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.runner import PendingStep
+    from frame.core.transport import BatchReceiver, BatchSender
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all compute at once."""
+
+    def __init__(self, runner: ModelRunner, followers: BatchSender) -> None:
+        self._runner = runner
+        self._followers = followers
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        self._followers.send(batch)
+        return self._runner.launch(batch)
+
+    def close(self) -> None:
+        self._followers.close()
+        self._runner.close()
+
+
+def follow(runner: ModelRunner, batches: BatchReceiver) -> None:
+    """Run batches until rank 0 stops. A step is waited for one batch later, as rank 0 does when it overlaps.
+
+    Raises what a step raises: a rank that missed a step can never agree with the others again, so its process ends.
+    """
+    in_flight: PendingStep | None = None
+    try:
+        while (batch := batches.receive()) is not None:
+            launched = runner.launch(batch)
+            if in_flight is not None:
+                in_flight.wait()
+            in_flight = launched
+    finally:
+        runner.close()
+        batches.close()

@@ -1,0 +1,244 @@
+"""How messages move between processes and threads: in-process queues, or ZMQ over ipc:// sockets in a private directory.
+
+Also the codec that carries a `ScheduledBatch` to the other ranks (MessagePack with an ndarray hook). Knows no scheduler, no HTTP and
+no meaning of a message; nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import zmq
+
+from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.messages import AnyMessage, Message, decode, encode
+
+FLUSH_MS = 2000  # how long a closing socket may still deliver what was sent
+
+
+class Transport(Protocol):
+    """One end of a two-way message stream. `send` never blocks for long; `receive` is called by one thread only."""
+
+    def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
+        """Everything that has arrived, in order. Waits up to `timeout` seconds for the first message (None: for ever)."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Queue one message for the other end."""
+        ...
+
+    def close(self) -> None:
+        """Release sockets; what was sent is still delivered."""
+        ...
+
+
+class InProcessTransport:
+    """One end of a pair of queues between two threads. Messages travel by reference: both ends treat them as frozen.
+
+    With a `sink` the peer's messages are handed to it at once, in the peer's thread, instead of being queued.
+    """
+
+    def __init__(self, sink: Callable[[AnyMessage], None] | None = None) -> None:
+        self._inbox: deque[AnyMessage] = deque()
+        self._arrived = threading.Event()
+        self._sink = sink
+        self._peer: InProcessTransport | None = None
+
+    @classmethod
+    def pair(cls, sink: Callable[[AnyMessage], None] | None = None) -> tuple[InProcessTransport, InProcessTransport]:
+        """(this end, the other end); `sink` takes what the other end sends to this one."""
+        first, second = cls(sink), cls()
+        first._peer, second._peer = second, first
+        return first, second
+
+    def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
+        inbox = self._inbox
+        if not inbox:
+            if timeout == 0.0:
+                return []
+            self._arrived.wait(timeout)
+        self._arrived.clear()  # before draining: a message that comes while we drain sets it again
+        messages = []
+        while inbox:
+            messages.append(inbox.popleft())
+        return messages
+
+    def send(self, message: Message) -> None:
+        if self._peer is not None:
+            self._peer._accept(message)  # type: ignore[arg-type]
+
+    def _accept(self, message: AnyMessage) -> None:
+        if self._sink is not None:
+            self._sink(message)
+        else:
+            self._inbox.append(message)
+            self._arrived.set()
+
+    def close(self) -> None:
+        self._arrived.set()
+
+
+class ZmqTransport:
+    """A bound PULL socket and one PUSH socket an address that is sent to.
+
+    `routes` maps message types to addresses, `default` takes the rest (None: such messages are dropped). Messages to an address
+    where nobody listens yet wait in memory until somebody does.
+    """
+
+    def __init__(self, inbox: str, default: str | None, routes: Mapping[type[Message], str] | None = None) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set_hwm(0)
+        self._pull.bind(inbox)
+        pushes = {address: self._connect(address) for address in {*(routes or {}).values(), *([default] if default else [])}}
+        self._pushes = pushes
+        self._default = pushes[default] if default else None
+        self._routes = {kind: pushes[address] for kind, address in (routes or {}).items()}
+        self._lock = threading.Lock()  # sockets are not thread-safe; senders may be several threads
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, FLUSH_MS)
+        socket.connect(address)
+        return socket
+
+    @property
+    def fd(self) -> int:
+        """Becomes readable when messages arrive; edge-triggered, so after each event `receive` until it returns nothing."""
+        return int(self._pull.getsockopt(zmq.FD))
+
+    def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
+        pull, messages = self._pull, []
+        if timeout != 0.0 and not pull.poll(None if timeout is None else max(1, int(timeout * 1000))):
+            return []
+        try:
+            while True:
+                messages.append(decode(pull.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+    def send(self, message: Message) -> None:
+        socket = self._routes.get(type(message), self._default)
+        if socket is not None:
+            with self._lock:
+                socket.send(encode(message))
+
+    def close(self) -> None:
+        self._pull.close(linger=0)
+        for socket in self._pushes.values():
+            socket.close()
+        self._context.term()
+
+
+# ScheduledBatch to the other ranks ---------------------------------------------------------------------------------
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
+    if isinstance(value, np.integer | np.floating | np.bool_):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot cross to another rank")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__name__} cannot come from another rank")
+    dtype, shape, data = value
+    parsed = np.dtype(dtype)
+    if parsed.hasobject:
+        raise TypeError(f"dtype {dtype} is not plain data")
+    return np.frombuffer(data, dtype=parsed).reshape(shape).copy()
+
+
+_batch_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_batch_decoder = msgspec.msgpack.Decoder(ScheduledBatch, dec_hook=_decode_array)
+
+
+def encode_batch(batch: ScheduledBatch) -> bytes:
+    """The batch as MessagePack; an array is (dtype, shape, raw bytes)."""
+    return _batch_encoder.encode(batch)
+
+
+def decode_batch(data: bytes) -> ScheduledBatch:
+    """The batch that `data` holds, with arrays of its own. Raises msgspec.ValidationError."""
+    return _batch_decoder.decode(data)
+
+
+class BatchSender:
+    """Rank 0's side: the same bytes to every follower, in order. An empty frame means stop."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        for address in addresses:
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, FLUSH_MS)
+            socket.connect(address)
+            self._sockets.append(socket)
+
+    def send(self, batch: ScheduledBatch) -> None:
+        data = encode_batch(batch)
+        for socket in self._sockets:
+            socket.send(data)
+
+    def close(self) -> None:
+        """Tell the followers to stop."""
+        for socket in self._sockets:
+            socket.send(b"")
+            socket.close()
+        self._context.term()
+
+
+class BatchReceiver:
+    """A follower's side."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+
+    def receive(self) -> ScheduledBatch | None:
+        """Block for the next batch; None when rank 0 stops."""
+        data = self._socket.recv()
+        return decode_batch(data) if data else None
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+# addresses ---------------------------------------------------------------------------------------------------------
+
+
+class SocketDirectory:
+    """A 0700 directory that holds one deployment's ipc:// sockets; removed at the end."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path or tempfile.mkdtemp(prefix="frame-")
+        self._owned = path is None
+        mode = os.stat(self.path)
+        if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid != os.getuid():
+            raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self.path}/{name}"
+
+    def remove(self) -> None:
+        """Delete the sockets and the directory, if this object made it."""
+        if not self._owned or not os.path.isdir(self.path):
+            return
+        for entry in os.scandir(self.path):
+            os.unlink(entry.path)
+        os.rmdir(self.path)
