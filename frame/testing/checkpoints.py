@@ -57,7 +57,7 @@ _BASE = MappingProxyType(
 )
 _SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 _CORPUS = (
-    "The quick brown fox jumps over the lazy dog. A request walks through the house once without turning back, and a stranger can add a room.",
+    "The quick brown fox jumps over the lazy dog. A request walks through the house once, and a stranger can add a room.",
     "def greet(name):\n    return f'hello, {name}'\n\nfor number in range(10):\n    print(greet(number))\n",
     "What is the capital of France? The capital of France is Paris. One, two, three, four, five. 0 1 2 3 4 5 6 7 8 9",
     '{"name": "value", "list": [1, 2, 3], "true": false}\n',
@@ -77,7 +77,7 @@ def make_checkpoint(
     `overrides` are fields of the transformers config; None-valued ones are set to None. Raises KeyError for an unknown name.
     """
     import torch
-    from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     model_type, changes = TINY[architecture]
     config = CONFIG_MAPPING[model_type](**{**_BASE, **changes, **overrides})
