@@ -76,7 +76,7 @@ class AttentionCapabilities:
 
     def _device(self, needs: AttentionNeeds) -> list[Reason]:
         if needs.device not in self.devices:
-            return [Reason(f"runs on {_one_of(self.devices)}, not on {needs.device}", f"device: {self.devices[0]}")]
+            return [Reason(f"runs on {_one_of(self.devices)}, not on {needs.device}", f"execution.device: {self.devices[0]}")]
         if self.compute_capability and needs.compute_capability:
             low, high = self.compute_capability
             if not low <= needs.compute_capability <= high:

@@ -50,6 +50,7 @@ class PluginRecord:
     `target` is "package.module:Class", `api` the version of the interface it was written for ("attention/1"),
     `requires` PEP 508 strings that are checked without an import, `rank` orders candidates for `auto`
     (higher is better), `options` the plugin's own settings. `distribution` and `version` say who brought it.
+    `problems` are the registry's findings that hold whatever is asked for: wrong interface version, unmet requirement, name clash.
     """
 
     kind: str
@@ -63,3 +64,4 @@ class PluginRecord:
     rank: int = 0
     distribution: str = ""
     version: str = ""
+    problems: tuple[Reason, ...] = ()

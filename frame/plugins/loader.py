@@ -1,0 +1,159 @@
+"""Finds plugins: reads the entry points of group `frame`, ours and strangers' alike, each one guarded, and fills a registry.
+
+A broken entry point is recorded and harms nothing else. Also gives the observers that listen, as plain callables.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+from types import MappingProxyType
+from typing import Any
+
+import pluggy
+
+from frame.core.errors import did_you_mean
+from frame.plugins import hookspecs
+from frame.plugins.kinds import KINDS
+from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
+
+__all__ = ["OWN_DISTRIBUTION", "Observers", "load_registry", "observers"]
+
+OWN_DISTRIBUTION = "frame-serve"
+EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
+
+_log = logging.getLogger(__name__)
+_KIND_OF_HOOK = MappingProxyType({kind.hook: kind.name for kind in KINDS.values()})
+
+
+def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True) -> Registry:
+    """All plugins that may be used. `allow` (None: all) and `deny` name distributions; frame's own are always read;
+    `installed=False` reads nothing but them. Never raises for a plugin's fault: see `Registry.broken`."""
+    allowed = None if allow is None else {_normal(name) for name in allow}
+    denied = {_normal(name) for name in deny}
+    hooks = pluggy.PluginManager(hookspecs.PROJECT)
+    hooks.add_hookspecs(hookspecs)
+    registry = Registry()
+    registry.hooks = hooks
+    for distribution, entry in _entry_points():
+        name = _normal(distribution.name)
+        is_own = name == OWN_DISTRIBUTION
+        is_allowed = installed and (allowed is None or name in allowed) and name not in denied
+        if is_own or is_allowed:
+            _read(registry, hooks, distribution, entry)
+    hooks.check_pending()  # nothing misspelt is left: `_read` took such plugins out, with a better text
+    return registry
+
+
+def _entry_points() -> Iterable[tuple[Distribution, EntryPoint]]:
+    """Each distribution once (the first on the path wins, as for an import), own before others, then by name."""
+    found: list[tuple[bool, str, Distribution, EntryPoint]] = []
+    seen: set[str] = set()
+    for distribution in distributions():
+        try:
+            name = _normal(distribution.metadata["Name"] or "")
+            entries = [entry for entry in distribution.entry_points if entry.group == hookspecs.PROJECT]
+        except (OSError, ValueError, TypeError, KeyError) as error:  # a half-removed installation is not our user's concern
+            _log.debug("installed distribution %s is unreadable: %s", distribution, error)
+            continue
+        if name in seen or not name:
+            continue
+        seen.add(name)
+        found += [(name != OWN_DISTRIBUTION, name, distribution, entry) for entry in entries]
+    found.sort(key=lambda item: (item[0], item[1], item[3].name))
+    return [(distribution, entry) for _, _, distribution, entry in found]
+
+
+def _read(registry: Registry, hooks: pluggy.PluginManager, distribution: Distribution, entry: EntryPoint) -> None:
+    """Load one entry point and take over its records, all or none."""
+    plugin: Any = None
+    try:
+        plugin = entry.load()
+        hooks.register(plugin, name=f"{distribution.name}:{entry.name}")
+        _refuse_unknown_hooks(hooks, plugin)
+        parts = _collect(registry, hooks, plugin, distribution)
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
+        if plugin is not None and hooks.is_registered(plugin):
+            hooks.unregister(plugin)
+        broken = BrokenPlugin(distribution.name, distribution.version, f"{entry.name} = {entry.value}", cause_chain(error))
+        registry.broken.append(broken)
+        _log.warning("plugin not read: %s", broken)
+        return
+    for part in parts:
+        registry.commit(part)
+
+
+def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
+    for caller in hooks.get_hookcallers(plugin) or ():
+        optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
+        if not caller.has_spec() and not optional:
+            known = [*_KIND_OF_HOOK, *EVENTS]
+            raise AttributeError(f"unknown hook {caller.name!r}{did_you_mean(caller.name, known) or f'; hooks: {known}'}")
+
+
+def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, distribution: Distribution) -> list[Any]:
+    """Call the plugin's register hooks one by one, so that what it adds is known to be its own."""
+    parts = []
+    for caller in hooks.get_hookcallers(plugin) or ():
+        kind = _KIND_OF_HOOK.get(caller.name)
+        for impl in caller.get_hookimpls():
+            if kind is not None and impl.plugin is plugin:
+                part = registry.kind(kind, distribution.name, distribution.version)
+                impl.function(*(part for _ in impl.argnames))
+                parts.append(part)
+    return parts
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+@dataclass(slots=True)
+class Observers:
+    """The hooks that somebody listens to, as plain callables; None where nobody does, so that an idle event costs one test."""
+
+    on_start: Callable[..., None] | None = None
+    on_step: Callable[..., None] | None = None
+    on_request_finished: Callable[..., None] | None = None
+    on_stop: Callable[..., None] | None = None
+
+
+def observers(registry: Registry) -> Observers:
+    """The observers among the plugins of `registry`. Call them with keywords, as in `frame.plugins.hookspecs`.
+    One that raises is logged with its traceback and switched off; the caller never sees it."""
+    found = Observers()
+    if registry.hooks is None:
+        return found
+    for event in EVENTS:
+        impls = getattr(registry.hooks.hook, event).get_hookimpls()
+        if impls:
+            listeners = [_Listener(impl.plugin_name, impl.function, tuple(impl.argnames)) for impl in impls]
+            setattr(found, event, _Event(event, listeners))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    plugin: str
+    function: Callable[..., object]
+    arguments: tuple[str, ...]
+
+
+class _Event:
+    """Tells every listener of one event; drops a listener that raised."""
+
+    def __init__(self, name: str, listeners: list[_Listener]) -> None:
+        self.name = name
+        self.listeners = listeners
+
+    def __call__(self, **arguments: Any) -> None:
+        for listener in tuple(self.listeners):
+            try:
+                listener.function(*(arguments[name] for name in listener.arguments))
+            except Exception:  # noqa: BLE001 - an observer must never harm a step
+                self.listeners.remove(listener)
+                _log.exception("observer %s of plugin %s raised and is switched off", self.name, listener.plugin)

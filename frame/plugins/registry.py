@@ -1,0 +1,293 @@
+"""The plugin registry: open (any name), lazy (records only; targets are imported when selected) and typed (one interface class a kind).
+
+Knows no entry point and no hook (that is `frame.plugins.loader`), and does not choose (that is `frame.core.resolve`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from pydantic import BaseModel, ValidationError
+
+from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
+from frame.plugins.kinds import KINDS, Kind
+
+if TYPE_CHECKING:
+    from frame.core.resolved import PluginChoice
+
+__all__ = ["BrokenPlugin", "KindRegistry", "PluginError", "PluginRecord", "Registry", "cause_chain"]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPlugin:
+    """An entry point that could not be read: who brought it and why it failed. Harmless unless its plugins are asked for."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version} (entry point {self.entry_point}): {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The distribution whose entry point is being read."""
+
+    distribution: str = ""
+    version: str = ""
+
+
+@dataclass
+class KindRegistry:
+    """Where a `register_<plural>(registry)` hook adds its plugins: one kind, on behalf of one distribution."""
+
+    kind: Kind
+    owner: Provenance = Provenance()
+    added: list[PluginRecord] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        target: str,
+        *,
+        capabilities: Capabilities | None = None,
+        options: type[BaseModel] | None = None,
+        requires: Sequence[str] = (),
+        summary: str = "",
+        rank: int = 0,
+        api: str | None = None,
+    ) -> None:
+        """Register `name`, implemented by `target` ("package.module:Class"), which is imported only when it is selected.
+
+        Without `api` the plugin claims the version that this core offers; a distribution of its own should state the one
+        that it was written for. Raises PluginError when an argument is malformed or the name is added twice.
+        """
+        here = f"{self.kind.name} {name!r}"
+        if not name or any(c.isspace() or c == "/" for c in name):
+            raise PluginError(f"{here}: a plugin's name must not be empty or hold spaces or '/'.")
+        if any(record.name == name for record in self.added):
+            raise PluginError(f"{here} is added twice by {self.owner.distribution or 'the same plugin'}; keep one.")
+        module, _, attribute = target.partition(":")
+        if not module or not attribute:
+            raise PluginError(f"{here}: the target is {target!r}; write it as 'package.module:Class'.")
+        if capabilities is not None and not isinstance(capabilities, Capabilities):
+            raise PluginError(f"{here}: capabilities need a method unsupported(needs); {type(capabilities).__name__} has none.")
+        if options is not None and not (isinstance(options, type) and issubclass(options, BaseModel)):
+            raise PluginError(f"{here}: options must be a pydantic model class.")
+        api = api or self.kind.api
+        self.added.append(
+            PluginRecord(
+                kind=self.kind.name,
+                name=name,
+                target=target,
+                api=api,
+                capabilities=capabilities or Anything(),
+                options=options,
+                requires=tuple(requires),
+                summary=summary,
+                rank=rank,
+                distribution=self.owner.distribution,
+                version=self.owner.version,
+                problems=(*_api_problems(api, self.kind), *_unmet(tuple(requires))),
+            )
+        )
+
+
+class Registry:
+    """All plugins that were found, by kind and name."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, dict[str, list[PluginRecord]]] = {kind: {} for kind in KINDS}
+        self.broken: list[BrokenPlugin] = []
+        self.hooks: Any = None  # the hook relay of the loader, for observers; None: nobody listens
+
+    def kind(self, kind: str, distribution: str = "", version: str = "") -> KindRegistry:
+        """What a register hook of `distribution` gets; `commit` takes over what it added."""
+        return KindRegistry(_kind(kind), Provenance(distribution, version))
+
+    def commit(self, part: KindRegistry) -> None:
+        """Take over the records of a hook that ended well."""
+        for record in part.added:
+            self._records[record.kind].setdefault(record.name, []).append(record)
+
+    def records(self, kind: str) -> list[PluginRecord]:
+        """All records of a kind, best-ranked first; those that cannot be used say why in `problems`."""
+        found = [_with_clash(record, same) for same in self._records[_kind(kind).name].values() for record in same]
+        return sorted(found, key=lambda record: (-record.rank, record.name, record.distribution))
+
+    def all_records(self) -> dict[str, list[PluginRecord]]:
+        """Records of every kind, as `frame.core.resolve` takes them."""
+        return {kind: self.records(kind) for kind in KINDS}
+
+    def get(self, kind: str, name: str) -> PluginRecord:
+        """The record of that name. Raises PluginError when it is unknown, ambiguous or cannot be used here."""
+        same = self._records[_kind(kind).name].get(name, [])
+        if not same:
+            raise PluginError(self._unknown(kind, name))
+        record = _with_clash(same[0], same)
+        if record.problems:
+            whose = f" ({record.distribution} {record.version})" if len(same) == 1 else ""
+            reasons = "; ".join(map(str, record.problems))
+            raise PluginError(f"{kind} {name!r}{whose} cannot be used: {reasons}.")
+        return record
+
+    def find(self, name: str) -> list[PluginRecord]:
+        """Records of that name in any kind; `name` may be "kind/name". Raises PluginError when there is none."""
+        kind, _, plain = name.rpartition("/")
+        if kind:
+            found = [record for record in self.records(kind) if record.name == plain]
+            if not found:
+                raise PluginError(self._unknown(kind, plain))
+            return found
+        found = [record for each in KINDS for record in self.records(each) if record.name == plain]
+        if not found:
+            known = {record.name for each in KINDS for record in self.records(each)}
+            raise PluginError(f"No plugin is called {plain!r}{did_you_mean(plain, known) or '.'}{self._broken_note()}")
+        return found
+
+    def load(self, record: PluginRecord) -> type:
+        """Import the record's class. Raises PluginError with the whole chain of causes."""
+        who = f"{record.kind} {record.name!r} ({record.distribution or 'no distribution'} {record.version})".replace(" )", ")")
+        if record.problems:
+            raise PluginError(f"{who} cannot be used: {'; '.join(map(str, record.problems))}.")
+        try:
+            loaded = _import(record.target)
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # a plugin's import may raise anything, SystemExit too
+            raise PluginError(f"{who} was selected but does not load from {record.target}: {cause_chain(error)}") from error
+        base = _import(_kind(record.kind).interface)
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise PluginError(f"{who}: {record.target} is no subclass of {_kind(record.kind).interface.replace(':', '.')}; derive it.")
+        if inspect.isabstract(loaded):
+            missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+            raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}.")
+        return loaded
+
+    def options(self, record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
+        """The plugin's own settings, validated. Raises PluginError that names the key."""
+        return plugin_options(record, values)
+
+    def choose(self, choice: PluginChoice) -> tuple[type, BaseModel | None]:
+        """Class and options of a resolved choice, after checking that this process sees the very plugin that was resolved."""
+        record = self.get(choice.kind, choice.name)
+        found = (record.target, record.distribution, record.version)
+        if found != (choice.target, choice.distribution, choice.version):
+            raise PluginError(
+                f"{choice.kind} {choice.name!r} was resolved as {choice.distribution} {choice.version} ({choice.target}), "
+                f"but this process finds {record.distribution} {record.version} ({record.target}); restart after the installation changed."
+            )
+        return self.load(record), self.options(record, choice.options)
+
+    def _unknown(self, kind: str, name: str) -> str:
+        known = self._records[kind]
+        names = ", ".join(f"{n} ({' and '.join(r.distribution or '?' for r in same)})" for n, same in sorted(known.items()))
+        listed = f" Installed: {names}." if names else f" No {kind} is installed."
+        return f"Unknown {kind} {name!r}{did_you_mean(name, known) or '.'}{listed}{self._broken_note()}"
+
+    def _broken_note(self) -> str:
+        if not self.broken:
+            return ""
+        return " These plugins could not be read and may hold it: " + "; ".join(map(str, self.broken)) + "."
+
+
+def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
+    """See `Registry.options`."""
+    where = f"plugins.options.{record.kind}/{record.name}"
+    if record.options is None:
+        if values:
+            raise PluginError(f"{where} has keys ({', '.join(values)}), but {record.name} takes no options; remove them.")
+        return None
+    known = set(record.options.model_fields) | {f.alias for f in record.options.model_fields.values() if f.alias}
+    if record.options.model_config.get("extra") != "allow":
+        for key in values:
+            if key not in known:
+                allowed = ", ".join(sorted(known)) or "none"
+                raise PluginError(f"{where}.{key} is unknown{did_you_mean(key, known) or '.'} Its options: {allowed}.")
+    try:
+        return record.options.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {first['msg']}.") from None
+
+
+def cause_chain(error: BaseException) -> str:
+    """One readable line: the error, where it arose, and every cause below it."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        text = " ".join(str(current).split())
+        parts.append(f"{type(current).__name__}: {text}{_place(current)}" if text else f"{type(current).__name__}{_place(current)}")
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return ", caused by ".join(parts)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<frozen") and "importlib" not in f.filename and f.filename != __file__]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _kind(kind: str) -> Kind:
+    try:
+        return KINDS[kind]
+    except KeyError:
+        raise PluginError(f"Unknown plugin kind {kind!r}{did_you_mean(kind, KINDS) or '.'} Kinds: {', '.join(KINDS)}.") from None
+
+
+def _import(target: str) -> Any:
+    module, _, path = target.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def _with_clash(record: PluginRecord, same: Sequence[PluginRecord]) -> PluginRecord:
+    if len(same) < 2:
+        return record
+    owners = sorted({f"{r.distribution} {r.version}".strip() for r in same})
+    others = sorted({r.distribution for r in same} - {same[0].distribution})
+    clash = Reason(
+        f"the name is brought by {' and by '.join(owners)}; uninstall or deny one",
+        f"plugins.deny: [{(others or [same[0].distribution])[0]}]",
+    )
+    return replace(record, problems=(*record.problems, clash))
+
+
+def _api_problems(api: str, kind: Kind) -> tuple[Reason, ...]:
+    if api == kind.api:
+        return ()
+    return (Reason(f"it was written for interface {api}, this frame offers {kind.api}; install a version of the plugin for it"),)
+
+
+def _unmet(requires: tuple[str, ...]) -> tuple[Reason, ...]:
+    return tuple(reason for text in requires if (reason := _unmet_requirement(text)) is not None)
+
+
+def _unmet_requirement(text: str) -> Reason | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement as error:
+        return Reason(f"its requirement {text!r} is malformed: {error}")
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return None
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return Reason(f"it needs {requirement.name}{requirement.specifier}, which is not installed (pip install '{requirement}')")
+    if not requirement.specifier.contains(found, prereleases=True):
+        return Reason(f"it needs {requirement.name}{requirement.specifier}, installed is {found} (pip install '{requirement}')")
+    return None
