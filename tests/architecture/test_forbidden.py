@@ -1,0 +1,212 @@
+"""What must not stand in the package: unsafe decoding, global state, mixins, catch-all files, undocumented modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.architecture.source import Module, classes, functions, has_docstring, is_under, module, package
+
+FILE_NAMES = {"utils", "util", "manager", "managers", "helper", "helpers", "common", "misc", "base"}
+UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing")
+UNSAFE_METHODS = {
+    "recv_pyobj": "decodes with pickle",
+    "send_pyobj": "encodes with pickle",
+    "all_gather_object": "uses pickle",
+    "broadcast_object_list": "uses pickle",
+    "gather_object": "uses pickle",
+    "scatter_object_list": "uses pickle",
+    "send_object_list": "uses pickle",
+    "recv_object_list": "uses pickle",
+}
+MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter", "WeakKeyDictionary", "WeakValueDictionary"}
+MUTATING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear", "appendleft"}
+STATELESS_ROOMS = ("frame.core", "frame.models", "frame.attention_backends", "frame.quantization", "frame.plugins", "frame.entrypoints")
+MOST_DOCSTRING_LINES = 6
+
+# "check path[:name]" -> why it may stand.
+EXCEPTIONS: dict[str, str] = {}
+
+Breach = tuple[str, str]
+
+
+def unsafe_code(found: Module) -> Iterator[Breach]:
+    """Everything that runs or decodes what it is given."""
+    for use in found.imports:
+        if is_under(use.target, *UNSAFE_MODULES):
+            yield f"unsafe {found.path}", f"{found.at(use.line)}: imports {use.target}"
+    for node in ast.walk(found.tree):
+        if isinstance(node, ast.Call) and (problem := _unsafe_call(node)):
+            yield f"unsafe {found.path}", f"{found.at(node)}: {problem}"
+
+
+def _unsafe_call(node: ast.Call) -> str | None:
+    name = ast.unparse(node.func)
+    last = name.rpartition(".")[2]
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if name in {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}:
+        return f"calls {name}"
+    if name == "torch.load" and keywords.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if last in UNSAFE_METHODS:
+        return f"{last} {UNSAFE_METHODS[last]}"
+    if keywords.get("shell", "False") != "False":
+        return "runs a shell"
+    if keywords.get("allow_pickle", "False") != "False":
+        return "allows pickle"
+    return None
+
+
+def global_state(found: Module) -> Iterator[Breach]:
+    """`global`, mutable values at module level that are no constant tables, and caches without a bound."""
+    for node in ast.walk(found.tree):
+        if isinstance(node, ast.Global):
+            yield f"global {found.path}", f"{found.at(node)}: global {', '.join(node.names)}"
+    if not is_under(found.name, *STATELESS_ROOMS):
+        return
+    changed = _changed_names(found.tree)
+    for node in found.tree.body:
+        for name, value in _assigned(node):
+            is_table = name.lstrip("_").isupper() and name not in changed
+            if _is_mutable(value) and not is_table and not name.startswith("__"):
+                yield f"global {found.path}:{name}", f"{found.at(node)}: {name} is mutable state of a module"
+    for function in functions(found.tree):
+        if any(_is_unbounded_cache(decorator) for decorator in function.decorator_list) and function.args.args:
+            yield f"global {found.path}:{function.name}", f"{found.at(function)}: {function.name} has a cache without a bound"
+
+
+def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(node, ast.Assign):
+        yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        yield node.target.id, node.value
+
+
+def _is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in MUTABLE_CALLS
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def _changed_names(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node.value, ast.Name):
+            names.add(node.value.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            if node.func.attr in MUTATING:
+                names.add(node.func.value.id)
+    return names
+
+
+def _is_unbounded_cache(decorator: ast.expr) -> bool:
+    text = ast.unparse(decorator)
+    return text in {"cache", "functools.cache"} or "maxsize=None" in text or text.endswith("lru_cache(None)")
+
+
+def mixins(found: Module) -> Iterator[Breach]:
+    for node in classes(found.tree):
+        if node.name.endswith("Mixin"):
+            yield f"mixin {found.path}:{node.name}", f"{found.at(node)}: {node.name} is a mixin"
+
+
+def file_names(found: Module) -> Iterator[Breach]:
+    path = PurePosixPath(found.path)
+    if FILE_NAMES & {path.stem, *path.parent.parts}:
+        yield f"name {found.path}", f"{found.path}: name it after what it is"
+
+
+def docstrings(found: Module) -> Iterator[Breach]:
+    """Modules, and public classes and functions of the interfaces."""
+    text = ast.get_docstring(found.tree)
+    if text is None:
+        yield f"docstring {found.path}", f"{found.path}: has no docstring"
+    elif len(text.splitlines()) > MOST_DOCSTRING_LINES:
+        yield f"docstring {found.path}", f"{found.path}: its docstring has more than {MOST_DOCSTRING_LINES} lines"
+    if is_under(found.name, "frame.core.interfaces"):
+        for node in classes(found.tree):
+            if not node.name.startswith("_") and not has_docstring(node) and not node.name.endswith("Needs"):
+                yield f"docstring {found.path}:{node.name}", f"{found.at(node)}: {node.name} has no docstring"
+
+
+def silenced_errors(found: Module) -> Iterator[Breach]:
+    """`except Exception: pass` and bare `except:`."""
+    for node in ast.walk(found.tree):
+        if isinstance(node, ast.ExceptHandler):
+            is_wide = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
+            is_empty = all(isinstance(part, ast.Pass) or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)) for part in node.body)
+            if node.type is None or (is_wide and is_empty):
+                yield f"silenced {found.path}", f"{found.at(node)}: an error of any kind is dropped"
+
+
+CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (
+    unsafe_code,
+    global_state,
+    mixins,
+    file_names,
+    docstrings,
+    silenced_errors,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_nothing_forbidden(check: Callable[[Module], Iterable[Breach]]) -> None:
+    assert [sentence for found in package() for key, sentence in check(found) if key not in EXCEPTIONS] == []
+
+
+def test_exceptions_are_needed_and_explained() -> None:
+    found = {key for each in package() for check in CHECKS for key, _ in check(each)}
+    assert sorted(set(EXCEPTIONS) - found) == [], "these exceptions can go"
+    assert all(len(reason) > 20 for reason in EXCEPTIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (unsafe_code, "import pickle"),
+        (unsafe_code, "def f():\n    from multiprocessing import Queue"),
+        (unsafe_code, "eval('1')"),
+        (unsafe_code, "torch.load(path)"),
+        (unsafe_code, "torch.load(path, weights_only=False)"),
+        (unsafe_code, "socket.recv_pyobj()"),
+        (unsafe_code, "torch.distributed.broadcast_object_list(x)"),
+        (unsafe_code, "subprocess.run('ls', shell=True)"),
+        (unsafe_code, "np.load(path, allow_pickle=True)"),
+        (global_state, "def f():\n    global x\n    x = 1"),
+        (global_state, "cache = {}"),
+        (global_state, "_seen: set[str] = set()"),
+        (global_state, "TABLE = {}\ndef f():\n    TABLE['a'] = 1"),
+        (global_state, "NAMES = []\ndef f():\n    NAMES.append(1)"),
+        (global_state, "@functools.cache\ndef f(x): ..."),
+        (mixins, "class OutputMixin: ..."),
+        (docstrings, "x = 1"),
+        (docstrings, '"""' + "a\n" * 9 + '"""'),
+        (silenced_errors, "try:\n    f()\nexcept Exception:\n    pass"),
+        (silenced_errors, "try:\n    f()\nexcept:\n    g()"),
+    ],
+)
+def test_checks_find(check: Callable[[Module], Iterable[Breach]], text: str) -> None:
+    assert list(check(module(text)))
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (unsafe_code, "torch.load(path, weights_only=True)"),
+        (unsafe_code, "model.eval()"),
+        (global_state, "TABLE = {'a': 1}"),
+        (global_state, "__all__ = ['a']"),
+        (global_state, "@lru_cache(maxsize=8)\ndef f(x): ..."),
+        (silenced_errors, "try:\n    f()\nexcept ValueError:\n    pass"),
+    ],
+)
+def test_checks_allow(check: Callable[[Module], Iterable[Breach]], text: str) -> None:
+    assert list(check(module(text))) == []
+
+
+def test_file_names_finds() -> None:
+    assert list(file_names(module("", "frame.core.utils")))
+    assert list(file_names(module("", "frame.common.x")))

@@ -1,0 +1,193 @@
+"""Who may import whom. Imports inside functions count; imports for the type checker alone do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.architecture.source import Module, is_under, module, package
+
+DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.sampling_params")
+CONFIGURATION = ("frame.core.config", "frame.core.resolved", "frame.core.resolve", "frame.core.model_facts")
+SMALL_FAMILIES = (
+    "frame.plugins.eviction_policies",
+    "frame.plugins.grammars",
+    "frame.plugins.logits_processors",
+    "frame.plugins.moe_dispatchers",
+    "frame.plugins.moe_runners",
+    "frame.plugins.reasoning_parsers",
+    "frame.plugins.scheduling_policies",
+    "frame.plugins.tool_call_parsers",
+)
+FAMILIES = ("frame.attention_backends", "frame.models", "frame.quantization", *SMALL_FAMILIES)
+LAYERS = "frame.models.layers"
+MARKER = "frame.plugins.hookspecs"
+
+# Which rooms of the package each room may use besides itself; the first prefix that fits counts.
+MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *((name, DATA) for name in DATA),
+    *((name, (*DATA, *CONFIGURATION)) for name in CONFIGURATION),
+    ("frame.core", ("frame.core",)),
+    (LAYERS, DATA),
+    *((family, (*DATA, LAYERS, MARKER)) for family in FAMILIES),
+    (MARKER, DATA),
+    ("frame.plugins", ("frame.core", "frame.plugins")),
+    ("frame.testing", ("frame.core", "frame.plugins")),
+    ("frame.entrypoints", ("frame.core", "frame.plugins")),
+    ("frame", ("frame",)),
+)
+
+# What core must not know, and what the parts that touch no tensor must not load when they are imported.
+NOT_IN_CORE = ("click", "fastapi", "httpx", "pluggy", "prometheus_client", "starlette", "typer", "uvicorn")
+NO_TORCH = (
+    *DATA,
+    *CONFIGURATION,
+    "frame.core.allocator",
+    "frame.core.radix_cache",
+    "frame.core.request",
+    "frame.core.scheduler",
+    "frame.entrypoints.cli",
+    "frame.entrypoints.http",
+    "frame.plugins.eviction_policies",
+    "frame.plugins.hookspecs",
+    "frame.plugins.loader",
+    "frame.plugins.reasoning_parsers",
+    "frame.plugins.registry",
+    "frame.plugins.scheduling_policies",
+    "frame.plugins.tool_call_parsers",
+)
+
+
+def wrong_directions(modules: Iterable[Module]) -> list[str]:
+    """Imports that go upwards, or that name a plugin family from outside of it."""
+    return [
+        f"{found.at(use.line)}: {found.name} must not import {use.target}"
+        for found in modules
+        for use in found.imports
+        if use.when != "types" and is_under(use.target, "frame") and not _allowed(found.name, use.target)
+    ]
+
+
+def _allowed(name: str, target: str) -> bool:
+    home, rooms = next((prefix, rooms) for prefix, rooms in MAY_USE if is_under(name, prefix))
+    family = next((family for family in FAMILIES if is_under(target, family)), None)
+    if family is not None and not is_under(name, family):
+        return is_under(target, LAYERS) and LAYERS in rooms
+    own = home if home != "frame" else name
+    return target == "frame" or is_under(target, own, *rooms)
+
+
+def forbidden_libraries(modules: Iterable[Module]) -> list[str]:
+    found = []
+    for each in modules:
+        for use in each.imports:
+            if is_under(each.name, "frame.core") and use.when != "types" and is_under(use.target, *NOT_IN_CORE):
+                found.append(f"{each.at(use.line)}: core must not import {use.target}")
+            if is_under(each.name, *NO_TORCH) and use.when == "start" and is_under(use.target, "torch", "transformers"):
+                found.append(f"{each.at(use.line)}: importing {each.name} must not load {use.target}")
+    return found
+
+
+def cycles(modules: Iterable[Module]) -> list[str]:
+    """Groups of modules that import each other while they are being imported."""
+    known = {found.name: found for found in modules}
+    graph = {
+        name: {target for use in found.imports if use.when == "start" and (target := _nearest(use.target, known)) not in (None, name)}
+        for name, found in known.items()
+    }
+    done: set[str] = set()
+    found = []
+    for start in sorted(graph):
+        path = _cycle_from(start, graph, done)
+        if path:
+            found.append(" -> ".join(path))
+    return found
+
+
+def _nearest(target: str, known: dict[str, Module]) -> str | None:
+    return target if target in known else (parent if (parent := target.rpartition(".")[0]) in known else None)
+
+
+def _cycle_from(start: str, graph: dict[str, set[str]], done: set[str]) -> list[str]:
+    path: list[str] = []
+
+    def visit(name: str) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        path.append(name)
+        for target in sorted(graph[name]):
+            if cycle := visit(target):
+                done.update(path)
+                return cycle
+        path.pop()
+        done.add(name)
+        return []
+
+    return visit(start)
+
+
+def test_direction() -> None:
+    assert wrong_directions(package()) == []
+
+
+def test_core_knows_no_pluggy_and_no_http_and_light_rooms_load_no_torch() -> None:
+    assert forbidden_libraries(package()) == []
+
+
+def test_no_cycles() -> None:
+    assert cycles(package()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("frame.core.interfaces.example", "from frame.core.scheduler import Scheduler"),
+        ("frame.core.resolve", "from frame.core import scheduler"),
+        ("frame.core.engine", "import frame.plugins.loader"),
+        ("frame.core.engine", "def f():\n    from frame.attention_backends.example import Example"),
+        ("frame.models.llama", "from frame.quantization.plain import Plain"),
+        ("frame.models.llama", "from frame.core.weights import load"),
+        ("frame.models.layers.linear", "from frame.models.llama import Llama"),
+        ("frame.quantization.example", "from frame.models.llama import Llama"),
+        ("frame.entrypoints.launch", "from frame.models.layers.linear import Linear"),
+        ("frame.plugins.loader", "from frame.plugins.grammars import something"),
+        ("frame.plugins.loader", "from frame.entrypoints.launch import launch"),
+        ("frame", "from frame.models import llama"),
+    ],
+)
+def test_direction_finds(name: str, text: str) -> None:
+    assert wrong_directions([module(text, name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("frame.core.interfaces.example", "if TYPE_CHECKING:\n    from frame.core.request import Request"),
+        ("frame.core.interfaces.example", "from frame.core.interfaces.plugin import Reason"),
+        ("frame.core.resolve", "from frame.core.config import FrameConfig"),
+        ("frame.core.engine", "from frame.core.scheduler import Scheduler"),
+        ("frame.models.llama", "from frame.models.layers.linear import Linear"),
+        ("frame.quantization.example", "from frame.models.layers.parameter import Parameter"),
+        ("frame.quantization", "from frame.plugins.hookspecs import hookimpl"),
+        ("frame.entrypoints.launch", "from frame.plugins.loader import load_registry"),
+    ],
+)
+def test_direction_allows(name: str, text: str) -> None:
+    assert wrong_directions([module(text, name)]) == []
+
+
+def test_library_checks_find() -> None:
+    assert forbidden_libraries([module("def f():\n    import pluggy", "frame.core.engine")])
+    assert forbidden_libraries([module("from fastapi import FastAPI", "frame.core.engine")])
+    assert forbidden_libraries([module("import torch.nn", "frame.core.scheduler")])
+    assert not forbidden_libraries([module("def f():\n    import torch", "frame.core.resolve")])
+
+
+def test_cycles_finds() -> None:
+    one = module("from frame.core.two import b", "frame.core.one")
+    two = module("import frame.core.one", "frame.core.two")
+    assert cycles([one, two]) == ["frame.core.one -> frame.core.two -> frame.core.one"]
+    assert cycles([one, module("def f():\n    import frame.core.one", "frame.core.two")]) == []
