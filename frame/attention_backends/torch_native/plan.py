@@ -1,0 +1,183 @@
+"""Host part of a step: which rows are computed together and where their keys lie in the cache.
+
+Rows of similar length share one padded group, so that a step costs a few calls instead of one per request. Knows no layer:
+the same groups serve every layer with the same sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import ForwardBatch, HostView
+
+FILL = 0.75  # a row is padded to at most 4/3 of its length
+GROUP_BYTES = 4 << 20  # gathered keys and values of one group: more would fall out of the CPU's caches
+SLICE_BYTES = 512 << 10  # a row at least this large is computed alone where its pages are contiguous (no copy at all)
+MASK_CELLS = 1 << 20  # largest mask that is kept for a step; larger rows go alone and are masked block by block
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows computed in one call, padded to `query_len` queries and `key_len` keys each.
+
+    Padding repeats an element of the same row, so a row never reads what another one owns. Without a `mask`, the rows' first
+    queries stand at key `offset`, and query i sees keys 0 … offset + i (within the window, if there is one).
+    """
+
+    rows: int
+    query_len: int
+    key_len: int
+    tokens: slice | torch.Tensor  # the queries, among the step's tokens: int64 [rows * query_len]
+    keys: slice | torch.Tensor | None  # cache slots int64 [rows * key_len]; None: this step's own K and V at `tokens`
+    offset: int
+    mask: torch.Tensor | None  # additive, [rows, 1, query_len, key_len]
+    real: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
+    targets: slice | torch.Tensor  # where the real queries' results go, among the step's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All of a step's groups for one window."""
+
+    decodes: list[Group]
+    extends: list[Group]
+
+
+def spans(lengths: np.ndarray, budget: int) -> Iterator[tuple[int, int]]:
+    """Cuts descending lengths into runs that waste at most 1 - FILL each and pad to at most `budget` (or hold one row)."""
+    start, ascending = 0, -lengths
+    while start < len(lengths):
+        longest = int(lengths[start])
+        similar = int(np.searchsorted(ascending, -FILL * longest, side="right"))
+        stop = min(similar, start + max(1, budget // longest))
+        yield start, stop
+        start = stop
+
+
+class Grouping:
+    """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one layer."""
+
+    def __init__(self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int) -> None:
+        host: HostView = batch.host
+        self.device, self.dtype, self.window = batch.token_ids.device, dtype, window
+        self.page_table, self.page_size = host.page_table, batch.kv.page_size
+        self.slots = host.slots.astype(np.int64)
+        self.queries = host.query_lens.astype(np.int64)
+        ends = host.seq_lens.astype(np.int64)
+        prefix = ends - self.queries
+        # first key that any of the row's queries sees
+        self.starts = np.zeros_like(ends) if window is None else np.maximum(prefix - window + 1, 0)
+        self.keys = ends - self.starts
+        self.prefix = prefix - self.starts
+        self.first_token = np.cumsum(self.queries) - self.queries
+        self.token_bytes = token_bytes
+
+    def make(self, num_decodes: int) -> Groups:
+        rows = np.arange(len(self.queries))
+        decodes = rows[:num_decodes]
+        extends = rows[num_decodes:]
+        fresh = (self.prefix[extends] == 0) & (self.starts[extends] == 0)
+        if self.window is not None:
+            fresh &= self.keys[extends] <= self.window
+        return Groups(
+            decodes=list(self._decodes(decodes)),
+            extends=[*self._fresh(extends[fresh]), *self._prefixed(extends[~fresh])],
+        )
+
+    def _decodes(self, rows: np.ndarray) -> Iterator[Group]:
+        large = self.keys[rows] * self.token_bytes >= SLICE_BYTES
+        for row in rows[large]:
+            piece = self._contiguous(row)
+            if piece is None:
+                large[row] = False  # decodes are rows 0 … n - 1, so the row is its own index here
+            else:
+                yield self._single(row, piece)
+        rows = rows[~large]
+        rows = rows[np.argsort(-self.keys[rows], kind="stable")]
+        for start, stop in spans(self.keys[rows], GROUP_BYTES // self.token_bytes):
+            yield self._padded(np.sort(rows[start:stop]))
+
+    def _fresh(self, rows: np.ndarray) -> Iterator[Group]:
+        """Prompts from their first token on: the keys are this step's own, nothing is read from the cache."""
+        rows = rows[np.argsort(-self.queries[rows], kind="stable")]
+        for start, stop in spans(self.queries[rows], GROUP_BYTES // self.token_bytes):
+            yield self._padded(np.sort(rows[start:stop]), own_keys=True)
+
+    def _prefixed(self, rows: np.ndarray) -> Iterator[Group]:
+        rows = rows[np.argsort(-self.queries[rows], kind="stable")]
+        for start, stop in spans(self.queries[rows], 1 << 62):
+            alike = rows[start:stop]
+            alike = alike[np.argsort(-self.keys[alike], kind="stable")]
+            budget = min(GROUP_BYTES // self.token_bytes, MASK_CELLS // int(self.queries[alike].max()))
+            for first, last in spans(self.keys[alike], budget):
+                some = np.sort(alike[first:last])
+                yield self._padded(some) if len(some) > 1 else self._single(some[0], self._contiguous(some[0]))
+
+    def _single(self, row: int, piece: slice | None) -> Group:
+        tokens = slice(int(self.first_token[row]), int(self.first_token[row] + self.queries[row]))
+        keys = piece if piece is not None else self._device(self._cache_slots(np.array([row]), int(self.keys[row])))
+        return Group(1, int(self.queries[row]), int(self.keys[row]), tokens, keys, int(self.prefix[row]), None, None, tokens)
+
+    def _padded(self, rows: np.ndarray, own_keys: bool = False) -> Group:
+        queries, keys = self.queries[rows], self.keys[rows]
+        query_len, key_len = int(queries.max()), int(keys.max())
+        steps = np.arange(query_len)
+        tokens = self.first_token[rows, None] + np.minimum(steps, queries[:, None] - 1)
+        targets: slice | torch.Tensor
+        real = None
+        if (queries < query_len).any():
+            filled = np.flatnonzero(steps < queries[:, None])
+            real, targets = self._device(filled), self._device(tokens.reshape(-1)[filled])
+            places: slice | torch.Tensor = self._device(tokens)
+        else:
+            places = targets = self._tokens(tokens)
+        equal = bool((keys == key_len).all() and (queries == query_len).all())
+        return Group(
+            rows=len(rows),
+            query_len=query_len,
+            key_len=key_len,
+            tokens=places,
+            keys=None if own_keys else self._device(self._cache_slots(rows, key_len)),
+            offset=int(self.prefix[rows[0]]),
+            # prompts padded at their end need no mask: a real query never sees the padding behind it
+            mask=None if own_keys or (equal and query_len == 1) else self._mask(rows, query_len, key_len),
+            real=real,
+            targets=targets,
+        )
+
+    def _mask(self, rows: np.ndarray, query_len: int, key_len: int) -> torch.Tensor:
+        last = self.prefix[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)  # [rows, queries]
+        keys = np.arange(key_len)
+        hidden = keys > last[..., None]
+        if self.window is not None:
+            hidden |= keys <= last[..., None] - self.window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        return mask[:, None].to(self.device, non_blocking=True)
+
+    def _cache_slots(self, rows: np.ndarray, key_len: int) -> np.ndarray:
+        positions = self.starts[rows, None] + np.minimum(np.arange(key_len), self.keys[rows, None] - 1)
+        pages = self.page_table[self.slots[rows, None], positions // self.page_size].astype(np.int64)
+        return pages * self.page_size + positions % self.page_size
+
+    def _contiguous(self, row: int) -> slice | None:
+        """The row's keys as one piece of the cache, or None where its pages do not follow each other."""
+        start, stop = int(self.starts[row]), int(self.starts[row] + self.keys[row])
+        first = start // self.page_size
+        pages = self.page_table[self.slots[row], first : (stop - 1) // self.page_size + 1]
+        if (np.diff(pages) != 1).any():
+            return None
+        begin = int(pages[0]) * self.page_size + start % self.page_size
+        return slice(begin, begin + stop - start)
+
+    def _tokens(self, tokens: np.ndarray) -> slice | torch.Tensor:
+        flat = tokens.reshape(-1)
+        if int(flat[-1]) - int(flat[0]) == len(flat) - 1 and (np.diff(flat) == 1).all():
+            return slice(int(flat[0]), int(flat[-1]) + 1)
+        return self._device(flat)
+
+    def _device(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(indices).reshape(-1)).to(self.device, non_blocking=True)
