@@ -22,7 +22,8 @@ UNSAFE_METHODS = {
     "send_object_list": "uses pickle",
     "recv_object_list": "uses pickle",
 }
-MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter", "WeakKeyDictionary", "WeakValueDictionary"}
+MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
+MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary"}
 MUTATING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear", "appendleft"}
 STATELESS_ROOMS = ("frame.core", "frame.models", "frame.attention_backends", "frame.quantization", "frame.plugins", "frame.entrypoints")
 MOST_DOCSTRING_LINES = 6
@@ -94,11 +95,10 @@ def _is_mutable(value: ast.expr) -> bool:
 def _changed_names(tree: ast.Module) -> set[str]:
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node.value, ast.Name):
+        is_item = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+        is_method = isinstance(node, ast.Attribute) and node.attr in MUTATING
+        if (is_item or is_method) and isinstance(node.value, ast.Name):
             names.add(node.value.id)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-            if node.func.attr in MUTATING:
-                names.add(node.func.value.id)
     return names
 
 
@@ -124,7 +124,7 @@ def docstrings(found: Module) -> Iterator[Breach]:
     text = ast.get_docstring(found.tree)
     if text is None:
         yield f"docstring {found.path}", f"{found.path}: has no docstring"
-    elif len(text.splitlines()) > MOST_DOCSTRING_LINES:
+    elif len([line for line in text.splitlines() if line.strip()]) > MOST_DOCSTRING_LINES:
         yield f"docstring {found.path}", f"{found.path}: its docstring has more than {MOST_DOCSTRING_LINES} lines"
     if is_under(found.name, "frame.core.interfaces"):
         for node in classes(found.tree):
@@ -137,7 +137,7 @@ def silenced_errors(found: Module) -> Iterator[Breach]:
     for node in ast.walk(found.tree):
         if isinstance(node, ast.ExceptHandler):
             is_wide = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
-            is_empty = all(isinstance(part, ast.Pass) or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)) for part in node.body)
+            is_empty = all(ast.unparse(part) in {"pass", "..."} for part in node.body)
             if node.type is None or (is_wide and is_empty):
                 yield f"silenced {found.path}", f"{found.at(node)}: an error of any kind is dropped"
 

@@ -12,7 +12,9 @@ from tests.architecture.source import Module, classes, functions, module, packag
 FILE, FUNCTION, ATTRIBUTES, PARAMETERS, METHODS = 500, 80, 15, 6, 6
 
 # "what path[:name]" -> why it may be larger.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "methods frame/core/interfaces/cache.py:PrefixCache": "owned_pages lets a failed self-check be repaired; it is no part of a step",
+}
 
 Breach = tuple[str, str]  # key into EXCEPTIONS, sentence
 
@@ -80,7 +82,7 @@ def _decorators(node: ast.FunctionDef) -> set[str]:
 
 def _set_on_self(function: ast.AST) -> Iterator[str]:
     for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr
 
 

@@ -42,6 +42,8 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
+    """What a piece of text adds to the answer and to its tool calls."""
+
     content: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
 

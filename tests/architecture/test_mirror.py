@@ -1,0 +1,68 @@
+"""Every module is tested: a test file of its name, a test that imports it, or a reason in the table."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from tests.architecture.source import ROOT, Module, is_under, module, package
+
+# module -> why no test names it.
+UNTESTED: dict[str, str] = {}
+
+
+def suite() -> list[Module]:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        relative = path.relative_to(ROOT)
+        found.append(Module(".".join(relative.with_suffix("").parts), relative.as_posix(), path.read_text()))
+    return found
+
+
+def untested(modules: Iterable[Module], tests: Iterable[Module], targets: Iterable[str] = ()) -> list[str]:
+    """Modules with code that no test file is named after, none imports or names, and no plugin record (`targets`) leads to:
+    plugins are tested by name, through the registry."""
+    named, used = set(), set(targets)
+    for test in tests:
+        named.add(test.path.rpartition("/")[2].removeprefix("test_").removesuffix(".py"))
+        for use in test.imports:
+            used.update({use.target, use.target.rpartition(".")[0]})
+        used.update(node.value for node in ast.walk(test.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [
+        each.name
+        for each in modules
+        if _has_code(each) and each.name not in used and not _has_file(each, named) and each.name not in UNTESTED
+    ]
+
+
+def _has_file(each: Module, named: set[str]) -> bool:
+    stem = each.name.rpartition(".")[2]
+    return any(name == stem or name.startswith(stem + "_") or name.endswith("_" + stem) for name in named)
+
+
+def _has_code(each: Module) -> bool:
+    return any(not isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in each.tree.body)
+
+
+def test_every_module_is_tested() -> None:
+    from frame.plugins.loader import load_registry
+
+    targets = {r.target.partition(":")[0] for records in load_registry(installed=False).all_records().values() for r in records}
+    manifests = {each.name for each in package() if each.path.endswith("__init__.py")}
+    assert untested(package(), suite(), targets | manifests) == []
+
+
+def test_table_is_needed() -> None:
+    names = {each.name for each in package()}
+    assert set(UNTESTED) <= names
+    assert all(len(reason) > 20 for reason in UNTESTED.values())
+    assert all(is_under(name, "frame") for name in UNTESTED)
+
+
+def test_check_finds() -> None:
+    code = module("x = 1", "frame.core.example")
+    assert untested([code], []) == ["frame.core.example"]
+    assert untested([code], [module("", "tests.core.test_example", "tests/core/test_example.py")]) == []
+    assert untested([code], [module("from frame.core.example import x", "tests.core.test_other")]) == []
+    assert untested([code], [module("from frame.core import example", "tests.core.test_other")]) == []
+    assert untested([module('"""Nothing."""', "frame.core.empty")], []) == []

@@ -1,0 +1,81 @@
+"""What is cheap stays cheap: importing frame, help, the plugin list and the HTTP side load no torch. Measured in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import is_under, package
+
+HEAVY = ("torch", "transformers", "triton", "fastapi", "uvicorn", "safetensors")
+NO_TORCH = ("torch", "transformers", "triton")
+CPU_SECONDS = 0.5
+
+PROBE = """
+import io, json, resource, runpy, sys
+from contextlib import redirect_stdout, redirect_stderr
+kind, *rest = sys.argv[1:]
+code = 0
+with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
+    if kind == "import":
+        for name in rest:
+            __import__(name)
+    else:
+        sys.argv = ["frame", *rest]
+        from frame.entrypoints.cli.main import main
+        try:
+            code = main() or 0
+        except SystemExit as stop:
+            code = stop.code or 0
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"code": code, "modules": sorted(sys.modules), "cpu": usage.ru_utime + usage.ru_stime, "output": out.getvalue()}))
+"""
+
+
+def probe(*arguments: str) -> dict:
+    """Run `import NAME…` or `cli ARG…` in a fresh process; what it loaded, its CPU seconds and its output."""
+    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def loaded(result: dict, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name in result["modules"]]
+
+
+def test_import_frame() -> None:
+    assert loaded(probe("import", "frame"), HEAVY) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"]], ids=" ".join)
+def test_command(arguments: list[str]) -> None:
+    results = [probe("cli", *arguments) for _ in range(2)]
+    assert results[0]["code"] == 0, results[0]["output"]
+    assert loaded(results[0], HEAVY) == []
+    assert min(result["cpu"] for result in results) <= CPU_SECONDS
+
+
+@pytest.mark.parametrize("arguments", [["config", "show"], ["config", "schema"], ["plugins", "info", "fcfs"]], ids=" ".join)
+def test_light_command(arguments: list[str]) -> None:
+    result = probe("cli", *arguments)
+    assert result["code"] == 0, result["output"]
+    assert loaded(result, NO_TORCH) == []
+
+
+def test_interfaces_and_core_pages() -> None:
+    pages = [each.name for each in package() if is_under(each.name, "frame.core.interfaces")]
+    assert len(pages) > 10
+    assert loaded(probe("import", *pages, "frame.core.scheduler", "frame.core.resolve", "frame.core.messages"), NO_TORCH) == []
+
+
+def test_http_side() -> None:
+    names = [each.name for each in package() if is_under(each.name, "frame.entrypoints.http")]
+    assert len(names) > 1
+    assert loaded(probe("import", *names), NO_TORCH) == []
+
+
+def test_probe_finds() -> None:
+    assert loaded(probe("import", "safetensors"), HEAVY) == ["safetensors"]
