@@ -9,7 +9,17 @@ import pytest
 from tests.architecture.source import Module, is_under, module, package
 
 DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.sampling_params")
-CONFIGURATION = ("frame.core.config", "frame.core.resolved", "frame.core.resolve", "frame.core.model_facts")
+CONFIGURATION = (
+    "frame.core.config",
+    "frame.core.hardware",
+    "frame.core.model_facts",
+    "frame.core.plugin_options",
+    "frame.core.resolve",
+    "frame.core.resolve_machine",
+    "frame.core.resolve_plugins",
+    "frame.core.resolved",
+    "frame.core.selection",
+)
 SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
     "frame.plugins.grammars",
