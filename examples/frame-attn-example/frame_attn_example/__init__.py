@@ -1,0 +1,40 @@
+"""The plugin's manifest: its record, capabilities and options.
+
+frame imports this module to list and to check plugins, so it imports no torch; the backend is imported when it is chosen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from frame import hookimpl
+from frame.core.interfaces.attention import AttentionCapabilities
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+class BlockwiseOptions(BaseModel):
+    """What users set under `plugins.options` as `attention_backend/blockwise`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    block_tokens: int = Field(256, ge=1, description="Cached tokens that are read at once; more is faster and needs more memory.")
+
+
+CAPABILITIES = AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"), sliding_window=True)
+
+
+@hookimpl
+def register_attention_backends(registry: KindRegistry) -> None:
+    registry.add(
+        "blockwise",
+        "frame_attn_example.backend:BlockwiseBackend",
+        capabilities=CAPABILITIES,
+        options=BlockwiseOptions,
+        api="attention/1",  # the interface version that this package was written for
+        rank=-10,  # never chosen by `auto` where another backend serves
+        summary="Blockwise attention with a running softmax, in plain PyTorch.",
+    )
