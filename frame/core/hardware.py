@@ -1,4 +1,4 @@
-"""`Hardware`: what the machine offers, as plain data that `frame.core.resolve` reads. Knows not how it is found out (an entrypoint's job)."""
+"""`Hardware`: what the machine offers, as plain data for `frame.core.resolve`. Knows not how it is found out (an entrypoint does)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ class PluginChoice(BaseModel):
 
 class Resolved(BaseModel):
     """Every value that a process needs to start. `reasons` maps a key (`cache.page_size`) to one sentence for each value that
-    the user left open. `plugins` maps a kind to the choices of that kind (one, but for logits processors)."""
+    the user left open. `plugins` maps a kind to the choices of that kind (one, but for logits processors). `rejected` maps
+    a key to the plugins that were turned down, each with its reasons."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,6 +51,7 @@ class Resolved(BaseModel):
     threads: int | None
     plugins: dict[str, list[PluginChoice]]
     reasons: dict[str, str]
+    rejected: dict[str, dict[str, list[str]]] = {}
 
     def choice(self, kind: str) -> PluginChoice:
         """The one selected plugin of a kind. Raises KeyError when the kind was not needed."""

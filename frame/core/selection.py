@@ -5,7 +5,7 @@ Pure: knows records and needs only, never imports a plugin, and never names one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class ResolveError(ConfigurationError):
         super().__init__("\n".join(lines))
 
 
-class UnknownPlugin(ResolveError):
+class UnknownPluginError(ResolveError):
     """A plugin was named that nobody registered; `kind` and `name` let the registry say more."""
 
     def __init__(self, key: str, kind: str, name: str, known: Iterable[str]) -> None:
@@ -64,14 +64,16 @@ class UnknownPlugin(ResolveError):
         super().__init__(f"{key} names an unknown {kind} {name!r}{did_you_mean(name, names) or '.'}{listed}")
 
 
-def objections(record: PluginRecord, needs: Any) -> tuple[Reason, ...]:
-    """Everything that speaks against `record`: what the registry found, and what its capabilities say of `needs`."""
+def objections(record: PluginRecord, needs: Any, hopeless: Collection[str] = ()) -> tuple[Reason, ...]:
+    """Everything that speaks against `record`: what the registry found, and what its capabilities say of `needs`.
+    `hopeless` are changes that this machine cannot make (`execution.device: cuda` without a GPU); they are not proposed."""
     if record.problems:
         return record.problems
     try:
-        return tuple(record.capabilities.unsupported(needs))
+        found = record.capabilities.unsupported(needs)
     except Exception as error:  # noqa: BLE001 - a stranger's record must not end the start of another plugin
         return (Reason(f"its capability record fails with {type(error).__name__}: {error}"),)
+    return tuple(Reason(reason.sentence) if reason.change in hopeless else reason for reason in found)
 
 
 def select(
@@ -80,12 +82,13 @@ def select(
     needs: Any,
     named: str | None,
     order: Callable[[PluginRecord], Any] | None = None,
+    hopeless: Collection[str] = (),
 ) -> Selection | None:
     """The record that serves `needs`: the `named` one, or the best by `order` (rank). None when nothing is named and nothing fits.
 
     `key` is the setting that names it. Raises ResolveError when the named one is unknown or does not fit.
     """
-    judged = [(record, objections(record, needs)) for record in sorted(candidates, key=order or by_rank)]
+    judged = [(record, objections(record, needs, hopeless)) for record in sorted(candidates, key=order or by_rank)]
     fits = [record for record, reasons in judged if not reasons]
     rejected = tuple(Rejected(record, reasons) for record, reasons in judged if reasons)
     if named is None:
@@ -98,7 +101,7 @@ def select(
         return Selection(found[0], "set by the user", rejected)
     refused = [candidate for candidate in rejected if candidate.record.name == named]
     if not refused:
-        raise UnknownPlugin(key, candidates[0].kind if candidates else "plugin", named, {r.name for r in candidates})
+        raise UnknownPluginError(key, candidates[0].kind if candidates else "plugin", named, {r.name for r in candidates})
     change = nearest_change(refused) or (f"{key}: {fits[0].name}" if fits else nearest_change(rejected))
     raise ResolveError(f"{key}: {named} cannot serve this model, machine and configuration.", refused, change)
 

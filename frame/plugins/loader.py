@@ -15,13 +15,13 @@ from typing import Any
 import pluggy
 
 from frame.core.errors import did_you_mean
+from frame.core.resolve_plugins import OWN_DISTRIBUTION
 from frame.plugins import hookspecs
 from frame.plugins.kinds import KINDS
 from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
 
 __all__ = ["OWN_DISTRIBUTION", "Observers", "load_registry", "observers"]
 
-OWN_DISTRIBUTION = "frame-serve"
 EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
 
 _log = logging.getLogger(__name__)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
+from frame.core.plugin_options import plugin_options
 from frame.plugins.kinds import KINDS, Kind
 
 if TYPE_CHECKING:
@@ -199,27 +200,6 @@ class Registry:
         if not self.broken:
             return ""
         return " These plugins could not be read and may hold it: " + "; ".join(map(str, self.broken)) + "."
-
-
-def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
-    """See `Registry.options`."""
-    where = f"plugins.options.{record.kind}/{record.name}"
-    if record.options is None:
-        if values:
-            raise PluginError(f"{where} has keys ({', '.join(values)}), but {record.name} takes no options; remove them.")
-        return None
-    known = set(record.options.model_fields) | {f.alias for f in record.options.model_fields.values() if f.alias}
-    if record.options.model_config.get("extra") != "allow":
-        for key in values:
-            if key not in known:
-                allowed = ", ".join(sorted(known)) or "none"
-                raise PluginError(f"{where}.{key} is unknown{did_you_mean(key, known) or '.'} Its options: {allowed}.")
-    try:
-        return record.options.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {first['msg']}.") from None
 
 
 def cause_chain(error: BaseException) -> str:

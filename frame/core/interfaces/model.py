@@ -46,10 +46,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """Which checkpoints a model plugin serves: names in `architectures`, or any (the fallback)."""
+    """Which checkpoints a model plugin serves: names in `architectures`, or any (the fallback).
+
+    `expands_mla`: it caches the expanded keys and values of latent attention, so for the cache and the backend the model is mha.
+    """
 
     architectures: tuple[str, ...] | None
     tensor_parallel: bool = True
+    expands_mla: bool = False
 
     def unsupported(self, needs: ModelNeeds) -> list[Reason]:
         reasons = []

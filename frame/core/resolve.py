@@ -1,0 +1,255 @@
+"""Turns what the user set, the machine, the checkpoint's facts and the plugins' records into a `Resolved` with a reason for every value.
+
+Pure: reads no file, imports no plugin, names none. What the user set is never rewritten: it is served as it is or refused.
+Resolving the `pinned` form of a result gives the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from frame.core.config import FrameConfig
+from frame.core.hardware import Hardware
+from frame.core.interfaces.attention import AttentionNeeds
+from frame.core.interfaces.model import ModelCapabilities, ModelFacts, ModelNeeds
+from frame.core.interfaces.moe import MoENeeds
+from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.quantization import QuantizationNeeds
+from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
+from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_processors, plugin_choice
+from frame.core.resolved import Resolved
+from frame.core.selection import PlainNeeds, ResolveError, Selection, by_rank, nearest_change, select
+
+__all__ = ["ResolveError", "pinned", "resolve"]
+
+PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
+PREFERRED_PAGE_SIZE = 16
+
+
+def resolve(config: FrameConfig, hardware: Hardware, facts: ModelFacts, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
+    """Choose everything that `config` leaves open. Raises ResolveError with every rejected candidate and the nearest change."""
+    device, why = choose_device(config, hardware)
+    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, facts, device)
+
+    def attempt(dtype: str, dtype_why: str) -> Resolved:
+        return _Solver(config, hardware, facts, records, device, dtype).solve({"execution.device": why, "model.dtype": dtype_why})
+
+    try:
+        return attempt(dtype, dtype_why)
+    except ResolveError as error:
+        for other, other_why in others:
+            with contextlib.suppress(ResolveError):
+                return attempt(other, f"{other_why}; {dtype} was refused: {str(error).splitlines()[0]}")
+        raise
+
+
+def pinned(resolved: Resolved) -> FrameConfig:
+    """The user's configuration with every open value filled in as it was resolved."""
+    user = resolved.user
+    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if kind in KEYS and choices}
+    values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
+    values |= {
+        "model.path": resolved.model_path,
+        "model.served_name": resolved.served_name,
+        "model.tokenizer": resolved.tokenizer_path,
+        "model.dtype": resolved.dtype,
+        "model.max_context": resolved.max_context,
+        "cache.kv_dtype": resolved.kv_dtype,
+        "cache.page_size": resolved.page_size,
+        "cache.mem_fraction": resolved.mem_fraction,
+        "cache.max_total_tokens": resolved.max_total_tokens,
+        "scheduler.max_running_requests": resolved.max_running_requests,
+        "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
+        "scheduler.overlap": resolved.overlap,
+        "execution.device": resolved.device,
+        "execution.threads": resolved.threads,
+    }
+    data = user.model_dump()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        data[section][name] = value
+    return FrameConfig.model_validate(data)
+
+
+@dataclass
+class _Solver:
+    """One attempt with a fixed device and dtype; fills `chosen` and `reasons` value by value."""
+
+    config: FrameConfig
+    hardware: Hardware
+    facts: ModelFacts
+    records: Mapping[str, Sequence[PluginRecord]]
+    device: str
+    dtype: str
+    chosen: Choices = field(default_factory=Choices)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def solve(self, reasons: Mapping[str, str]) -> Resolved:
+        config = self.config
+        if not self.hardware.accelerators:
+            self.chosen.hopeless = frozenset({"execution.device: cuda"})
+        self.reasons.update({key: why for key, why in reasons.items() if why})
+        self._model()
+        self._check_tensor_parallel()
+        self._quantization()
+        kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
+        self._attention(kv_dtype)
+        page_size = self._page_size()
+        if self.facts.num_experts:
+            needs = MoENeeds(self.device, self._capability(), self.dtype, tp=config.parallel.tp)
+            choose_moe(self.chosen, self.records, config.moe, needs)
+        self._policies()
+        max_context = self._max_context(page_size)
+        path = str(find_model(config.model.path))
+        plugins = {kind: [plugin_choice(s.record, config, self.records) for s in found] for kind, found in self.chosen.selected.items()}
+        return Resolved(
+            user=config,
+            model_path=path,
+            served_name=config.model.served_name or (EMBEDDED if config.model.path == EMBEDDED else find_model(path).name),
+            tokenizer_path=None if config.model.skip_tokenizer_init else config.model.tokenizer or path,
+            facts=self.facts,
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            max_context=max_context,
+            page_size=page_size,
+            max_total_tokens=config.cache.max_total_tokens,
+            plugins=plugins,
+            reasons=self.reasons | self.chosen.reasons,
+            rejected=self.chosen.rejected,
+            **self._budgets(),
+        )
+
+    def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
+        """What the user gave, else what was chosen, with the reason noted."""
+        if given is not None:
+            return given
+        self.reasons[key] = why
+        return chosen
+
+    def _capability(self) -> tuple[int, int] | None:
+        found = self.hardware.of(self.device)
+        return min(accelerator.compute_capability for accelerator in found) if found else None
+
+    def _model(self) -> None:
+        needs = ModelNeeds(self.facts.architecture, self.config.parallel.tp)
+
+        def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
+            capabilities = record.capabilities
+            return (isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None, *by_rank(record))
+
+        subject = f"No model plugin serves {needs.architecture} on {needs.tp} tensor-parallel rank(s)"
+        found = self._select("model", needs, self.config.model.implementation, subject, exact_first)
+        capabilities = found.record.capabilities
+        if self.facts.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
+            self.facts = replace(self.facts, kind="mha", latent=None, num_kv_heads=self.facts.num_heads)
+
+    def _check_tensor_parallel(self) -> None:
+        tp, facts = self.config.parallel.tp, self.facts
+        available = len(self.hardware.of(self.device))
+        if self.device != "cpu" and tp > available:
+            raise ResolveError(
+                f"parallel.tp is {tp}, but this machine has {available} {self.device} device(s).", change=f"parallel.tp: {available}"
+            )
+        problems = indivisible(facts, tp)
+        if problems:
+            fitting = max(size for size in range(1, tp) if not indivisible(facts, size))
+            raise ResolveError(f"parallel.tp is {tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
+
+    def _quantization(self) -> None:
+        stored, named = self.facts.quantization, self.config.model.quantization
+        needs = QuantizationNeeds(self.device, self._capability(), stored, self.dtype)
+        open_choice = None if stored else PLAIN_WEIGHTS
+        subject = f"No quantization method loads {stored or 'plain'} weights on {self.device} in {self.dtype}"
+        self._select("quantization_method", needs, named or open_choice, subject)
+        if named is None:
+            self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
+
+    def _attention(self, kv_dtype: str) -> None:
+        facts = self.facts
+        needs = AttentionNeeds(
+            device=self.device,
+            compute_capability=self._capability(),
+            kind=facts.kind,
+            head_dim=facts.head_dim,
+            v_head_dim=facts.v_head_dim,
+            latent=facts.latent,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            page_size=self.config.cache.page_size,
+            sliding_window=facts.sliding_window is not None,
+            soft_cap=bool(facts.config.get("attn_logit_softcapping")),
+        )
+        page = f", pages of {needs.page_size} tokens" if needs.page_size else ""
+        subject = (
+            f"No attention backend serves {facts.kind} attention with head size {facts.head_dim} on {self.device} in {self.dtype} "
+            f"with a {kv_dtype} KV cache{page}"
+        )
+        self._select("attention_backend", needs, self.config.attention.backend, subject)
+
+    def _page_size(self) -> int:
+        record = self.chosen.selected["attention_backend"][0].record
+        sizes = getattr(record.capabilities, "page_sizes", None)
+        if sizes is None or PREFERRED_PAGE_SIZE in sizes:
+            size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
+        else:
+            size = min(sizes, key=lambda size: (abs(size - PREFERRED_PAGE_SIZE), size))
+            why = f"of the page sizes {list(sizes)} of {record.name} the nearest to {PREFERRED_PAGE_SIZE}"
+        return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
+
+    def _policies(self) -> None:
+        config, needs = self.config, PlainNeeds(self.device)
+        self._select("scheduling_policy", needs, config.scheduler.policy, "")
+        if config.cache.prefix != "none":
+            self._select("eviction_policy", needs, config.cache.eviction, "")
+        choose_processors(self.chosen, self.records, config.sampling.processors, needs)
+        if not config.model.skip_tokenizer_init:
+            self._optional("grammar", needs, config.sampling.grammar)
+        for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
+            if name is not None:
+                self._select(kind, needs, name, "")
+
+    def _optional(self, kind: str, needs: Any, named: str | None) -> None:
+        found = select(KEYS[kind], self.records.get(kind, ()), needs, named)
+        if found is not None:
+            self.chosen.note(kind, KEYS[kind], found, is_open=named is None)
+        else:
+            self.chosen.reject(KEYS[kind], kind, self.records, needs)
+            self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
+
+    def _select(self, kind: str, needs: Any, named: str | None, subject: str, order: Any = None) -> Selection:
+        key, candidates = KEYS[kind], self.records.get(kind, ())
+        found = select(key, candidates, needs, named, order, self.chosen.hopeless)
+        if found is None:
+            rejected = self.chosen.reject(key, kind, self.records, needs)
+            raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
+        self.chosen.note(kind, key, found, is_open=named is None)
+        return found
+
+    def _max_context(self, page_size: int) -> int:
+        given, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.facts.max_context
+        if given is not None and given > trained:
+            raise ResolveError(
+                f"model.max_context is {given}, but the model was made for {trained} tokens.", change=f"model.max_context: {trained}"
+            )
+        if total is not None and total < page_size:
+            raise ResolveError(
+                f"cache.max_total_tokens is {total}, less than one page of {page_size} tokens.",
+                change=f"cache.max_total_tokens: {page_size}",
+            )
+        if given is not None and total is not None and total < given:
+            raise ResolveError(
+                f"cache.max_total_tokens is {total}, less than one request of model.max_context ({given}).",
+                change=f"model.max_context: {total}",
+            )
+        if total is not None and total < trained:
+            return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
+        return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
+
+    def _budgets(self) -> dict[str, Any]:
+        """Sizes that depend on the machine alone."""
+        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in budgets(self.config, self.hardware, self.device)}

@@ -1,0 +1,84 @@
+"""The parts of `resolve` that follow from the machine: device, computing types, budgets, and what tensor parallelism can cut. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frame.core.config import FrameConfig
+from frame.core.hardware import Hardware
+from frame.core.interfaces.model import ModelFacts
+from frame.core.selection import ResolveError
+
+GIB = 1024**3
+
+
+def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
+    """The device, and why when the user left it open. Raises ResolveError when the wanted one is not there."""
+    wanted = config.execution.device
+    kinds = list(dict.fromkeys(accelerator.kind for accelerator in hardware.accelerators))
+    note = f" ({hardware.note})" if hardware.note else ""
+    if wanted is None:
+        return (kinds[0], f"the machine has {hardware.accelerators[0].name}") if kinds else ("cpu", f"no GPU is usable{note}")
+    if wanted != "cpu" and wanted not in kinds:
+        raise ResolveError(
+            f"execution.device is {wanted}, but this machine has no usable {wanted} device{note}.", change="execution.device: cpu"
+        )
+    return wanted, ""
+
+
+def dtypes_to_try(config: FrameConfig, hardware: Hardware, facts: ModelFacts, device: str) -> list[tuple[str, str]]:
+    """Computing types to try, best first, each with its reason."""
+    if config.model.dtype is not None:
+        return [(config.model.dtype, "")]
+    if device == "cpu":
+        plain = ("float32", "exact, and every CPU computes it well")
+        feature = hardware.bf16_feature
+        if facts.dtype == "bfloat16" and feature:
+            return [("bfloat16", f"the checkpoint is bfloat16 and this CPU multiplies it natively ({feature})"), plain]
+        if facts.dtype == "bfloat16":
+            return [("float32", "the checkpoint is bfloat16, but this CPU does not multiply it natively")]
+        return [plain]
+    if facts.dtype == "bfloat16" and any(a.compute_capability < (8, 0) for a in hardware.of(device)):
+        return [
+            ("float16", "the checkpoint is bfloat16, which this GPU (compute capability below 8.0) does not compute"),
+            ("float32", "exact"),
+        ]
+    others = [
+        (dtype, "computed in another type than the checkpoint's") for dtype in ("bfloat16", "float16", "float32") if dtype != facts.dtype
+    ]
+    return [(facts.dtype, "the checkpoint's type"), *others]
+
+
+def indivisible(facts: ModelFacts, tp: int) -> list[str]:
+    """What of the model cannot be cut into `tp` equal parts. KV heads may also be repeated, when `tp` is a multiple of them."""
+    found = [f"{facts.num_heads} attention heads"] if facts.num_heads % tp else []
+    if facts.kind == "mha" and facts.num_kv_heads % tp and tp % facts.num_kv_heads:
+        found.append(f"{facts.num_kv_heads} KV heads")
+    names = {"intermediate_size": "the inner size", "moe_intermediate_size": "the experts' inner size"}
+    for name, words in names.items():
+        size = facts.config.get(name)
+        if isinstance(size, int) and size % tp:
+            found.append(f"{words} {size}")
+    return found
+
+
+def budgets(config: FrameConfig, hardware: Hardware, device: str) -> list[tuple[str, Any, Any, str]]:
+    """(setting, what the user gave, what to take otherwise, why) of every size that depends on the machine alone."""
+    scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, device == "cpu"
+    memory = min((a.memory_bytes for a in hardware.of(device)), default=hardware.memory_bytes)
+    machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
+    chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
+    running = 64 if on_cpu else 256
+    threads = max(1, hardware.cpu_cores // tp) if on_cpu else None
+    if on_cpu:
+        overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"
+    else:
+        overlap, memory_share = "the host schedules while the device computes", "leaves a tenth for workspaces"
+    cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s)" if on_cpu else "left to torch: the model runs on the device"
+    return [
+        ("scheduler.chunked_prefill_size", scheduler.chunked_prefill_size, chunk, f"keeps decodes going on {machine}"),
+        ("scheduler.max_running_requests", scheduler.max_running_requests, running, f"as many as {machine} runs well"),
+        ("scheduler.overlap", scheduler.overlap, not on_cpu, overlap),
+        ("cache.mem_fraction", config.cache.mem_fraction, 0.5 if on_cpu else 0.9, memory_share),
+        ("execution.threads", config.execution.threads, threads, cores),
+    ]
