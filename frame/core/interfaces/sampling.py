@@ -26,7 +26,10 @@ class LogitsProcessor(ABC):
     Laws: `wants` is pure and decides per request; `admit` and `release` keep state by slot, allocated on first use;
     `apply` is called only when a row of the batch wants it, with tensors (no per-request loop), and never synchronises;
     `observe` sees every token that is sampled for wanting slots, so that a re-admitted request has the same state.
+    `eos_token_ids` are the model's end tokens, set once before the first `admit`.
     """
+
+    eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None: ...
 

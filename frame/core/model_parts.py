@@ -1,0 +1,77 @@
+"""`Parts`: the plugin classes that were chosen, loaded and handed over by the composition root; and what is built from them.
+
+Knows no plugin by name and no registry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.memory_pool import DTYPES
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.model import CausalLM
+    from frame.core.interfaces.moe import MoEDispatcher, MoERunner
+    from frame.core.interfaces.quantization import QuantizationMethod
+    from frame.core.interfaces.sampling import LogitsProcessor
+    from frame.core.resolved import Resolved
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[T]):
+    """A plugin's class and its own validated options."""
+
+    target: type[T]
+    options: BaseModel | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The chosen classes of one rank. A family that the model has no use for is None."""
+
+    model: type[CausalLM]
+    attention: Loaded[AttentionBackend]
+    quantization: Loaded[QuantizationMethod] | None = None
+    moe_runner: Loaded[MoERunner] | None = None
+    moe_dispatcher: Loaded[MoEDispatcher] | None = None
+    processors: tuple[Loaded[LogitsProcessor], ...] = ()
+
+
+def limits_of(resolved: Resolved) -> Limits:
+    """The greatest sizes of a step: a full prefill chunk beside every running request's decode."""
+    return Limits(
+        max_running_requests=resolved.max_running_requests,
+        max_tokens_per_step=resolved.chunked_prefill_size + resolved.max_running_requests,
+        max_context=resolved.max_context,
+        page_size=resolved.page_size,
+    )
+
+
+def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
+    """The context of one rank, with its backend, quantization method, MoE runner and dispatcher built."""
+    base = BuildContext(device=device, dtype=DTYPES[resolved.dtype], tp=tp, limits=limits_of(resolved))
+    built: dict[str, Any] = {"attention": parts.attention.target(base, parts.attention.options)}
+    if parts.quantization is not None:
+        checkpoint_config = resolved.facts.config.get("quantization_config")
+        built["quantization"] = parts.quantization.target(checkpoint_config, parts.quantization.options)
+    for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
+        if part is not None:
+            built[name] = part.target(base, part.options)
+    return replace(base, **built)
+
+
+def build_processors(parts: Parts, vocab_size: int, num_slots: int, device: torch.device, eos_token_ids: tuple[int, ...]) -> list[LogitsProcessor]:
+    """The logits processors, in the order of `parts`."""
+    built = [part.target(vocab_size, num_slots, device, part.options) for part in parts.processors]
+    for processor in built:
+        processor.eos_token_ids = eos_token_ids
+    return built

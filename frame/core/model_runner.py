@@ -1,0 +1,189 @@
+"""`TorchModelRunner`: runs scheduled batches on one rank's device: build the batch, forward, sample, fetch.
+
+`build_runner` makes one of loaded plugin classes: context, weights, memory pools. Knows slots, tokens and pages, no request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from frame.core.batch_builder import BatchBuilder, count_rows
+from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
+from frame.core.interfaces.runner import DeviceLost, ModelRunner
+from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
+from frame.core.model_parts import Parts, build_context, build_processors
+from frame.core.processors import Processors
+from frame.core.prompt_logprobs import PromptScores, plan_prompts
+from frame.core.sampler import Sampled, Sampler
+from frame.core.sampling_table import SamplingTable
+from frame.core.staging import make_staging
+from frame.core.step_output import StepOutput, fetch
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
+    from frame.core.interfaces.build import BuildContext, Collective
+    from frame.core.interfaces.model import CausalLM, ModelFacts
+    from frame.core.interfaces.runner import PendingStep
+    from frame.core.processors import ProcessorPlan
+    from frame.core.prompt_logprobs import PromptPlan
+    from frame.core.resolved import Resolved
+    from frame.core.sampling_table import SamplingPlan
+
+_STAGED_BYTES_PER_TOKEN = 3 * 8
+_STAGED_BYTES_PER_ROW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlans:
+    """The host's plans of one step."""
+
+    sampling: SamplingPlan
+    processing: ProcessorPlan | None
+    prompts: PromptPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The model's forward pass, plain or compiled; decode batches of up to `max_rows` rows go through the compiled one."""
+
+    plain: Callable[[ForwardBatch], torch.Tensor]
+    compiled: Callable[[ForwardBatch], torch.Tensor] | None = None
+    max_rows: int = 0
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.compiled is not None and batch.num_decodes == batch.num_rows <= self.max_rows:
+            return self.compiled(batch)
+        return self.plain(batch)
+
+
+class TorchModelRunner(ModelRunner):
+    """One rank's runner. Steps run in launch order on one stream; tensors that steps share live at fixed addresses."""
+
+    def __init__(
+        self, model: CausalLM, facts: ModelFacts, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
+    ) -> None:
+        assert context.attention is not None
+        self.capacity = capacity
+        self.model = model
+        self.forward = Forward(model.forward)
+        self._vocab_size = facts.vocab_size
+        self._tp = context.tp
+        self._device = context.device
+        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        limits = context.limits
+        self._table = DeviceTable(limits, context.device)
+        staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
+        self._builder = BatchBuilder(self._table, pool, context.attention, make_staging(context.device, staged))
+        self._sampling = SamplingTable(limits.max_running_requests)
+        self._processors = processors
+        self._sampler = Sampler(processors)
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
+        self._sampling.update(batch.setups, batch.released)
+        self._processors.update(batch.setups, batch.released)
+        try:
+            with torch.inference_mode(), self._on_stream():
+                return self._run(batch)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
+
+    def close(self) -> None:
+        """Wait for the device."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _run(self, batch: ScheduledBatch) -> PendingStep:
+        counts = count_rows(batch)
+        sampling = self._sampling.plan(batch, counts)
+        plans = StepPlans(
+            sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self._sampling)
+        )
+        forward_batch, tensors = self._builder.build(batch, counts, _riders(plans))
+        hidden = self.forward(forward_batch)
+        prompts = None
+        if plans.prompts is not None:
+            own = hidden.index_select(0, forward_batch.logits_indices[sampling.num_rows :])
+            prompts = PromptScores(plans.prompts, own, tensors["prompt_targets"], self.model.logits, self._vocab_size)
+        sampled = self._sample(hidden, forward_batch, plans, tensors)
+        return fetch(StepOutput(batch.step, sampled, sampling, prompts))
+
+    def _sample(
+        self, hidden: torch.Tensor, batch: ForwardBatch, plans: StepPlans, tensors: dict[str, torch.Tensor]
+    ) -> Sampled:
+        rows = plans.sampling.num_rows
+        if not rows:
+            return Sampled(hidden.new_empty(0, dtype=torch.int64), hidden.new_empty(0, dtype=torch.float32))
+        if rows != batch.num_tokens:  # else every token is a decode that samples, in order
+            hidden = hidden.index_select(0, batch.logits_indices[:rows])
+        sampled = self._sampler.sample(self.model.logits(hidden), plans.sampling, plans.processing, tensors)
+        if self._tp.size > 1:  # ranks' sums may differ in the last bit, their tokens must not
+            self._tp.broadcast(sampled.token_ids)
+        slots = tensors.get("sampling_slots", batch.request_slots)
+        self._table.last_token.index_copy_(0, slots, sampled.token_ids)
+        if plans.processing is not None:
+            self._processors.observe(sampled.token_ids, plans.processing, tensors)
+        return sampled
+
+
+def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
+    """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError for memory that does not fit."""
+    from frame.core.weights import load_model
+
+    phases: dict[str, float] = {}
+    clock = time.perf_counter()
+    facts = resolved.facts
+    device = torch.device("cuda", tp.rank) if resolved.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif resolved.threads is not None:
+        torch.set_num_threads(resolved.threads)
+    torch.manual_seed(resolved.user.model.seed)
+    context = build_context(resolved, parts, tp, device)
+    phases["context"] = time.perf_counter() - clock
+    user = resolved.user
+    model, report = load_model(parts.model, facts, context, resolved.model_path, user.model.load_format, user.model.seed)
+    phases.update(report.seconds)
+    clock = time.perf_counter()
+    geometry = kv_geometry(facts, tp.size, resolved.page_size, resolved.kv_dtype)
+    memory = measure(device, report.parameter_bytes, activation_bytes(facts, context.limits, context.dtype), tp.size)
+    pages = plan_pages(
+        geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu"
+    )
+    pages = _least_of_ranks(pages, tp, device)
+    pool = KVPool(geometry, pages, device)
+    built = build_processors(parts, facts.vocab_size, context.limits.max_running_requests, device, facts.eos_token_ids)
+    processors = Processors(built, context.limits.max_running_requests)
+    phases["cache"] = time.perf_counter() - clock
+    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
+    runner = TorchModelRunner(model, facts, context, pool, processors, capacity)
+    if user.execution.torch_compile:
+        runner.forward = Forward(model.forward, torch.compile(model.forward, dynamic=True), user.execution.torch_compile_max_bs)
+    return runner
+
+
+def _least_of_ranks(pages: int, tp: Collective, device: torch.device) -> int:
+    """One page count for all ranks: pages are named by rank 0's scheduler."""
+    if tp.size == 1:
+        return pages
+    return int(tp.all_gather(torch.tensor([pages], device=device), dim=0).min())
+
+
+def _riders(plans: StepPlans) -> dict[str, np.ndarray]:
+    """The host arrays that travel with the batch."""
+    arrays = plans.sampling.arrays
+    if plans.processing is not None:
+        arrays = {**arrays, **plans.processing.arrays}
+    if plans.prompts is not None:
+        arrays = {**arrays, "prompt_targets": plans.prompts.targets}
+    return arrays

@@ -1,0 +1,184 @@
+"""Logits -> tokens, batched on the device. Knows no request: a `SamplingPlan` says which work the step has.
+
+Order: log-probabilities are those of the model's own logits (before anything below), as the OpenAI API means them; then the logits
+processors; the grammar; temperature; top-k; top-p over what top-k left; min-p. Every filter is one threshold on the logit, ties at it
+are kept, and the token is drawn by inverse CDF in vocabulary order: no step looks at another row, so company changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from frame.core.processors import ProcessorPlan, Processors
+    from frame.core.sampling_table import SamplingPlan
+
+Tensors = Mapping[str, torch.Tensor]
+
+_BLOCK = 128  # columns; large vocabularies are searched by blocks first
+_BLOCKS_PAY = 8192  # vocabulary from which a blocked maximum is faster than a plain one
+_FIRST_TOP_P = 256  # candidates tried for top-p before all are sorted
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Device tensors of one step, one entry a sampling row; the log-probabilities are of `SamplingPlan.logprob_rows` only."""
+
+    token_ids: torch.Tensor  # int64 [rows]
+    best: torch.Tensor  # float32 [rows]; the greatest logit: not finite when the row's logits are broken
+    logprobs: torch.Tensor | None = None  # float32 [n]
+    top_ids: torch.Tensor | None = None  # int64 [n, k]
+    top_logprobs: torch.Tensor | None = None  # float32 [n, k]
+
+
+class Sampler:
+    """Turns a step's logits into tokens. Stateless but for its processors."""
+
+    def __init__(self, processors: Processors) -> None:
+        self._processors = processors
+
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
+        """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their type."""
+        logits = logits.float()
+        raw = None
+        if plan.logprob_rows is not None:
+            is_changed = processing is not None or "grammar_mask" in tensors
+            raw = logits
+            if len(plan.logprob_rows) != plan.num_rows:
+                raw = logits.index_select(0, tensors["logprob_rows"])
+            elif is_changed:
+                raw = logits.clone()
+        if processing is not None:
+            self._processors.apply(logits, processing, tensors)
+        if "grammar_mask" in tensors:
+            apply_grammar(logits, tensors["grammar_rows"], tensors["grammar_mask"])
+        best, token_ids = row_max(logits)
+        if plan.num_drawn:
+            rows = tensors.get("drawn_rows")
+            drawn = draw(_weights(logits, best, rows, plan, tensors), tensors["uniform"])
+            token_ids = drawn if rows is None else token_ids.index_copy(0, rows, drawn)
+        if raw is None:
+            return Sampled(token_ids, best)
+        chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
+        return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
+
+
+def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(greatest value, its first index) of each row, [rows, vocab] -> [rows] twice. A NaN counts as the greatest."""
+    rows, vocab = logits.shape
+    if vocab < _BLOCKS_PAY or vocab % _BLOCK or logits.is_cuda:
+        values, ids = logits.max(dim=-1)
+        return values, ids
+    blocks = logits.view(rows, -1, _BLOCK)
+    values, block = blocks.amax(dim=-1).max(dim=-1)
+    inside = blocks[torch.arange(rows), block].max(dim=-1).indices
+    return values, block * _BLOCK + inside
+
+
+def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+    """Ban what the mask forbids. rows int64 [m]; mask int32 [m, ceil(vocab / 32)], a set bit is allowed."""
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    allowed = ((mask.unsqueeze(-1) >> shifts) & 1).view(len(mask), -1)[:, : logits.shape[1]]
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(allowed == 0, -torch.inf))
+
+
+def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF in column order: weights [rows, columns], not normalised, columns a multiple of the block; uniform float64 [rows].
+
+    Never returns a column of weight 0, unless a whole row is 0 (or NaN).
+    """
+    blocks = weights.view(len(weights), -1, _BLOCK)
+    block, rest = _search(blocks.sum(dim=-1), uniform, None)
+    inside = blocks.gather(1, block.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
+    column, _ = _search(inside, None, rest)
+    return block * _BLOCK + column
+
+
+def _search(
+    weights: torch.Tensor, uniform: torch.Tensor | None, target: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column in which the cumulated weight passes the target (or this share of the whole), and what is left of the target there."""
+    weights = weights.double()
+    cumulated = weights.cumsum(dim=-1)
+    total = cumulated[:, -1:]
+    goal = total * uniform.unsqueeze(1) if uniform is not None else target
+    assert goal is not None
+    # rounding may put the goal at the very end: then the last column of any weight
+    column = torch.minimum((cumulated <= goal).sum(-1, keepdim=True), (cumulated < total).sum(-1, keepdim=True))
+    before = cumulated.gather(1, column) - weights.gather(1, column)
+    return column.squeeze(1), goal - before
+
+
+def _weights(
+    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors
+) -> torch.Tensor:
+    """exp of the scaled logits of the drawn rows, 0 where a filter cuts; [drawn, vocab rounded up to the block]."""
+    if rows is not None:
+        logits, best = logits.index_select(0, rows), best.index_select(0, rows)
+    scaled = (logits - best.unsqueeze(1)).div_(tensors["temperature"].unsqueeze(1))  # at most 0
+    limit = None
+    if plan.num_filtered:
+        some = tensors.get("filtered_rows")
+        limit = thresholds(scaled if some is None else scaled.index_select(0, some), plan, tensors)
+        if some is not None:
+            limit = scaled.new_full((len(scaled),), -torch.inf).index_copy_(0, some, limit)
+    if plan.has_min_p:
+        limit = tensors["log_min_p"] if limit is None else torch.maximum(limit, tensors["log_min_p"])
+    if limit is not None:
+        scaled.masked_fill_(scaled < limit.unsqueeze(1), -torch.inf)
+    weights = scaled.exp_()
+    missing = -weights.shape[1] % _BLOCK
+    return torch.nn.functional.pad(weights, (0, missing)) if missing else weights
+
+
+def thresholds(scaled: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
+    """The least scaled logit that top-k and top-p keep, float32 [filtered]. scaled [filtered, vocab], each row's greatest is 0."""
+    vocab = scaled.shape[1]
+    top_k, top_p = tensors["top_k"], tensors["top_p"]
+    has_k = top_k > 0
+    if not plan.has_unlimited:
+        values = scaled.topk(min(plan.max_top_k, vocab), dim=-1).values
+    else:
+        values = _likeliest(scaled, plan, has_k, top_p)
+    last = torch.where(has_k, top_k, vocab).clamp_(max=values.shape[1]).sub_(1).unsqueeze(1)
+    limit = values.gather(1, last).squeeze(1).masked_fill_(~has_k, -torch.inf)
+    if plan.has_top_p:
+        weights = values.double().exp_()
+        cumulated = weights.cumsum(dim=-1)
+        whole = cumulated.gather(1, last).squeeze(1)
+        if plan.has_unlimited:
+            whole = torch.where(has_k, whole, _mass(scaled))
+        is_kept = (cumulated - weights) < (top_p * whole).unsqueeze(1)
+        count = torch.minimum(is_kept.sum(-1, keepdim=True).clamp_(min=1), last + 1)
+        nucleus = values.gather(1, count - 1).squeeze(1).masked_fill_(top_p >= 1.0, -torch.inf)
+        limit = torch.maximum(limit, nucleus)
+    return limit
+
+
+def _likeliest(scaled: torch.Tensor, plan: SamplingPlan, has_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Values in falling order, enough of them for every row's top-p. Asking whether a few are enough costs a look at the device:
+    on the CPU that is free, elsewhere all are sorted."""
+    first = min(max(_FIRST_TOP_P, plan.max_top_k), scaled.shape[1])
+    if not scaled.is_cuda:
+        values = scaled.topk(first, dim=-1).values
+        reached = values.double().exp_().sum(dim=-1)
+        if bool((has_k | (top_p >= 1.0) | (reached >= top_p * _mass(scaled))).all()):
+            return values
+    return scaled.sort(dim=-1, descending=True).values
+
+
+def _mass(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.exp().sum(dim=-1).double()
+
+
+def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top` likeliest) under logits [n, vocab]."""
+    logits = logits.float()
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
+    top = logits.topk(min(num_top, logits.shape[1]), dim=-1)
+    return chosen.squeeze(1), top.indices, top.values - normaliser
