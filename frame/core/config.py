@@ -15,11 +15,26 @@ KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 
 
+TYPE_ALIASES: dict[str, str] = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "fp8_e4m3",
+}
+
+
 def _auto_is_none(value: Any) -> Any:
     return None if value == "auto" else value
 
 
+def _full_type_name(value: Any) -> Any:
+    return TYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
 Auto = BeforeValidator(_auto_is_none)
+TypeName = BeforeValidator(_full_type_name)  # `bf16` means bfloat16 wherever a type is named
 
 
 def setting(default: Any, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
@@ -40,12 +55,16 @@ class ModelSection(Section):
     served_name: str | None = setting(None, "The model's name in the API; the folder's name when not set.", flag="served-model-name")
     tokenizer: str | None = setting(None, "Folder of the tokenizer; the model's own when not set.", flag="tokenizer")
     skip_tokenizer_init: bool = setting(False, "Serve token ids only: no tokenizer is loaded.", flag="skip-tokenizer-init")
-    dtype: Annotated[DType | None, Auto] = setting(None, "Computing type of weights and activations.", flag="dtype")
-    load_format: LoadFormat = setting("auto", "Where weights come from: safetensors, pt (weights_only), dummy (random).", flag="load-format")
+    dtype: Annotated[DType | None, Auto, TypeName] = setting(None, "Computing type of weights and activations.", flag="dtype")
+    load_format: LoadFormat = setting(
+        "auto", "Where weights come from: safetensors, pt (weights_only), dummy (random).", flag="load-format"
+    )
     quantization: Annotated[str | None, Auto] = setting(None, "Quantization method, by plugin name; `none` for plain.", flag="quantization")
     trust_remote_code: bool = setting(False, "Run Python code that a checkpoint brings.", flag="trust-remote-code")
     max_context: Annotated[int | None, Auto] = setting(None, "Longest prompt plus output, in tokens.", flag="max-model-len", ge=1)
-    implementation: Annotated[str | None, Auto] = setting(None, "Model plugin by name, instead of the best for the architecture.", flag="model-impl")
+    implementation: Annotated[str | None, Auto] = setting(
+        None, "Model plugin by name, instead of the best for the architecture.", flag="model-impl"
+    )
     seed: int = setting(0, "Seed of dummy weights and of requests that bring none.", flag="seed")
 
 
@@ -67,20 +86,26 @@ class CacheSection(Section):
     prefix: Literal["radix", "none"] = setting("radix", "Reuse the cache of equal prefixes (radix tree), or not.", flag="prefix-cache")
     eviction: str = setting("lru", "Eviction policy of the prefix cache, by plugin name.", flag="eviction-policy")
     page_size: Annotated[int | None, Auto] = setting(None, "Tokens in a page.", flag="page-size", ge=1, le=1024)
-    kv_dtype: Annotated[KVDType | None, Auto] = setting(None, "Type of cached keys and values.", flag="kv-cache-dtype")
+    kv_dtype: Annotated[KVDType | None, Auto, TypeName] = setting(None, "Type of cached keys and values.", flag="kv-cache-dtype")
     mem_fraction: Annotated[float | None, Auto] = setting(
         None, "Share of the device's memory for weights and KV cache together.", flag="mem-fraction-static", gt=0.0, le=1.0
     )
-    max_total_tokens: Annotated[int | None, Auto] = setting(None, "Size of the KV cache in tokens, instead of from memory.", flag="max-total-tokens", ge=16)
+    max_total_tokens: Annotated[int | None, Auto] = setting(
+        None, "Size of the KV cache in tokens, instead of from memory.", flag="max-total-tokens", ge=16
+    )
 
 
 class SchedulerSection(Section):
     """How much runs at once, and in which order."""
 
     policy: str = setting("fcfs", "Scheduling policy, by plugin name.", flag="schedule-policy")
-    max_running_requests: Annotated[int | None, Auto] = setting(None, "Most requests on the device at once.", flag="max-running-requests", ge=1, le=65536)
+    max_running_requests: Annotated[int | None, Auto] = setting(
+        None, "Most requests on the device at once.", flag="max-running-requests", ge=1, le=65536
+    )
     max_queued_requests: int = setting(10_240, "Most requests waiting; more are refused with 503.", flag="max-queued-requests", ge=1)
-    chunked_prefill_size: Annotated[int | None, Auto] = setting(None, "Most prompt tokens computed in one step.", flag="chunked-prefill-size", ge=1)
+    chunked_prefill_size: Annotated[int | None, Auto] = setting(
+        None, "Most prompt tokens computed in one step.", flag="chunked-prefill-size", ge=1
+    )
     overlap: Annotated[bool | None, Auto] = setting(None, "Schedule the next step while the last one runs.", flag="overlap")
     request_timeout: float = setting(600.0, "Seconds after which a request is ended.", flag="request-timeout", gt=0)
 
@@ -105,7 +130,9 @@ class ExecutionSection(Section):
 class SamplingSection(Section):
     """Plugins between logits and tokens."""
 
-    processors: tuple[str, ...] = setting((), "Third-party logits processors, by plugin name; built-in ones are always there.", flag="logits-processors")
+    processors: tuple[str, ...] = setting(
+        (), "Third-party logits processors, by plugin name; built-in ones are always there.", flag="logits-processors"
+    )
     grammar: Annotated[str | None, Auto] = setting(None, "Grammar backend, by plugin name.", flag="grammar-backend")
 
 
@@ -132,7 +159,9 @@ class ServerSection(Section):
 class PluginsSection(Section):
     """Which installed plugins may be used, and their own settings."""
 
-    allow: tuple[str, ...] | None = setting(None, "Only these distributions' plugins are read (frame's own always are).", flag="plugins-allow")
+    allow: tuple[str, ...] | None = setting(
+        None, "Only these distributions' plugins are read (frame's own always are).", flag="plugins-allow"
+    )
     deny: tuple[str, ...] = setting((), "These distributions' plugins are not read.", flag="plugins-deny")
     options: dict[str, dict[str, Any]] = setting({}, "Settings of plugins: `kind/name` -> that plugin's own keys.")
 

@@ -1,0 +1,46 @@
+"""From a configuration to a `Resolved` and the registry behind it: reads plugins, the checkpoint's facts and the machine, then resolves.
+
+The one place where the pure solver meets the world; loads no plugin and no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frame.core.config import FrameConfig
+from frame.core.errors import PluginError
+from frame.core.hardware import Hardware
+from frame.core.model_facts import read_facts
+from frame.core.resolve import resolve
+from frame.core.resolved import Resolved
+from frame.core.selection import UnknownPluginError
+from frame.entrypoints.hardware import probe
+from frame.plugins.loader import load_registry
+from frame.plugins.registry import Registry
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What every process of a start needs: the resolved configuration and the plugins it was resolved from."""
+
+    resolved: Resolved
+    registry: Registry
+
+
+def prepare(config: FrameConfig, hardware: Hardware | None = None) -> Prepared:
+    """Resolve `config` on this machine. Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user."""
+    registry = registry_of(config)
+    facts = read_facts(config.model.path)
+    try:
+        resolved = resolve(config, hardware or probe(), facts, registry.all_records())
+    except UnknownPluginError as error:
+        registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
+        raise PluginError(str(error)) from None
+    return Prepared(resolved, registry)
+
+
+def registry_of(config: FrameConfig) -> Registry:
+    """The plugins that `config` lets in."""
+    return load_registry(allow=config.plugins.allow, deny=config.plugins.deny)

@@ -1,0 +1,99 @@
+"""Reads a YAML configuration file into values with their line numbers. Knows no schema.
+
+YAML 1.2 scalars: `off`, `yes` and `12:30` are words, only `true` and `false` are truth values. A key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from frame.core.errors import ConfigError
+
+_MOST_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A value and where it stands, `file:line`. `value` of a mapping is a dict of str -> Located, others are plain."""
+
+    value: Any
+    place: str
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2's core schema."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+0123456789."),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), [c if c != "\0" else "" for c in _first])
+
+
+def read_yaml(path: str | Path) -> Located:
+    """The file's mapping. Raises ConfigError naming file and line."""
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"The configuration file {path} is not UTF-8 text.") from None
+    found = parse_yaml(text, str(path))
+    if found.value is None:
+        return Located({}, found.place)
+    if not isinstance(found.value, dict):
+        raise ConfigError(f"{found.place}: a configuration is a mapping of sections (model: …), not a {type(found.value).__name__}.")
+    return found
+
+
+def parse_yaml(text: str, name: str) -> Located:
+    """YAML text, `name` standing for the file in places and errors."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return Located(None, f"{name}:1") if node is None else _value(loader, node, name, 0)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}.") from None
+    finally:
+        loader.dispose()
+
+
+def plain(located: Located) -> Any:
+    """The value without places."""
+    if isinstance(located.value, dict):
+        return {key: plain(value) for key, value in located.value.items()}
+    return located.value
+
+
+def _value(loader: yaml.SafeLoader, node: yaml.Node, name: str, depth: int) -> Located:
+    place = f"{name}:{node.start_mark.line + 1}"
+    if depth > _MOST_DEPTH:
+        raise ConfigError(f"{place}: nested more than {_MOST_DEPTH} deep.")
+    if isinstance(node, yaml.MappingNode):
+        found: dict[str, Located] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            here = f"{name}:{key_node.start_mark.line + 1}"
+            if key is None:
+                raise ConfigError(f"{here}: a key must be a word.")
+            if key in found:
+                raise ConfigError(f"{here}: the key {key!r} is given twice (first at {found[key].place}); keep one.")
+            value = _value(loader, value_node, name, depth + 1)
+            found[key] = Located(value.value, here)
+        return Located(found, place)
+    if isinstance(node, yaml.SequenceNode):
+        return Located([plain(_value(loader, item, name, depth + 1)) for item in node.value], place)
+    return Located(loader.construct_object(node), place)  # type: ignore[no-untyped-call]
