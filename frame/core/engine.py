@@ -11,14 +11,16 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from frame.core.interfaces.runner import DeviceLost
-from frame.core.messages import Abort, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
+from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, Tokens
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.grammars import GrammarCompiler
+    from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import ModelRunner, PendingStep
+    from frame.core.interfaces.sampling import Grammar
     from frame.core.messages import AnyMessage
     from frame.core.scheduler import Scheduler
     from frame.core.transport import Transport
@@ -43,40 +45,20 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Plain callables, or None; their results are ignored. `on_step(step, num_running, num_waiting, num_tokens, seconds)`."""
+    """Plain callables, or None; their results are ignored. They are called with the keywords of the hooks of the same names."""
 
-    on_step: Callable[[int, int, int, int, float], object] | None = None
-    on_tokens: Callable[[Tokens], object] | None = None
-    on_stop: Callable[[], object] | None = None
+    on_step: Callable[..., object] | None = None
+    on_stop: Callable[..., object] | None = None
 
 
-class Grammars(Protocol):
-    """What the engine asks of the keeper of compiled grammars (`frame.core.grammars`)."""
+class FailedStep:
+    """A step whose launch raised; it fails when its turn to be committed comes, so that steps are settled in order."""
 
-    @property
-    def active(self) -> bool:
-        """Whether any request with a grammar is compiling, waiting or running."""
-        ...
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
-    def hold(self, message: Generate) -> bool:
-        """Whether the request has a grammar, which is then compiled off the loop before the request is released."""
-        ...
-
-    def released(self) -> list[Generate | Tokens]:
-        """Requests whose grammar is ready, and the ends of those whose grammar is bad."""
-        ...
-
-    def drop(self, abort: Abort) -> Tokens | None:
-        """Forget held requests that are aborted; returns their ends."""
-        ...
-
-    def mask(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch with its allowed-token bits."""
-        ...
-
-    def advance(self, tokens: Tokens) -> None:
-        """Let grammars see what was sampled; forget those that ended."""
-        ...
+    def wait(self) -> StepResult:
+        raise self._error
 
 
 class InFlight(NamedTuple):
@@ -95,7 +77,7 @@ class Engine:
         transport: Transport,
         options: EngineOptions | None = None,
         observers: Observers | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -131,19 +113,15 @@ class Engine:
             progress = launched is not None or in_flight is not None
             if in_flight is not None:
                 self._commit(in_flight)
-            if launched is not None and not self._overlaps():
+            if launched is not None and not self.options.overlap:
                 self._commit(launched)
                 launched = None
             in_flight = launched
             self._send(self.scheduler.drain_outputs())
 
-    def _overlaps(self) -> bool:
-        # A grammar's mask for the next token needs this one, so the pipeline drains while any is active.
-        return self.options.overlap and not (self.grammars is not None and self.grammars.active)
-
     def _patience(self) -> float | None:
         """Seconds to wait for a message when no step is in flight and none could be launched."""
-        if not self.scheduler.is_idle or (self.grammars is not None and self.grammars.active):
+        if not self.scheduler.is_idle or (self.grammars is not None and len(self.grammars)):
             return STALLED_WAIT
         if not self._settled and self.options.check_integrity != "off":
             return SETTLED_AFTER
@@ -156,8 +134,8 @@ class Engine:
         if self.options.heartbeat is not None:
             self._beat()
         if self.grammars is not None:
-            for released in self.grammars.released():
-                self._send(released) if isinstance(released, Tokens) else self._add(released)
+            for request, grammar in self.grammars.ready():
+                self._add(request, grammar)
         for message in messages:
             self._handle(message)
         if not messages and timeout != 0.0 and not self._settled and self.scheduler.is_idle:
@@ -169,26 +147,21 @@ class Engine:
                 self._add(message)
         elif isinstance(message, Abort):
             if self.grammars is not None:
-                self._send(self.grammars.drop(message))
+                self._send(self.grammars.drop(message.rids, message.reason))
             self.scheduler.abort(message.rids, message.reason)
         elif isinstance(message, Control):
             self.transport.send(self._control(message))
         else:
             log.warning("the engine does not take %s", type(message).__name__)
 
-    def _add(self, message: Generate) -> None:
-        refusal = self.scheduler.add(message)
+    def _add(self, message: Generate, grammar: Grammar | Finish | None = None) -> None:
+        refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add(message, grammar)
         if refusal is not None:
             self._send(Tokens(rids=[message.rid], token_ids=[[]], finishes={0: refusal}))
 
     def _send(self, tokens: Tokens | None) -> None:
-        if tokens is None or not tokens.rids:
-            return
-        if self.grammars is not None:
-            self.grammars.advance(tokens)
-        if self.observers.on_tokens is not None:
-            self.observers.on_tokens(tokens)
-        self.transport.send(tokens)
+        if tokens is not None and tokens.rids:
+            self.transport.send(tokens)
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -200,7 +173,7 @@ class Engine:
         data: dict[str, Any] = {}
         try:
             if control.action == "flush_cache":
-                self.scheduler.flush_cache()
+                data = {"pages": self.scheduler.flush_cache()}
             elif control.action == "server_info":
                 data = {**self.options.info, **self.scheduler.load(), "step": self._step, "paused": self._paused}
             elif control.action in ("pause", "resume"):
@@ -210,7 +183,7 @@ class Engine:
             elif control.action == "shutdown":
                 self._stopping = True
                 self.scheduler.abort([], "abort")
-        except Exception as error:  # a control that fails is answered, it does not end the engine
+        except Exception as error:  # noqa: BLE001 - a control that fails is answered, it does not end the engine
             return ControlReply(id=control.id, ok=False, error=_sentence(error))
         return ControlReply(id=control.id, ok=True, data=data)
 
@@ -224,8 +197,8 @@ class Engine:
         except Exception as error:
             if self.options.check_integrity == "fatal":
                 raise
-            log.error("the self-check found: %s; the caches are rebuilt", _sentence(error))
-            self.scheduler.repair()
+            for sentence in [_sentence(error), *self.scheduler.repair()]:
+                log.error("self-check: %s", sentence)
 
     # steps ---------------------------------------------------------------------------------------------------------
 
@@ -239,25 +212,27 @@ class Engine:
         self._step = batch.step
         started = time.perf_counter()
         try:
-            if self.grammars is not None:
-                batch = self.grammars.mask(batch)
             return InFlight(batch, self.runner.launch(batch), started)
-        except Exception as error:
-            self._fail(batch, error)
-            return None
+        except Exception as error:  # noqa: BLE001 - settled in its turn
+            return InFlight(batch, FailedStep(error), started)
 
     def _commit(self, step: InFlight) -> None:
         try:
             result = step.pending.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - ends this batch only
             self._fail(step.batch, error)
             return
         self._failures = 0
         self._send(self.scheduler.commit(step.batch, result))
         if self.observers.on_step is not None:
             load = self.scheduler.load()
-            tokens = int(step.batch.num_scheduled.sum())
-            self.observers.on_step(step.batch.step, load["running"], load["waiting"], tokens, time.perf_counter() - step.started)
+            self.observers.on_step(
+                step=step.batch.step,
+                num_running=load["running"],
+                num_waiting=load["waiting"],
+                num_tokens=int(step.batch.num_scheduled.sum()),
+                seconds=time.perf_counter() - step.started,
+            )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """End the requests of a step that raised, and go on, unless the device is gone."""

@@ -7,11 +7,13 @@ no meaning of a message; nothing is ever pickled.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +35,10 @@ class Transport(Protocol):
 
     def send(self, message: Message) -> None:
         """Queue one message for the other end."""
+        ...
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Queue several; the other end may see them all at once."""
         ...
 
     def close(self) -> None:
@@ -72,14 +78,19 @@ class InProcessTransport:
         return messages
 
     def send(self, message: Message) -> None:
-        if self._peer is not None:
-            self._peer._accept(message)  # type: ignore[arg-type]
+        self.send_all((message,))
 
-    def _accept(self, message: AnyMessage) -> None:
+    def send_all(self, messages: Sequence[Message]) -> None:
+        if self._peer is not None:
+            self._peer.accept(messages)  # type: ignore[arg-type]
+
+    def accept(self, messages: Sequence[AnyMessage]) -> None:
+        """Take what the peer sends; in the peer's thread."""
         if self._sink is not None:
-            self._sink(message)
+            for message in messages:
+                self._sink(message)
         else:
-            self._inbox.append(message)
+            self._inbox.extend(messages)
             self._arrived.set()
 
     def close(self) -> None:
@@ -131,6 +142,10 @@ class ZmqTransport:
         if socket is not None:
             with self._lock:
                 socket.send(encode(message))
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.send(message)
 
     def close(self) -> None:
         self._pull.close(linger=0)
@@ -226,9 +241,9 @@ class SocketDirectory:
     """A 0700 directory that holds one deployment's ipc:// sockets; removed at the end."""
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = path or tempfile.mkdtemp(prefix="frame-")
+        self.path = Path(path or tempfile.mkdtemp(prefix="frame-"))
         self._owned = path is None
-        mode = os.stat(self.path)
+        mode = self.path.stat()
         if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid != os.getuid():
             raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
 
@@ -237,8 +252,5 @@ class SocketDirectory:
 
     def remove(self) -> None:
         """Delete the sockets and the directory, if this object made it."""
-        if not self._owned or not os.path.isdir(self.path):
-            return
-        for entry in os.scandir(self.path):
-            os.unlink(entry.path)
-        os.rmdir(self.path)
+        if self._owned:
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 
 
-class DeviceLost(RuntimeError):
+class DeviceLost(RuntimeError):  # noqa: N818 - the name of what happened
     """The device cannot run another step; the engine ends. Any other error of a step ends that step's requests only."""
 
 

@@ -1,0 +1,297 @@
+"""Token ids to text, step by step: `Tokens` in, `Text` out. For every split of a token stream into steps the joined text is the same.
+
+Holds one small state a request, dropped when the engine says that the request ended. Knows no socket and no HTTP.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from frame.core.messages import Finish, Text, TokenLogprobs, Tokens, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from frame.core.sampling_params import SamplingParams
+    from frame.core.tokenizer import Tokenizer
+
+PROMPT_TAIL = 6  # tokens before the answer that a windowed decoder needs for its first characters
+
+
+class Decoder(Protocol):
+    """One request's incremental decoder."""
+
+    def feed(self, token_id: int) -> str:
+        """The characters that are certain after this token."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        ...
+
+
+class ByteDecoder:
+    """For byte-level vocabularies: every id is a fixed string of bytes, and the text is the joined bytes as UTF-8."""
+
+    __slots__ = ("pending", "pieces")
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+        self.pending = b""
+
+    def feed(self, token_id: int) -> str:
+        data = self.pending + (self.pieces[token_id] if token_id < len(self.pieces) else b"")
+        text, used = utf_8_decode(data, "replace", False)
+        self.pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        data, self.pending = self.pending, b""
+        return data.decode("utf-8", "replace")
+
+
+class WindowDecoder:
+    """For any other decoder: decode a short window with and without the new tokens, and take what was added.
+
+    The window begins where text was last certain, so spaces between tokens and merged bytes come out as in the whole text.
+    """
+
+    __slots__ = ("ids", "known", "skip_special", "tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, tail: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special = skip_special
+        self.ids = list(tail)
+        self.known = len(self.ids)  # ids[:known] are out
+
+    def feed(self, token_id: int) -> str:
+        self.ids.append(token_id)
+        text = self._added()
+        if not text or text.endswith("\ufffd"):
+            return ""  # perhaps a character's first bytes
+        self.ids = self.ids[self.known :]
+        self.known = len(self.ids)
+        return text
+
+    def flush(self) -> str:
+        text = self._added()
+        self.known = len(self.ids)
+        return text
+
+    def _added(self) -> str:
+        before = self.tokenizer.decode(self.ids[: self.known], self.skip_special)
+        return self.tokenizer.decode(self.ids, self.skip_special)[len(before) :]
+
+
+class TextStream:
+    """One answer's text: decoder, stop strings, and what is held back because a stop string may begin in it."""
+
+    __slots__ = ("closed", "decoder", "held", "include_stop", "minimum", "seen", "stops", "strings")
+
+    def __init__(self, decoder: Decoder, params: SamplingParams, strings: Sequence[str | None] | None = None) -> None:
+        self.decoder = decoder
+        self.stops = params.stop
+        self.include_stop = params.include_stop_str_in_output
+        self.minimum = params.min_tokens if params.stop else 0
+        self.seen = 0
+        self.held = ""
+        self.closed = False  # a stop string was found; the engine's last tokens of this request are not wanted
+        self.strings = strings  # whole characters by id; None for an id whose bytes are a part of a character
+
+    def feed(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
+        """-> (text that is certain, how many of the tokens count, how the request ended)."""
+        # the text of a stop token is not a part of the answer, its id is
+        hidden = finish is not None and isinstance(finish.matched, int) and not self.include_stop and token_ids[-1:] == [finish.matched]
+        shown = token_ids[:-1] if hidden else token_ids
+        feed = self.decoder.feed
+        if not self.stops:
+            text = "".join([feed(i) for i in shown])
+            return (text if finish is None else text + self.decoder.flush()), len(token_ids), finish
+        parts = []
+        for count, token_id in enumerate(shown, 1):
+            text, stop = self._search(feed(token_id))
+            parts.append(text)
+            if stop is not None:
+                self.closed = True
+                return "".join(parts), count, Finish("stop", stop)
+        if finish is not None:
+            text, stop = self._search(self.decoder.flush())
+            parts += [text, self.held]
+            self.held = ""
+            if stop is not None:
+                finish = Finish("stop", stop)
+        return "".join(parts), len(token_ids), finish
+
+    def _search(self, added: str) -> tuple[str, str | None]:
+        """-> (text that no later character can make a part of a stop string, the stop string that was found)."""
+        self.seen += 1
+        if self.seen < self.minimum:
+            return added, None
+        text = self.held + added
+        found = min(((at, -len(stop), stop) for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
+            at, _, stop = found
+            self.held = ""
+            return text[: at + len(stop) if self.include_stop else at], stop
+        keep = max(_overlap(text, stop) for stop in self.stops)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class Detokenizer:
+    """All requests' streams. `process` takes a step's tokens of every request at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = tokenizer.pieces
+        self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
+        self._streams: dict[str, TextStream] = {}
+        self._early: dict[str, list[Tokens]] = {}  # tokens that overtook their Watch; two sockets keep no common order
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
+        """A stream of its own, for one whole answer."""
+        if self._pieces is None:
+            return TextStream(WindowDecoder(self._tokenizer, params.skip_special_tokens, prompt_tail), params)
+        pieces, strings = self._table(params.skip_special_tokens)
+        return TextStream(ByteDecoder(pieces), params, strings)
+
+    def watch(self, message: Watch) -> list[Text]:
+        """Begin a request; returns the text of tokens that came before."""
+        self._streams[message.rid] = self.stream(message.params, message.prompt_tail)
+        return [self.process(tokens) for tokens in self._early.pop(message.rid, ())]
+
+    def forget(self, rids: Iterable[str]) -> None:
+        """Drop requests that never reached the engine."""
+        for rid in rids:
+            self._streams.pop(rid, None)
+            self._early.pop(rid, None)
+
+    def reset(self) -> None:
+        """Drop everything (the engine is gone)."""
+        self._streams.clear()
+        self._early.clear()
+
+    def process(self, tokens: Tokens) -> Text:
+        """The step's text. Requests that hit a stop string are in `stopped`; what the engine still sends of them is left out."""
+        streams, finishes = self._streams, tokens.finishes
+        texts: list[str] = []
+        token_ids = tokens.token_ids
+        ended: dict[int, Finish] = dict(finishes)
+        trimmed: dict[int, int] = {}
+        left_out: list[int] = []
+        stopped: list[int] = []
+        for index, rid in enumerate(tokens.rids):
+            ids = token_ids[index]
+            stream = streams.get(rid)
+            if stream is None or stream.closed:
+                self._put_aside(tokens, index, stream)
+                left_out.append(index)
+                texts.append("")
+                continue
+            finish = finishes.get(index)
+            if finish is None and len(ids) == 1 and not stream.stops and stream.strings is not None:  # the common case, kept short
+                text = _whole(stream.strings, ids[0]) if not stream.decoder.pending else None  # type: ignore[attr-defined]
+                if text is not None:
+                    texts.append(text)
+                    continue
+            text, used, end = stream.feed(ids, finish)
+            texts.append(text)
+            if end is not None:
+                ended[index] = end
+            if used < len(ids):
+                trimmed[index] = used
+            if finish is not None:
+                del streams[rid]
+            elif stream.closed:
+                stopped.append(index)
+        if trimmed:
+            tokens = _trim(tokens, trimmed)
+        if left_out:
+            return _leave_out(tokens, texts, ended, stopped, left_out)
+        return Text(
+            rids=tokens.rids,
+            texts=texts,
+            token_ids=tokens.token_ids,
+            finishes=ended,
+            cached=tokens.cached,
+            logprobs=tokens.logprobs,
+            prompt_logprobs=tokens.prompt_logprobs,
+            stopped=stopped,
+        )
+
+    def _table(self, skip_special: bool) -> tuple[list[bytes], list[str | None]]:
+        table = self._tables.get(skip_special)
+        if table is None:
+            special = self._tokenizer.special_ids if skip_special else frozenset()
+            pieces = [b"" if i in special else piece for i, piece in enumerate(self._pieces or ())]
+            table = self._tables[skip_special] = (pieces, [_as_characters(piece) for piece in pieces])
+        return table
+
+    def _put_aside(self, tokens: Tokens, index: int, stream: TextStream | None) -> None:
+        rid = tokens.rids[index]
+        if stream is None:
+            self._early.setdefault(rid, []).append(_only(tokens, index))
+        elif index in tokens.finishes:  # the engine heard of the stop string
+            del self._streams[rid]
+
+
+def _whole(strings: Sequence[str | None], token_id: int) -> str | None:
+    return strings[token_id] if token_id < len(strings) else ""
+
+
+def _as_characters(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _only(tokens: Tokens, index: int) -> Tokens:
+    """The message about one of its requests."""
+    parts = {
+        name: {0: values[index]}
+        for name in ("finishes", "cached", "logprobs", "prompt_logprobs")
+        if index in (values := getattr(tokens, name))
+    }
+    return Tokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **parts)
+
+
+def _trim(tokens: Tokens, counts: dict[int, int]) -> Tokens:
+    """The message without the tokens that came after a stop string."""
+    ids, logprobs = list(tokens.token_ids), dict(tokens.logprobs)
+    for index, count in counts.items():
+        ids[index] = ids[index][:count]
+        if index in logprobs:
+            whole = logprobs[index]
+            logprobs[index] = TokenLogprobs(whole.token_ids[:count], whole.logprobs[:count], whole.top[:count])
+    return msgspec.structs.replace(tokens, token_ids=ids, logprobs=logprobs)
+
+
+def _leave_out(tokens: Tokens, texts: list[str], ended: dict[int, Finish], stopped: list[int], left_out: list[int]) -> Text:
+    gone = set(left_out)
+    kept = [index for index in range(len(texts)) if index not in gone]
+    place = {index: new for new, index in enumerate(kept)}
+    return Text(
+        rids=[tokens.rids[i] for i in kept],
+        texts=[texts[i] for i in kept],
+        token_ids=[tokens.token_ids[i] for i in kept],
+        finishes={place[i]: value for i, value in ended.items() if i in place},
+        cached={place[i]: value for i, value in tokens.cached.items() if i in place},
+        logprobs={place[i]: value for i, value in tokens.logprobs.items() if i in place},
+        prompt_logprobs={place[i]: value for i, value in tokens.prompt_logprobs.items() if i in place},
+        stopped=[place[i] for i in stopped],
+    )

@@ -1,0 +1,181 @@
+"""Text to token ids and back, over the `tokenizers` library; no torch, and transformers only for a folder without tokenizer.json.
+
+Thread-safe: encoding releases the GIL, so a thread pool scales. Knows no request; incremental decoding is `frame.core.detokenizer`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from frame.core.chat_template import ChatTemplate, ChatTemplateError, find_template
+from frame.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokenizers import Tokenizer as Backend
+
+    from frame.core.sampling_params import SamplingParams
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. `eos_token_ids` are those that end an answer (generation_config.json, else the eos token)."""
+
+    def __init__(
+        self, backend: Backend, config: dict[str, Any] | None = None, template: str | None = None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.backend = backend
+        self._config = config or {}
+        self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(self._config.get(name))) is not None}
+        self._template = ChatTemplate(template, self.special_tokens) if template else None
+        eos = self.token_id(self.special_tokens.get("eos_token", ""))
+        self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
+        self._leading = self._missing_bos()
+
+    @classmethod
+    def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's. Raises CheckpointError."""
+        folder = Path(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        template = Path(chat_template).read_text(encoding="utf-8") if chat_template else find_template(folder, config)
+        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return cls(_load_backend(folder), config, template, eos_ids)
+
+    # encode --------------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return [*self._leading, *ids] if add_special_tokens and self._leading else ids
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        lead = self._leading if add_special_tokens else []
+        return [[*lead, *encoding.ids] for encoding in encodings]
+
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        arguments: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of a conversation. Raises ChatTemplateError with a sentence for the client."""
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; give one with --chat-template, or use /v1/completions")
+        return self._template.render(messages, tools, add_generation_prompt, arguments)
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, arguments: dict[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation as token ids; the template writes the special tokens itself."""
+        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=False)
+
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with `bad_words` as token ids, each word both at a text's start and after a space."""
+        spellings = {tuple(self.encode(lead + word.lstrip(), False)) for word in params.bad_words for lead in ("", " ")}
+        return msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(filter(None, spellings))))
+
+    # decode --------------------------------------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text, as logprobs show it."""
+        return self.pieces[token_id].decode("utf-8", "replace") if self.pieces is not None else self.decode([token_id], False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id] if self.pieces is not None else self.decode([token_id], False).encode()
+
+    def token_id(self, text: str) -> int | None:
+        return self.backend.token_to_id(text)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows; the model's own vocabulary may be padded beyond."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @cached_property
+    def pieces(self) -> list[bytes] | None:
+        """Each id's bytes, when the decoder is the byte-level one, for which the text of a sequence is the text of its joined bytes;
+        None for any other decoder."""
+        decoder = json.loads(self.backend.to_str()).get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values(), default=-1) + 1)
+        for text, i in vocab.items():
+            table[i] = _piece(text)
+        return table
+
+    def _missing_bos(self) -> list[int]:
+        """The bos token, when the configuration wants it first and tokenizer.json does not put it there."""
+        bos = self.token_id(self.special_tokens.get("bos_token", ""))
+        if bos is None or self._config.get("add_bos_token") is not True:
+            return []
+        return [] if self.backend.encode("a").ids[:1] == [bos] else [bos]
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (Radford et al. 2019): printable bytes stand for themselves, the rest for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+
+
+_BYTES = _bytes_of_characters()
+
+
+def _piece(text: str) -> bytes:
+    try:
+        return bytes([_BYTES[character] for character in text])
+    except KeyError:  # an added token with a character that stands for no byte is its own text
+        return text.encode()
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch the file again") from error
+    return content
+
+
+def _load_backend(folder: Path) -> Backend:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            return Backend.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} cannot be read: {error}; fetch the file again") from error
+    try:
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
+        return slow.backend_tokenizer  # type: ignore[no-any-return]
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({error}); "
+            "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
+        ) from error

@@ -1,0 +1,425 @@
+"""`EngineClient`: the asyncio side of the engine. Submits sequences, feeds the answers that wait for them, aborts what is cancelled.
+
+One message of a step feeds all its requests in one pass and wakes each waiting answer once; no task or queue operation a token.
+Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from frame.core.detokenizer import PROMPT_TAIL, Detokenizer
+from frame.core.messages import (
+    Abort,
+    AnyMessage,
+    Control,
+    ControlReply,
+    Fatal,
+    Finish,
+    Generate,
+    Heartbeat,
+    Message,
+    Ready,
+    Text,
+    Tokenized,
+    TokenLogprobs,
+    Tokens,
+    Watch,
+)
+from frame.core.sampling_params import SamplingParams
+
+CONTROL_TIMEOUT = 30.0  # seconds
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may; the client may come back later."""
+
+
+class InvalidRequestError(ValueError):
+    """The request cannot be served; one sentence for the client. `param` names the offending field."""
+
+    def __init__(self, sentence: str, param: str | None = None) -> None:
+        super().__init__(sentence)
+        self.param = param
+
+
+class EngineDeadError(Exception):
+    """The engine or another process is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """`max_outstanding`: requests running and waiting together. `max_context`: prompt plus output, tokens."""
+
+    max_outstanding: int
+    max_context: int
+    vocab_size: int
+    grammar: bool = False
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """What metrics are made of; lists of seconds are taken and emptied by the reader."""
+
+    first_token: list[float] = field(default_factory=list)
+    inter_token: list[float] = field(default_factory=list)
+    end_to_end: list[float] = field(default_factory=list)
+    finished: dict[str, int] = field(default_factory=dict)
+    rejected: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Stream:
+    """One sequence of an answer: what came since the last `take`, and totals. `index` is its place in the answer."""
+
+    __slots__ = (
+        "answer", "cached", "changed", "finish", "index", "last", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
+        "prompt_logprobs", "rid", "texts", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
+        self.answer = answer
+        self.index = index
+        self.prompt_index = prompt_index
+        self.rid = rid
+        self.prompt = prompt
+        self.params = params
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: TokenLogprobs | None = None
+        self.finish: Finish | None = None
+        self.cached = 0
+        self.num_tokens = 0
+        self.last = 0.0  # when the last token came
+        self.changed = False
+
+    def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
+        """The text, tokens and logprobs since the last call."""
+        texts, ids, logprobs = self.texts, self.token_ids, self.logprobs
+        self.texts, self.token_ids = [], []
+        if logprobs:
+            self.logprobs = []
+        return (texts[0] if len(texts) == 1 else "".join(texts)), ids, logprobs
+
+
+class Answer:
+    """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
+
+    __slots__ = ("_waiter", "callback", "changed", "created", "gone", "open", "sequences")
+
+    def __init__(self) -> None:
+        self.sequences: list[Stream] = []
+        self.changed: list[Stream] = []
+        self.open = 0  # sequences without a finish
+        self.created = time.perf_counter()
+        self.gone = False  # the client hung up
+        self.callback: Callable[[], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> list[Stream]:
+        """The sequences with something new; empty when the client is gone or all is over."""
+        while not self.changed and not self.gone and self.open:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.take_changed()
+
+    def take_changed(self) -> list[Stream]:
+        changed, self.changed = self.changed, []
+        for sequence in changed:
+            sequence.changed = False
+        return changed
+
+    async def complete(self) -> None:
+        """Until every sequence ended, or the client is gone. Deltas stay in the sequences, for one `take`."""
+        while self.open and not self.gone:
+            await self.wait()
+
+    def hang_up(self) -> None:
+        """The client is gone: let the handler wake."""
+        self.gone = True
+        self.wake()
+
+    def wake(self) -> None:
+        if self.callback is not None:
+            self.callback()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Link(Protocol):
+    """The client's end of a transport. `fd` is None when messages are pushed by another thread."""
+
+    def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineClient:
+    """One for a server or an offline engine. Every method belongs to the event loop's thread."""
+
+    def __init__(self, link: Link, limits: ClientLimits, detokenizer: Detokenizer | None = None, remote_text: bool = False) -> None:
+        self.link = link
+        self.limits = limits
+        self.stats = ClientStats()
+        self.load: Heartbeat | None = None
+        self.heartbeat_at = time.monotonic()
+        self.dead: str | None = None
+        self.on_tokenized: Callable[[Tokenized], None] | None = None
+        self._detokenizer = detokenizer  # None: another process sends Text, or there is no text at all
+        self._remote_text = remote_text
+        self._sequences: dict[str, Stream] = {}
+        self._controls: dict[str, asyncio.Future[ControlReply]] = {}
+        self._reserved = 0
+
+    # submit --------------------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> None:
+        """Take `count` places before any work is spent on a request. Raises QueueFullError, EngineDeadError."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self._reserved + len(self._sequences) + count > self.limits.max_outstanding:
+            self.stats.rejected += count
+            raise QueueFullError(
+                f"{self._reserved + len(self._sequences)} requests are running or waiting, which is all that scheduler.max_queued_requests"
+                " allows; try again later"
+            )
+        self._reserved += count
+
+    def release(self, count: int) -> None:
+        self._reserved -= count
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequestError when this cannot be served."""
+        check_request(self.limits, prompt, params)
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+        namespace: str = "",
+        rid: str | None = None,
+    ) -> Answer:
+        """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        answer = Answer()
+        base = rid or uuid.uuid4().hex
+        alone = len(prompts) == 1 and params[0].n == 1
+        for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            for sibling in range(wanted.n):
+                own = wanted if wanted.n == 1 else sibling(wanted, sibling)
+                index = len(answer.sequences)
+                sequence = Stream(answer, index, prompt_index, base if alone else f"{base}-{index}", prompt, own)
+                if sequence.rid in self._sequences:
+                    raise InvalidRequestError(f"a request with the rid {sequence.rid!r} is running; choose another", "rid")
+                answer.sequences.append(sequence)
+        answer.open = len(answer.sequences)
+        self._reserved -= answer.open
+        for sequence in answer.sequences:
+            self._start(sequence, priority, namespace)
+        return answer
+
+    def _start(self, sequence: Stream, priority: int, namespace: str) -> None:
+        rid, prompt = sequence.rid, sequence.prompt
+        self._sequences[rid] = sequence
+        self.stats.prompt_tokens += len(prompt)
+        watch = Watch(rid=rid, params=sequence.params, prompt_tail=prompt[-PROMPT_TAIL:])
+        if self._detokenizer is not None:
+            self._detokenizer.watch(watch)
+        elif self._remote_text:
+            self.link.send(watch)
+        self.link.send(Generate(rid=rid, token_ids=prompt, params=sequence.params, priority=priority, namespace=namespace))
+
+    def abandon(self, answer: Answer) -> None:
+        """The answer is not wanted any more: stop what still runs. Safe to call at any time."""
+        rids = [s.rid for s in answer.sequences if s.finish is None and self._sequences.pop(s.rid, None) is not None]
+        if rids:
+            self._count("abort", len(rids))
+            self.link.send(Abort(rids=rids))
+
+    def abort(self, rids: list[str]) -> None:
+        """End requests by name (all, when empty); they finish with reason "abort". Siblings of a rid are included."""
+        named = set(rids)
+        self.link.send(Abort(rids=[r for r in self._sequences if r in named or r.rsplit("-", 1)[0] in named] if rids else []))
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._sequences) + self._reserved
+
+    # control -------------------------------------------------------------------------------------------------------
+
+    async def control(self, action: Any, **arguments: Any) -> ControlReply:
+        """One command and its answer. Raises EngineDeadError, TimeoutError."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
+        future = self._controls[control.id] = asyncio.get_running_loop().create_future()
+        self.link.send(control)
+        try:
+            return await asyncio.wait_for(future, CONTROL_TIMEOUT)
+        finally:
+            self._controls.pop(control.id, None)
+
+    # receive -------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take in everything that has arrived (the reader callback of the link's fd)."""
+        while messages := self.link.receive(0.0):
+            self.take_in(messages)
+
+    def take_in(self, messages: Iterable[AnyMessage]) -> None:
+        touched: list[Answer] = []
+        for message in messages:
+            if isinstance(message, Text):
+                self._feed(message, message.texts, touched)
+            elif isinstance(message, Tokens):
+                if self._detokenizer is not None:
+                    text = self._detokenizer.process(message)
+                    self._feed(text, text.texts, touched)
+                else:
+                    self._feed(message, None, touched)
+            else:
+                self._take_other(message)
+        for answer in touched:
+            if answer.changed:
+                answer.wake()
+
+    def _take_other(self, message: AnyMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self.load = message
+            self.heartbeat_at = time.monotonic()
+        elif isinstance(message, ControlReply):
+            future = self._controls.get(message.id)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, Fatal):
+            self.fail(f"{message.process} failed: {message.error}")
+        elif isinstance(message, Tokenized) and self.on_tokenized is not None:
+            self.on_tokenized(message)
+        elif not isinstance(message, Ready | Tokenized):
+            raise TypeError(f"the client does not take {type(message).__name__}")
+
+    def _feed(self, message: Text | Tokens, texts: list[str] | None, touched: list[Answer]) -> None:
+        sequences, token_ids, now = self._sequences, message.token_ids, time.perf_counter()
+        latencies, count = self.stats.inter_token, 0
+        for place, rid in enumerate(message.rids):
+            sequence = sequences.get(rid)
+            if sequence is None:  # abandoned meanwhile
+                continue
+            ids = token_ids[place]
+            if ids:
+                if sequence.last:
+                    latencies.append((now - sequence.last) / len(ids))
+                else:
+                    self.stats.first_token.append(now - sequence.answer.created)
+                sequence.last = now
+                sequence.token_ids += ids
+                sequence.num_tokens += len(ids)
+                count += len(ids)
+            if texts is not None:
+                sequence.texts.append(texts[place])
+            if not sequence.changed:
+                sequence.changed = True
+                answer = sequence.answer
+                if not answer.changed:
+                    touched.append(answer)
+                answer.changed.append(sequence)
+        self.stats.generated_tokens += count
+        self._feed_rest(message, now)
+
+    def _feed_rest(self, message: Text | Tokens, now: float) -> None:
+        """What concerns a few of the requests only."""
+        rids, sequences = message.rids, self._sequences
+        for place, cached in message.cached.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.cached = cached
+                self.stats.cached_tokens += cached
+        for place, logprobs in message.logprobs.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.logprobs.append(logprobs)
+        for place, logprobs in message.prompt_logprobs.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.prompt_logprobs = _joined(sequence.prompt_logprobs, logprobs)
+        for place, finish in message.finishes.items():
+            if (sequence := sequences.pop(rids[place], None)) is not None:
+                self._end(sequence, finish, now)
+        if isinstance(message, Text) and message.stopped:
+            self.link.send(Abort(rids=[rids[place] for place in message.stopped], reason="stop"))
+
+    def _end(self, sequence: Stream, finish: Finish, now: float) -> None:
+        sequence.finish = finish
+        sequence.answer.open -= 1
+        self.stats.end_to_end.append(now - sequence.answer.created)
+        self._count(finish.reason, 1)
+
+    def _count(self, reason: str, count: int) -> None:
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + count
+
+    def fail(self, error: str) -> None:
+        """A process died: every answer ends with this error, and no more are taken."""
+        if self.dead is None:
+            self.dead = error
+        now = time.perf_counter()
+        sequences, self._sequences = list(self._sequences.values()), {}
+        for sequence in sequences:
+            self._end(sequence, Finish("error", None, error), now)
+            if not sequence.changed:
+                sequence.changed = True
+                sequence.answer.changed.append(sequence)
+        for answer in {id(s.answer): s.answer for s in sequences}.values():
+            answer.wake()
+        for future in self._controls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(error))
+
+
+def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
+    """Raise InvalidRequestError when a sequence cannot be served, with the sentence for the client."""
+    problems = params.problems(limits.vocab_size)
+    if problems:
+        raise InvalidRequestError(problems[0], problems[0].split(" ", 1)[0])
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
+    if len(prompt) >= limits.max_context:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens, and the context of {limits.max_context} must hold at least one more;"
+            " shorten the prompt, or serve with a larger --max-model-len",
+            "prompt",
+        )
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
+    if params.has_grammar and not limits.grammar:
+        raise InvalidRequestError(
+            "this server has no grammar backend; start it with --grammar-backend NAME (`frame plugins list` names them)",
+            "response_format",
+        )
+
+
+def sibling(params: SamplingParams, number: int) -> SamplingParams:
+    # Siblings of one seed must differ, and the first is what n=1 would give.
+    seed = None if params.seed is None else (params.seed + number if params.seed + number < 2**63 else number)
+    return msgspec.structs.replace(params, n=1, seed=seed)
+
+
+def _joined(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs:
+    """Prompt logprobs come a chunk at a time."""
+    if first is None:
+        return second
+    return TokenLogprobs(first.token_ids + second.token_ids, first.logprobs + second.logprobs, first.top + second.top)

@@ -1,0 +1,124 @@
+"""`Call`: one HTTP request and its response over plain ASGI, with the few operations that routes need. Knows no route and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from frame.entrypoints.http.errors import ApiError, DisconnectedError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+T = TypeVar("T")
+
+JSON = (b"content-type", b"application/json")
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class Call:
+    """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
+
+    __slots__ = ("_watcher", "max_body", "receive", "scope", "send", "started")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.max_body = max_body
+        self.started = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    # request -------------------------------------------------------------------------------------------------------
+
+    async def body(self) -> bytes:
+        """The whole body. Raises ApiError 413 before more than the limit is read, DisconnectedError when the client leaves."""
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self.max_body:
+                raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise DisconnectedError
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self.max_body:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as a struct. Raises ApiError 400 that names the field."""
+        data = await self.body()
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            text, _, path = str(error).partition(" - at `$")
+            param = path.rstrip("`").lstrip(".") or None
+            raise ApiError(400, f"{param}: {text}" if param else text, param) from None
+        except msgspec.DecodeError as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+    def query(self, name: str) -> str | None:
+        """One query parameter, undecoded."""
+        for pair in self.scope.get("query_string", b"").decode("latin-1").split("&"):
+            key, _, value = pair.partition("=")
+            if key == name:
+                return value
+        return None
+
+    def on_disconnect(self, act: Callable[[], None]) -> None:
+        """Call `act` when the client hangs up, whether or not anything is being sent. The body must have been read."""
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
+
+    async def _watch(self, act: Callable[[], None]) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        act()
+
+    async def close(self) -> None:
+        """The request is over; stop watching."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+
+    # response ------------------------------------------------------------------------------------------------------
+
+    async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
+        self.started = True
+        length = (b"content-length", str(len(body)).encode())
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: Any, status: int = 200) -> None:
+        await self.respond(msgspec.json.encode(value), status)
+
+    async def fail(self, error: ApiError) -> None:
+        """The error as the response, or as the last event of the stream."""
+        if self.started:
+            await self.event(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
+            await self.end()
+            return
+        headers = (JSON,) if error.retry_after is None else (JSON, (b"retry-after", str(error.retry_after).encode()))
+        await self.respond(error.body(), error.status, headers)
+
+    async def start_events(self) -> None:
+        self.started = True
+        await self.send({"type": "http.response.start", "status": 200, "headers": list(EVENTS)})
+
+    async def event(self, body: bytes) -> None:
+        """Raw bytes of one or more server-sent events."""
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes = b"") -> None:
+        await self.send({"type": "http.response.body", "body": body})
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.max_body} bytes; send less, or serve with a larger --max-body-bytes")

@@ -1,0 +1,42 @@
+"""Errors as clients of the OpenAI API know them: `{"error": {message, type, param, code}}` with a status. Knows no route."""
+
+from __future__ import annotations
+
+import msgspec
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """Ends a request with this status and sentence. `retry_after` in seconds."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """The JSON of the response, and of the last event of a stream that fails midway."""
+        kind = TYPES.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
+        return msgspec.json.encode({"error": error})
+
+
+class DisconnectedError(Exception):
+    """The client is gone; nobody reads an answer any more."""

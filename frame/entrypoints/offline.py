@@ -1,0 +1,247 @@
+"""`Engine`: the model in this process (or, with tp > 1, in processes of its own), without a server. Sync, async and streaming.
+
+    with Engine(model="frame-tiny") as engine:
+        print(engine.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from frame.core.messages import Abort, Control, ControlReply, Generate, Message
+from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.client import InvalidRequestError, check_request, sibling
+from frame.entrypoints.collector import Collected, Collector, Delta, Job, Output, grouped
+
+if TYPE_CHECKING:
+    from frame.core.config import FrameConfig
+    from frame.core.tokenizer import Tokenizer
+    from frame.entrypoints.launch import Session
+
+Prompt = str | list[int] | list[dict[str, Any]]
+Params = SamplingParams | Mapping[str, Any]
+DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
+
+
+class EngineError(RuntimeError):
+    """The engine ended; the sentence says why."""
+
+
+class Engine:
+    """An engine for offline use. Keywords are configuration keys: flags' names (`max_model_len`, `tp`) or `section__field`.
+
+    Prompts are a string, a list of token ids, chat messages (a list of dicts), or a list of any of these. Parameters are one for all or
+    one a prompt. A list in gives a list out, in order. Raises InvalidRequestError (ValueError) before anything runs when a prompt or a
+    parameter cannot be served, EngineError when the engine dies.
+    """
+
+    def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
+        from frame.entrypoints.launch import configure, open_session
+
+        self._session: Session = open_session(configure(config, **({} if model is None else {"model": model}), **keys))
+        self._collector: Collector = self._session.collector
+        self._names = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises EngineError with `skip_tokenizer_init`."""
+        tokenizer = self._session.tokenizer
+        if tokenizer is None:
+            raise EngineError("this engine was started with skip_tokenizer_init; give token ids, and read token_ids of the outputs")
+        return tokenizer
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was resolved and how large the cache came out."""
+        return dict(self._session.info)
+
+    # generate ------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+        """Run to the end; `Output`, or a list of them for a list of prompts."""
+        done = threading.Event()
+        job, counts, is_single = self._job(prompts, params, Job(done.set))
+        try:
+            self._start(job)
+            done.wait()
+        finally:
+            self._stop(job)
+        return self._results(job, counts, is_single)
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+        """`generate` for an event loop; cancelling it stops the requests."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        job, counts, is_single = self._job(prompts, params, Job(lambda: _soon(loop, done.set)))
+        try:
+            self._start(job)
+            await done.wait()
+        finally:
+            self._stop(job)
+        return self._results(job, counts, is_single)
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
+        """What each step adds, as it comes, sequences interleaved; leaving the loop early stops the requests."""
+        deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        job, _, _ = self._job(prompts, params, Job(lambda: deltas.put(None), deltas.put))
+        try:
+            self._start(job)
+            while (delta := deltas.get()) is not None:
+                yield self._checked(delta)
+        finally:
+            self._stop(job)
+
+    async def astream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> AsyncIterator[Delta]:
+        """`stream` for an event loop."""
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        finish = lambda: _soon(loop, deltas.put_nowait, None)  # noqa: E731
+        job, _, _ = self._job(prompts, params, Job(finish, lambda delta: _soon(loop, deltas.put_nowait, delta)))
+        try:
+            self._start(job)
+            while (delta := await deltas.get()) is not None:
+                yield self._checked(delta)
+        finally:
+            self._stop(job)
+
+    # control -------------------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes. Raises EngineError when requests run."""
+        self.control("flush_cache")
+
+    def control(self, action: Any, **arguments: Any) -> dict[str, Any]:
+        """One engine command (`server_info`, `check_integrity`, …); its data. Raises EngineError with the engine's sentence."""
+        replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
+        control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
+        self._collector.expect(control.id, replies.put)
+        self._session.send_all([control])
+        reply = replies.get()
+        if not reply.ok:
+            raise EngineError(reply.error or f"{action} failed")
+        return reply.data
+
+    def close(self) -> None:
+        """Stop the engine and give back the device. Safe to call twice."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_session"):
+            self._session.close()
+
+    # parts ---------------------------------------------------------------------------------------------------------
+
+    def _job(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job
+    ) -> tuple[Job, list[int], bool]:
+        """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
+        is_single, several = _listed(prompts)
+        wanted = _spread(params, len(several), is_single)
+        ids = self._encode(several)
+        limits = self._session.limits
+        counts = []
+        for prompt, own in zip(ids, wanted, strict=True):
+            own = self._with_bad_words(own)
+            check_request(limits, prompt, own)
+            counts.append(own.n)
+            for number in range(own.n):
+                alone = own if own.n == 1 else sibling(own, number)
+                job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
+                job.prompts.append(prompt)
+        return job, counts, is_single
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        ids: list[list[int]] = [[]] * len(prompts)
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        if texts:
+            for i, encoded in zip(texts, self.tokenizer.encode_batch([str(prompts[i]) for i in texts]), strict=True):
+                ids[i] = encoded
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                continue
+            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else list(prompt)  # type: ignore[arg-type]
+        return ids
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        return self.tokenizer.with_bad_words(params) if params.bad_words else params
+
+    def _start(self, job: Job) -> None:
+        try:
+            self._collector.add(job)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from None
+        messages: list[Message] = [
+            Generate(rid=sequence.rid, token_ids=prompt, params=sequence.params)
+            for sequence, prompt in zip(job.sequences, job.prompts, strict=True)
+        ]
+        self._session.send_all(messages)
+
+    def _stop(self, job: Job) -> None:
+        rids = self._collector.remove(job)
+        if rids:
+            self._session.send_all([Abort(rids=rids)])
+
+    def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
+        if self._collector.dead is not None and any(s.output.error == self._collector.dead for s in job.sequences):
+            raise EngineError(self._collector.dead)
+        self._collector.finish_text(job)
+        outputs = grouped(job, counts)
+        return outputs[0] if is_single else outputs
+
+    def _checked(self, delta: Delta) -> Delta:
+        if self._collector.dead is not None and delta.output.error == self._collector.dead:
+            raise EngineError(self._collector.dead)
+        return delta
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]:
+    """(whether it is one prompt, the prompts as a list)."""
+    if isinstance(prompts, str):
+        return True, [prompts]
+    if not prompts:
+        return False, []
+    return (True, [prompts]) if isinstance(prompts[0], int | dict) else (False, prompts)  # type: ignore[list-item,return-value]
+
+
+def _spread(params: Params | Sequence[Params] | None, count: int, is_single: bool) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)] * count
+    if isinstance(params, SamplingParams | Mapping):
+        return [_params(params)] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"there are {count} prompts but {len(params)} parameters; give one for all, or one a prompt", "params")
+    return [_params(own) for own in params]
+
+
+def _params(params: Params) -> SamplingParams:
+    if isinstance(params, SamplingParams):
+        return params
+    unknown = sorted(set(params) - set(SamplingParams.__struct_fields__))
+    if unknown:
+        raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}; SamplingParams lists them", unknown[0])
+    try:
+        return msgspec.convert(dict(params), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"invalid sampling parameters: {error}", "params") from error
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:
+    """Call in the loop's thread; a loop that is closed by now has nobody who waits."""
+    try:
+        loop.call_soon_threadsafe(call, *arguments)
+    except RuntimeError:
+        return
