@@ -1,0 +1,141 @@
+"""A checkpoint folder as a stream of (name, lazily sliced tensor): safetensors by index or single, `.bin` and `.pt` without unpickling.
+
+Files are mmapped; a tensor is read only as far as it is sliced. Every file is checked before the first tensor is given out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.model import LazyTensor
+
+LAYOUTS = {  # load format -> (index of shards, single files), first that is there
+    "safetensors": ("model.safetensors.index.json", ("model.safetensors", "*.safetensors")),
+    "pt": ("pytorch_model.bin.index.json", ("pytorch_model.bin", "*.bin", "*.pt")),
+}
+
+
+class FileTensor:
+    """A tensor of an open safetensors file. One of no dimensions is read whole."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._slices = file.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slices.get_shape())
+        self._whole = None if self.shape else file.get_tensor(name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._whole is not None:
+            return self._whole
+        value: torch.Tensor = self._slices[slice(None) if index is Ellipsis else index]
+        return value
+
+
+def read_weights(folder: Path, load_format: str = "auto", progress: bool = False) -> Iterator[tuple[str, LazyTensor]]:
+    """Stream the tensors of a checkpoint folder, file by file. `load_format`: auto, safetensors or pt.
+
+    Raises CheckpointError before the first tensor when a file is missing or damaged.
+    """
+    kind, files, named = find_files(folder, load_format)
+    with contextlib.ExitStack() as stack:
+        readers = [_open_safetensors(file, stack) if kind == "safetensors" else _open_pickled(file) for file in files]
+        if missing := sorted(set(named) - {name for reader in readers for name in reader}):
+            many = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(f"the index of {folder} names {missing[0]}{many}, which no file holds: download the checkpoint again")
+        with _bar(sum(map(len, readers)), progress and sys.stderr.isatty()) as advance:
+            for reader in readers:
+                for name, make in reader.items():
+                    yield name, make()
+                    advance()
+
+
+def find_files(folder: Path, load_format: str) -> tuple[str, list[Path], list[str]]:
+    """(kind, files in order, tensor names that the index promises). Raises CheckpointError when there are none or a shard is missing."""
+    for kind, (index_name, patterns) in LAYOUTS.items():
+        if load_format not in ("auto", kind):
+            continue
+        index = folder / index_name
+        if index.is_file():
+            names, shards = _read_index(index)
+            for shard in shards:
+                if not (folder / shard).is_file():
+                    raise CheckpointError(f"{shard} is named in {index} but is not there: download the checkpoint again")
+            return kind, [folder / shard for shard in shards], names
+        for pattern in patterns:
+            if files := sorted(folder.glob(pattern)):
+                return kind, files, []
+    wanted = "safetensors or .bin" if load_format == "auto" else load_format
+    raise CheckpointError(f"{folder} holds no {wanted} weights: check model.path, or set model.load_format: dummy for random ones")
+
+
+def _read_index(index: Path) -> tuple[list[str], list[str]]:
+    try:
+        entries: dict[str, str] = msgspec.convert(msgspec.json.decode(index.read_bytes())["weight_map"], dict[str, str])
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of weights ({error}): download it again") from error
+    shards = sorted(set(entries.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index} names a file outside of its folder ({shard}), which is not read")
+    return list(entries), shards
+
+
+def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({error}): download it again") from error
+    return {name: _Maker(file, name) for name in file.offset_keys()}
+
+
+class _Maker:
+    """Opens one tensor when called: a stream of thousands keeps no handle of each."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self.file = file
+        self.name = name
+
+    def __call__(self) -> LazyTensor:
+        return FileTensor(self.file, self.name)
+
+
+def _open_pickled(path: Path) -> dict[str, Any]:
+    """Tensors of a torch file; anything in it that is no tensor, number or container is refused, not run."""
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than tensors and is not loaded: convert it to safetensors") from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged: download it again") from error
+    tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
+    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{path} is not a dictionary of tensors: convert it to safetensors")
+    return {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _bar(total: int, visible: bool) -> Iterator[Any]:
+    """A progress bar on standard error; yields what advances it by one tensor."""
+    if not visible:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda: bar.advance(task)

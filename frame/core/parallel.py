@@ -1,0 +1,87 @@
+"""Groups of ranks that add, gather and broadcast tensors: a group of one, and one over gloo (CPU) or NCCL (CUDA).
+
+Tensors only: nothing is pickled. Groups are values; torch's default group stays untouched, so two engines can live in one process.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class LocalGroup:
+    """One rank alone: every operation returns its argument."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return tensor
+
+    def close(self) -> None:
+        return None
+
+
+class TorchGroup:
+    """Ranks of one host over one torch process group. Calls must come in the same order on every rank.
+
+    A rank that does not answer within the timeout makes the others raise RuntimeError.
+    """
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([gathered], [tensor]).wait()
+        return torch.cat(gathered, dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        self._group.broadcast(tensor, source).wait()
+        return tensor
+
+    def close(self) -> None:
+        """End the group without waiting for the others."""
+        self._group.abort()
+
+
+def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: float = 300.0) -> LocalGroup | TorchGroup:
+    """Join the group whose ranks meet in `folder` (private to this start, on one host). `timeout` in seconds, for joining and each call.
+
+    Gloo listens on the loopback device only. Raises RuntimeError when the other ranks do not come.
+    """
+    if size == 1:
+        return LocalGroup()
+    patience = timedelta(seconds=timeout)
+    store = dist.FileStore(str(folder / "ranks"), size)
+    store.set_timeout(patience)
+    # torch gives a group's timeout and address by its options' underscored attributes only
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        nccl: Any = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = patience  # noqa: SLF001
+        return TorchGroup(rank, size, dist.ProcessGroupNCCL(store, rank, size, nccl))
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+    options._timeout = patience  # noqa: SLF001
+    return TorchGroup(rank, size, gloo(store, rank, size, options))

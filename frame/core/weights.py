@@ -1,0 +1,123 @@
+"""Builds a model and fills it: on the meta device, materialised, loaded, finished; with the seconds of each phase.
+
+Knows no layer and no file format: the model says which parameter takes what, `checkpoint_files` and `random_weights` bring tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from frame.core.checkpoint_files import read_weights
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.model import CausalLM, LazyTensor, ModelFacts
+from frame.core.random_weights import random_weights
+
+_NAMED = 4  # names listed in an error; the rest is counted
+
+
+@dataclass
+class LoadReport:
+    """Seconds spent in each phase (build, materialise, load, finish), and the bytes that parameters and buffers take."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where numbers come from: `load_format` auto, safetensors, pt (all of `folder`) or dummy (drawn from `seed`)."""
+
+    folder: Path
+    load_format: str = "auto"
+    seed: int = 0
+
+
+def load_model(
+    model_type: type[CausalLM], facts: ModelFacts, context: BuildContext, source: WeightSource
+) -> tuple[CausalLM, LoadReport]:
+    """A model on `context.device`, ready to run. Raises CheckpointError with one sentence for whatever does not fit."""
+    report = LoadReport()
+    with report.phase("build"), torch.device("meta"):
+        model = model_type(facts, context)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{model_type.__name__} is a CausalLM, but not a torch.nn.Module")
+    with report.phase("materialise"):
+        materialise(model, context.device)
+    with report.phase("load"):
+        fill(model, source, progress=context.tp.rank == 0)
+    with report.phase("finish"):
+        finish(model)
+    report.bytes = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
+    model.eval().requires_grad_(False)
+    return model, report
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None:
+    """Load every parameter; run `finish` afterwards. Serves the first load and weight updates alike."""
+    if source.load_format == "dummy":
+        weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed)
+        where = "the random checkpoint"
+    else:
+        weights = read_weights(source.folder, source.load_format, progress)
+        where = str(source.folder)
+    loaded = model.load_weights(weights)  # type: ignore[operator]
+    missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
+    if missing:
+        rest = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        names = ", ".join(missing[:_NAMED])
+        raise CheckpointError(f"{where} lacks {names}{rest}: is the checkpoint complete, and this config.json its own?")
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter memory on `device`, zeroed; a parameter shared by two modules stays shared, and keeps what it knows."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+                real = torch.Tensor._make_subclass(type(parameter), data, False)  # noqa: SLF001 - a Parameter subclass keeps its class
+                real.__dict__.update(parameter.__dict__)
+                made[id(parameter)] = real
+            setattr(module, name, made[id(parameter)])
+
+
+@torch.no_grad()
+def finish(model: nn.Module) -> None:
+    """Run `finish` of every module that has one, inner modules first."""
+    for module in reversed(list(model.modules())):
+        act = getattr(module, "finish", None)
+        if callable(act):
+            act()
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Checkpoint name -> whole shape, as far as the parameters know them; a plain parameter is expected under its own name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        sources = getattr(parameter, "sources", None)
+        if sources is None:
+            shapes[name] = tuple(parameter.shape)
+        else:
+            shapes.update({source: part.shape for source, part in sources.items()})
+    return shapes
+
+
+def _pending(name: str, parameter: nn.Parameter) -> list[str]:
+    return getattr(parameter, "pending", None) or [name]

@@ -1,0 +1,61 @@
+"""Token embedding and output head, cut over the vocabulary; the two may share one parameter (tied embeddings)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+
+def vocabulary_share(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
+    """(rows on every rank, this rank's range): the last ranks may hold padding, so any vocabulary can be cut."""
+    rows = -(-vocab_size // context.tp.size)
+    start = min(rows * context.tp.rank, vocab_size)
+    return rows, Range(vocab_size, start, min(rows, vocab_size - start))
+
+
+class VocabEmbedding(nn.Module):
+    """ids int64 [tokens] -> [tokens, hidden]. A rank looks up the ids it holds; the sum over ranks is the embedding."""
+
+    def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.tp = context.tp
+        rows, self.range = vocabulary_share(context, vocab_size)
+        self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype), ShardRule(output=0))
+        self.weight.bind(f"{name}.weight", self.range)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.range.start
+        foreign = (local < 0) | (local >= self.range.size)
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+
+
+class Head(nn.Module):
+    """[n, hidden] -> logits [n, vocab], whole on every rank. With `tied`, the weight is the embedding's."""
+
+    def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None = None) -> None:
+        super().__init__()
+        self.tp = context.tp
+        self.vocab_size = vocab_size
+        if tied is not None:
+            self.weight = tied.weight
+            return
+        rows, span = vocabulary_share(context, vocab_size)
+        self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype), ShardRule(output=0))
+        self.weight.bind(f"{name}.weight", span)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self.weight)
+        if self.tp.size == 1:
+            return logits
+        return self.tp.all_gather(logits)[..., : self.vocab_size]

@@ -1,0 +1,136 @@
+"""Linear layers of a tensor-parallel model: replicated, column (outputs cut), row (inputs cut), and query-key-value.
+
+A layer knows whole sizes, this rank's share and checkpoint names; its quantization method knows how numbers are stored and multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from frame.core.errors import ConfigurationError
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.quantization import LayerKind, LinearMethod
+
+
+class Linear(nn.Module):
+    """A linear layer whose outputs are the concatenation of `outputs`, read from the checkpoint layers `names` (same order).
+
+    `inputs` and each of `outputs` say which range of the whole layer is this rank's. [..., inputs.size] -> [..., sum of output sizes].
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        names: Sequence[str],
+        inputs: Range,
+        outputs: Sequence[Range],
+        bias: bool = False,
+        kind: LayerKind = "linear",
+    ) -> None:
+        super().__init__()
+        if context.quantization is None:
+            raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
+        self.method: LinearMethod = context.quantization.linear(names[0], kind)
+        self.method.create(self, inputs.size, [span.size for span in outputs], context.dtype)
+        self.bias: torch.Tensor | None = None
+        if bias:
+            self.bias = ShardedParameter(torch.empty(sum(span.size for span in outputs), dtype=context.dtype), ShardRule(output=0))
+        local = 0
+        for name, span in zip(names, outputs, strict=True):
+            placed = Range(span.full, span.start, span.size, local)
+            for key, parameter in self.named_parameters(recurse=False):
+                if isinstance(parameter, ShardedParameter):
+                    parameter.bind(f"{name}.{key}", placed, inputs)
+            local += span.size
+
+    def finish(self) -> None:
+        """Let the method repack what was loaded."""
+        self.method.finish(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x, self.bias)
+
+
+class ReplicatedLinear(Linear):
+    """The whole layer on every rank."""
+
+    def __init__(
+        self, context: BuildContext, names: Sequence[str], input_size: int, output_sizes: Sequence[int], bias: bool = False
+    ) -> None:
+        super().__init__(context, names, Range.whole(input_size), [Range.whole(size) for size in output_sizes], bias)
+
+
+class ColumnLinear(Linear):
+    """Outputs cut over the ranks; several checkpoint layers of equal input make one multiplication (gate and up)."""
+
+    def __init__(
+        self, context: BuildContext, names: Sequence[str], input_size: int, output_sizes: Sequence[int], bias: bool = False
+    ) -> None:
+        outputs = [share(context, f"{name} outputs", size) for name, size in zip(names, output_sizes, strict=True)]
+        super().__init__(context, names, Range.whole(input_size), outputs, bias)
+
+
+class QKVLinear(Linear):
+    """Queries, keys and values in one multiplication, cut by heads. With more ranks than key-value heads, heads are repeated.
+
+    The result is [tokens, (num_heads + 2 * num_kv_heads) * head_dim] of this rank's heads.
+    """
+
+    def __init__(
+        self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False
+    ) -> None:
+        super().__init__(context, names, Range.whole(input_size), heads.ranges(), bias)
+
+
+class RowLinear(Linear):
+    """Inputs cut over the ranks; the result is summed over them."""
+
+    def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = False) -> None:
+        super().__init__(context, (name,), share(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
+        self.tp = context.tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.method.apply(self, x, self.bias if self.tp.rank == 0 else None)
+        return self.tp.all_reduce(out) if self.tp.size > 1 else out
+
+
+class HeadLayout:
+    """Which attention heads are this rank's. `num_heads` and `num_kv_heads` are the rank's own numbers."""
+
+    def __init__(self, context: BuildContext, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> None:
+        rank, ranks = context.tp.rank, context.tp.size
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim or head_dim
+        self.queries = share(context, "attention heads", num_heads)
+        if num_kv_heads >= ranks:
+            self.keys = share(context, "key-value heads", num_kv_heads)
+        else:
+            if ranks % num_kv_heads:
+                raise ConfigurationError(
+                    f"{num_kv_heads} key-value heads cannot be repeated over {ranks} ranks: set parallel.tp to a multiple of {num_kv_heads}"
+                )
+            self.keys = Range(num_kv_heads, rank * num_kv_heads // ranks, 1)
+        self.num_heads = self.queries.size
+        self.num_kv_heads = self.keys.size
+
+    def ranges(self) -> list[Range]:
+        """The outputs of the query, key and value layers."""
+        return [_times(self.queries, self.head_dim), _times(self.keys, self.head_dim), _times(self.keys, self.v_head_dim)]
+
+
+def share(context: BuildContext, what: str, size: int) -> Range:
+    """This rank's share of `size`. Raises ConfigurationError when the ranks do not divide it."""
+    if size % context.tp.size:
+        raise ConfigurationError(f"{size} {what} cannot be cut into {context.tp.size} equal parts: set parallel.tp to a divisor of {size}")
+    return Range.split(size, context.tp.rank, context.tp.size)
+
+
+def _times(heads: Range, size: int) -> Range:
+    return Range(heads.full * size, heads.start * size, heads.size * size)

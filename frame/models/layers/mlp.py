@@ -1,0 +1,28 @@
+"""The gated feed-forward layer: down(SiLU(gate(x)) * up(x)), gate and up in one multiplication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.models.layers.linear import ColumnLinear, RowLinear
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+
+class GatedMLP(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden]; `prefix` holds gate_proj, up_proj and down_proj."""
+
+    def __init__(self, context: BuildContext, prefix: str, hidden_size: int, inner_size: int, bias: bool = False) -> None:
+        super().__init__()
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        self.gate_up_proj = ColumnLinear(context, names, hidden_size, (inner_size, inner_size), bias)
+        self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate).mul_(up))

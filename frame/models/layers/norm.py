@@ -1,0 +1,33 @@
+"""Root-mean-square normalisation, with the addition of the residual stream that precedes it. Replicated on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.models.layers.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32 inside. `name` is the checkpoint layer."""
+
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+        super().__init__()
+        self.shape = (size,)
+        self.eps = eps
+        self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
+        self.weight.bind(f"{name}.weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual): the two steps that a fused kernel joins."""
+        stream = x if residual is None else x + residual
+        return F.rms_norm(stream, self.shape, self.weight, self.eps), stream

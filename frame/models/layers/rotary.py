@@ -1,0 +1,175 @@
+"""Rotary position embedding: frequencies of the known scaling schemes, and one table of cosines and sines for all layers.
+
+Reads both spellings of config.json: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (transformers 4).
+Knows no layer: a model gathers a batch's rows once and hands them down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frame.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.model import ModelFacts
+
+
+def rope_parameters(facts: ModelFacts) -> dict[str, Any]:
+    """The rotary settings of a checkpoint in one vocabulary: rope_type, rope_theta, partial_rotary_factor and the scheme's own keys."""
+    config = facts.config
+    stored = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    stored["rope_type"] = stored.get("rope_type") or stored.get("type") or "default"
+    stored.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    stored.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        stored["original_max_position_embeddings"] = original
+    stored.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", facts.max_context))
+    stored["max_position_embeddings"] = config.get("max_position_embeddings", facts.max_context)
+    return stored
+
+
+def yarn_scale(parameters: Mapping[str, Any]) -> float:
+    """What DeepSeek's yarn multiplies the attention scale by: the square of its `mscale_all_dim` factor."""
+    weight = parameters.get("mscale_all_dim") or 0
+    if parameters["rope_type"] == "default" or not weight:
+        return 1.0
+    return _mscale(parameters["factor"], weight) ** 2
+
+
+class Rotary(nn.Module):
+    """Rotates the first `dim` entries of a head. Positions run to the context limit; `interleaved`: neighbours are pairs, else halves.
+
+    `rows(positions)` gives [tokens, 2, 1, dim] (cosine and signed sine) for `rotate`; call it once a batch.
+    """
+
+    table: torch.Tensor
+
+    def __init__(self, context: BuildContext, dim: int, parameters: Mapping[str, Any], interleaved: bool = False) -> None:
+        super().__init__()
+        self.dim = dim
+        self.interleaved = interleaved
+        self.scheme = parameters
+        self.length = context.limits.max_context
+        self.device = context.device
+        self.dtype = context.dtype
+        frequencies(parameters, dim)  # an unknown scheme is refused before weights are read
+
+    def finish(self) -> None:
+        """Compute the table, in float32 like the reference, then in the model's type."""
+        angles = _angles(self.scheme, self.dim, self.length)
+        factor = attention_factor(self.scheme)
+        cos, sin = angles.cos() * factor, angles.sin() * factor  # [positions, dim / 2]
+        if self.interleaved:
+            cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        else:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        table = torch.stack((cos, sin), 1).unsqueeze(2)
+        self.register_buffer("table", table.to(device=self.device, dtype=self.dtype), persistent=False)
+
+    def rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions int64 [tokens] -> [tokens, 2, 1, dim]."""
+        return self.table.index_select(0, positions)
+
+    def rotate(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """x [tokens, heads, at least dim] -> the same shape, a new tensor."""
+        cos, sin = rows.unbind(1)
+        if x.shape[-1] > self.dim:
+            head, tail = x[..., : self.dim], x[..., self.dim :]
+            return torch.cat((self._rotate(head, cos, sin), tail), -1)
+        return self._rotate(x, cos, sin)
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if self.interleaved:
+            swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            swapped = x.roll(self.dim // 2, -1)
+        return torch.addcmul(x * cos, swapped, sin)  # the sign of the rotation is in the table
+
+
+def attention_factor(parameters: Mapping[str, Any]) -> float:
+    """What cosines and sines are multiplied by."""
+    if parameters["rope_type"] != "yarn":
+        return 1.0
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = _yarn_factor(parameters)
+    some, every = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return _mscale(factor, some) / _mscale(factor, every) if some and every else _mscale(factor)
+
+
+def frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
+    """Radians a position for each pair, float32 [dim / 2]. Raises ConfigurationError for a scheme that is not known."""
+    kind = parameters["rope_type"]
+    base = float(parameters["rope_theta"])
+    if kind in ("default", "dynamic"):
+        return _plain(base, dim)
+    if kind == "linear":
+        return _plain(base, dim) / parameters["factor"]
+    if kind == "llama3":
+        return _llama3(_plain(base, dim), parameters)
+    if kind == "yarn":
+        return _yarn(base, dim, parameters)
+    known = "default, linear, dynamic, llama3 and yarn"
+    raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: try model.implementation: transformers")
+
+
+def _angles(parameters: Mapping[str, Any], dim: int, positions: int) -> torch.Tensor:
+    """float32 [positions, dim / 2]."""
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(parameters, dim)
+    if parameters["rope_type"] == "dynamic" and positions > parameters["max_position_embeddings"]:
+        # A position beyond the trained length turns as in a sequence that ends there: what token-by-token decoding does, and,
+        # unlike frequencies of the whole batch, the same for every request, so that cached keys stay valid.
+        trained, factor = parameters["max_position_embeddings"], parameters["factor"]
+        beyond = torch.arange(trained, positions, dtype=torch.float64)[:, None]
+        base = parameters["rope_theta"] * (factor * (beyond + 1) / trained - (factor - 1)) ** (dim / (dim - 2))
+        angles[trained:] = (beyond / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)).float()
+    return angles
+
+
+def _plain(base: float, dim: int) -> torch.Tensor:
+    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _llama3(plain: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between are blended."""
+    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
+    trained = parameters["original_max_position_embeddings"]
+    waves = 2 * math.pi / plain
+    blend = (trained / waves - low) / (high - low)
+    between = (1 - blend) * plain / factor + blend * plain
+    scaled = torch.where(waves > trained / low, plain / factor, plain)
+    return torch.where((waves <= trained / low) & (waves >= trained / high), between, scaled)
+
+
+def _yarn(base: float, dim: int, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
+    factor, trained = _yarn_factor(parameters), parameters["original_max_position_embeddings"]
+
+    def pair_of(rotations: float) -> float:
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair_of(parameters.get("beta_fast") or 32), pair_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    waves = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / (factor * waves) * (1 - keep) + 1.0 / waves * keep
+
+
+def _yarn_factor(parameters: Mapping[str, Any]) -> float:
+    factor = parameters.get("factor")
+    return float(factor) if factor is not None else parameters["max_position_embeddings"] / parameters["original_max_position_embeddings"]
+
+
+def _mscale(scale: float, weight: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0

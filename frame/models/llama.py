@@ -1,0 +1,28 @@
+"""Llama 2 and 3, and Mistral: grouped-query attention with rotary embedding, gated feed-forward, pre-norm."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.mlp import GatedMLP
+
+
+class LlamaForCausalLM(Decoder):
+    """`attention_bias` and `mlp_bias` as in the config; Mistral's sliding window holds for all layers."""
+
+    ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
+
+    def attention(self, layer: int, prefix: str) -> nn.Module:
+        config = self.facts.config
+        bias = bool(config.get("attention_bias", False))
+        window = self.facts.sliding_window if self.facts.architecture == "MistralForCausalLM" else None
+        options = AttentionOptions(qkv_bias=bias, out_bias=bias, sliding_window=window)
+        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+
+    def mlp(self, layer: int, prefix: str) -> nn.Module:
+        config = self.facts.config
+        return GatedMLP(self.context, prefix, self.facts.hidden_size, config["intermediate_size"], bool(config.get("mlp_bias", False)))

@@ -1,0 +1,25 @@
+"""Qwen3: no biases, a norm over each head's queries and keys, explicit head size."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.window import layer_window
+
+
+class Qwen3ForCausalLM(Decoder):
+    """Biases only where `attention_bias` says so."""
+
+    def attention(self, layer: int, prefix: str) -> nn.Module:
+        config = self.facts.config
+        bias = bool(config.get("attention_bias", False))
+        options = AttentionOptions(
+            qkv_bias=bias, out_bias=bias, qk_norm=config.get("rms_norm_eps", 1e-6), sliding_window=layer_window(config, layer)
+        )
+        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+
+    def mlp(self, layer: int, prefix: str) -> nn.Module:
+        return GatedMLP(self.context, prefix, self.facts.hidden_size, self.facts.config["intermediate_size"])

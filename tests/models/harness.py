@@ -1,0 +1,192 @@
+"""Runs a model step by step over naive parts: a dictionary-like pool, attention row by row in float32, batches built by hand.
+
+The oracle of the model tests: slow, plain, and independent of the real pool, builder and backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
+from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.model import CausalLM, ModelFacts
+from frame.core.model_facts import read_facts
+from frame.core.parallel import LocalGroup
+from frame.core.weights import WeightSource, load_model
+from frame.plugins.loader import load_registry
+
+
+class NaivePool:
+    """`layers` tensors of pages; widths are those of the tensors that a layer stores."""
+
+    def __init__(self, layers: int, widths: Sequence[tuple[int, ...]], pages: int, page_size: int, dtype: torch.dtype) -> None:
+        self.page_size = page_size
+        self.data = [tuple(torch.full((pages, page_size, *width), torch.nan, dtype=dtype) for width in widths) for _ in range(layers)]
+
+    def store(self, layer: int, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        for cache, new in zip(self.data[layer], tensors, strict=True):
+            cache.flatten(0, 1)[slots] = new
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.data[layer]
+
+
+class NaiveAttention(AttentionBackend):
+    """Each row alone, in float32, by the definition."""
+
+    capabilities = AttentionCapabilities(devices=("cpu",), kinds=("mha", "mla"), sliding_window=True, soft_cap=True)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        return None
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        keys, values = batch.kv.layer(spec.layer)
+        return torch.cat([self._row(spec, q[span], keys[places], values[places]) for span, places in self._rows(batch)]).to(q.dtype)
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        (cache,) = batch.kv.layer(layer.spec.layer)
+        rank = layer.kv_lora_rank
+        outs = []
+        for index, (span, places) in enumerate(self._rows(batch)):
+            past = cache[places]
+            if index % 2:  # both forms, by turns
+                k_nope, v = layer.expand(past[:, :rank])
+                k = torch.cat((k_nope, past[:, None, rank:].expand(-1, k_nope.shape[1], -1)), -1)
+                outs.append(self._row(layer.spec, torch.cat((q_nope[span], q_rope[span]), -1), k, v))
+            else:
+                q = torch.cat((layer.absorb(q_nope[span]), q_rope[span]), -1)
+                outs.append(layer.unabsorb(self._row(layer.spec, q, past[:, None], past[:, None, :rank]).to(q.dtype)))
+        return torch.cat(outs).to(q_nope.dtype)
+
+    def _rows(self, batch: ForwardBatch) -> list[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+        rows, size = [], batch.kv.page_size
+        for row in range(batch.num_rows):
+            start, stop = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+            positions = torch.arange(int(batch.seq_lens[row]))
+            pages = batch.page_table[batch.request_slots[row]].long()[positions // size]
+            rows.append((slice(start, stop), (pages, positions % size)))
+        return rows
+
+    def _row(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        here = torch.arange(len(k) - len(q), len(k))[:, None]
+        there = torch.arange(len(k))[None]
+        hidden = there > here
+        if spec.sliding_window:
+            hidden |= there <= here - spec.sliding_window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@dataclass
+class Session:
+    """A model and its requests: `step` computes more tokens of some of them and returns the logits of all these tokens."""
+
+    model: CausalLM
+    facts: ModelFacts
+    page_size: int = 4
+    slots: int = 8
+    max_tokens: int = 256
+    computed: dict[int, int] = field(default_factory=dict)
+    make_attention: Callable[[BuildContext], AttentionBackend] = NaiveAttention
+    backend: AttentionBackend | None = None
+
+    def __post_init__(self) -> None:
+        pages = -(-self.max_tokens // self.page_size)
+        order = torch.randperm(self.slots * pages, generator=torch.Generator().manual_seed(7)) + 1  # page 0 stays unused
+        self.page_table = order.view(self.slots, pages).to(torch.int32)
+        self.pool = NaivePool(self.facts.num_layers, self._widths(), self.slots * pages + 1, self.page_size, self._dtype())
+
+    def _dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
+
+    def _widths(self) -> list[tuple[int, ...]]:
+        spec = next(module.spec for module in self.model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec))  # type: ignore[attr-defined]
+        if self.facts.latent and self.facts.kind == "mla" and getattr(self.model, "latent_cache", True):
+            return [(sum(self.facts.latent),)]
+        return [(spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim)]
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """rows: (slot, next tokens); those of one token that have a past are decodes and come first. -> logits [tokens, vocab] a row."""
+        decodes = [row for row in rows if len(row[1]) == 1 and self.computed.get(row[0], 0)]
+        ordered = decodes + [row for row in rows if row not in decodes]
+        batch = self.batch(ordered, len(decodes))
+        logits = self.model.logits(self.model.forward(batch))
+        for slot, tokens in ordered:
+            self.computed[slot] = self.computed.get(slot, 0) + len(tokens)
+        parts = dict(zip([slot for slot, _ in ordered], logits.split([len(tokens) for _, tokens in ordered]), strict=True))
+        return [parts[slot] for slot, _ in rows]
+
+    def batch(self, rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int) -> ForwardBatch:
+        starts = [self.computed.get(slot, 0) for slot, _ in rows]
+        lens = [len(tokens) for _, tokens in rows]
+        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, lens, strict=True)])
+        owners = torch.tensor([slot for slot, _ in rows]).repeat_interleave(torch.tensor(lens))
+        pages = self.page_table[owners, positions // self.page_size].long()
+        seq_lens = np.array([start + count for start, count in zip(starts, lens, strict=True)], np.int32)
+        host = HostView(np.array([slot for slot, _ in rows], np.int32), np.array(lens, np.int32), seq_lens, self.page_table.numpy())
+        fields: dict[str, Any] = {
+            "num_decodes": num_decodes,
+            "token_ids": torch.tensor([token for _, tokens in rows for token in tokens]),
+            "positions": positions,
+            "kv_slots": pages * self.page_size + positions % self.page_size,
+            "request_slots": torch.from_numpy(host.slots).long(),
+            "seq_lens": torch.from_numpy(seq_lens),
+            "query_lens": torch.from_numpy(host.query_lens),
+            "query_starts": torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32),
+            "page_table": self.page_table,
+            "logits_indices": torch.arange(len(positions)),
+            "kv": self.pool,
+            "host": host,
+        }
+        assert self.backend is not None
+        plan = self.backend.plan(ForwardBatch(**fields))
+        return ForwardBatch(**fields, plan=plan)
+
+
+def build_context(facts: ModelFacts, tp: Collective | None = None, dtype: torch.dtype = torch.float32, **names: Any) -> BuildContext:
+    """A context of naive attention and in-tree parts by name; `names` may give another attention class, quantization …"""
+    registry = load_registry(installed=False)
+    tp = tp or LocalGroup()
+    base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": Limits(8, 512, 512, 4)}
+    bare = BuildContext(**base)
+
+    def part(kind: str, name: str) -> Any:
+        return registry.load(registry.get(kind, name))
+
+    return BuildContext(
+        **base,
+        attention=names.get("attention", NaiveAttention)(bare),
+        quantization=part("quantization_method", names.get("quantization", "none"))(facts.config.get("quantization_config")),
+        moe_runner=part("moe_runner", "torch_native")(bare) if facts.num_experts else None,
+        moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if facts.num_experts else None,
+    )
+
+
+def open_session(
+    folder: Path, tp: Collective | None = None, dtype: torch.dtype = torch.float32, model: str | None = None, **names: Any
+) -> Session:
+    """Load the checkpoint with the in-tree model for its architecture (or the plugin `model`)."""
+    facts = read_facts(folder)
+    registry = load_registry(installed=False)
+    if model is None:
+        candidates = [record for record in registry.records("model") if facts.architecture in (record.capabilities.architectures or ())]
+        record = candidates[0]
+    else:
+        record = registry.get("model", model)
+    context = build_context(facts, tp, dtype, **names)
+    built, _ = load_model(registry.load(record), facts, context, WeightSource(folder, names.get("load_format", "auto")))
+    return Session(built, facts, page_size=names.get("page_size", 4), backend=context.attention)

@@ -1,0 +1,74 @@
+"""Every architecture gives transformers' float32 logits: whole prompts, chunks, decodes, mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.harness import Session, open_session
+
+ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("LlamaForCausalLM", {"head_dim": 32, "num_key_value_heads": 1}),
+    ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}}),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("LlamaForCausalLM", {"rope_parameters": YARN}),
+    ("LlamaForCausalLM", {"rope_parameters": {**YARN, "attention_factor": 0.9, "truncate": False}}),
+    ("MistralForCausalLM", {"sliding_window": 10}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
+    ("Qwen3ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
+]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(6, 384, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def wanted(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def check(session: Session, model: Any) -> None:
+    """Prefill, chunks, decodes and mixtures of three requests, each token's logits against the reference."""
+    a, b, c = prompt(45, 1), prompt(39, 2), prompt(21, 3)
+    want = {0: wanted(model, a), 1: wanted(model, b), 2: wanted(model, c)}
+    got: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    plan = [
+        [(0, a[:40])],
+        [(0, a[40:41]), (1, b[:5])],
+        [(1, b[5:22]), (0, a[41:42]), (2, c[:1])],
+        [(2, c[1:2]), (1, b[22:38]), (0, a[42:43])],
+        [(0, a[43:44]), (1, b[38:]), (2, c[2:3])],
+        [(2, c[3:]), (0, a[44:])],
+    ]
+    for rows in plan:
+        for (slot, _), logits in zip(rows, session.step(rows), strict=True):
+            got[slot].append(logits)
+    for slot, pieces in got.items():
+        torch.testing.assert_close(torch.cat(pieces), want[slot], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_those_of_transformers(architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
+    folder = checkpoint(architecture)
+    check(open_session(folder), reference(folder))
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), VARIANTS, ids=lambda value: str(value)[:60])
+def test_variants_of_the_config(
+    architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
+) -> None:
+    folder = checkpoint(architecture, **overrides)
+    check(open_session(folder), reference(folder))
