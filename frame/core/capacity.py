@@ -35,7 +35,7 @@ class CapacityError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's memory in bytes: `total`, what this process may still take (`free`), what the loaded weights take, and what a step needs."""
+    """A device's memory in bytes: `total`, what this process may still take (`free`), the loaded weights, and what a step needs."""
 
     total: int
     free: int
@@ -81,7 +81,7 @@ def activation_bytes(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> i
 def plan_pages(
     geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None, is_cpu: bool
 ) -> int:
-    """How many pages the pool gets, the reserved one included. Raises CapacityError with the arithmetic when they do not fit or too few would."""
+    """How many pages the pool gets, the reserved one included. Raises CapacityError with the arithmetic when too few fit."""
     each = geometry.bytes_per_token
     reserve = memory.activations + (0 if is_cpu else _CUDA_WORKSPACES)
     memory = Memory(memory.total, memory.free, memory.weights, reserve)

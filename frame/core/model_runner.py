@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from frame.core.sampler import Sampled, Sampler
 from frame.core.sampling_table import SamplingTable
 from frame.core.staging import make_staging
 from frame.core.step_output import StepOutput, fetch
+from frame.core.weights import WeightSource, load_model
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
@@ -69,7 +71,8 @@ class TorchModelRunner(ModelRunner):
     def __init__(
         self, model: CausalLM, facts: ModelFacts, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
     ) -> None:
-        assert context.attention is not None
+        if context.attention is None:
+            raise ValueError("a runner needs a context with an attention backend")
         self.capacity = capacity
         self.model = model
         self.forward = Forward(model.forward)
@@ -128,7 +131,7 @@ class TorchModelRunner(ModelRunner):
             hidden = hidden.index_select(0, batch.logits_indices[:rows])
         sampled = self._sampler.sample(self.model.logits(hidden), plans.sampling, plans.processing, tensors)
         if self._tp.size > 1:  # ranks' sums may differ in the last bit, their tokens must not
-            self._tp.broadcast(sampled.token_ids)
+            sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
         slots = tensors.get("sampling_slots", batch.request_slots)
         self._table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:
@@ -138,8 +141,6 @@ class TorchModelRunner(ModelRunner):
 
 def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
     """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError for memory that does not fit."""
-    from frame.core.weights import load_model
-
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     facts = resolved.facts
@@ -152,11 +153,12 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     context = build_context(resolved, parts, tp, device)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
-    model, report = load_model(parts.model, facts, context, resolved.model_path, user.model.load_format, user.model.seed)
+    source = WeightSource(Path(resolved.model_path), user.model.load_format, user.model.seed)
+    model, report = load_model(parts.model, facts, context, source)
     phases.update(report.seconds)
     clock = time.perf_counter()
     geometry = kv_geometry(facts, tp.size, resolved.page_size, resolved.kv_dtype)
-    memory = measure(device, report.parameter_bytes, activation_bytes(facts, context.limits, context.dtype), tp.size)
+    memory = measure(device, report.bytes, activation_bytes(facts, context.limits, context.dtype), tp.size)
     pages = plan_pages(
         geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu"
     )

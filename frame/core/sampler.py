@@ -92,25 +92,20 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Never returns a column of weight 0, unless a whole row is 0 (or NaN).
     """
     blocks = weights.view(len(weights), -1, _BLOCK)
-    block, rest = _search(blocks.sum(dim=-1), uniform, None)
-    inside = blocks.gather(1, block.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
-    column, _ = _search(inside, None, rest)
-    return block * _BLOCK + column
+    sums = blocks.sum(dim=-1).double()
+    cumulated = sums.cumsum(dim=-1)
+    goal = cumulated[:, -1] * uniform
+    block = _column(cumulated, goal)
+    rest = goal - (cumulated - sums).gather(1, block.unsqueeze(1)).squeeze(1)
+    inside = blocks.gather(1, block.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1).double()
+    return block * _BLOCK + _column(inside.cumsum(dim=-1), rest)
 
 
-def _search(
-    weights: torch.Tensor, uniform: torch.Tensor | None, target: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column in which the cumulated weight passes the target (or this share of the whole), and what is left of the target there."""
-    weights = weights.double()
-    cumulated = weights.cumsum(dim=-1)
-    total = cumulated[:, -1:]
-    goal = total * uniform.unsqueeze(1) if uniform is not None else target
-    assert goal is not None
-    # rounding may put the goal at the very end: then the last column of any weight
-    column = torch.minimum((cumulated <= goal).sum(-1, keepdim=True), (cumulated < total).sum(-1, keepdim=True))
-    before = cumulated.gather(1, column) - weights.gather(1, column)
-    return column.squeeze(1), goal - before
+def _column(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The first column whose cumulated weight is above the goal; at most the last column of any weight, where rounding puts the goal
+    at the very end."""
+    passed = (cumulated <= goal.unsqueeze(1)).sum(dim=-1)
+    return torch.minimum(passed, (cumulated < cumulated[:, -1:]).sum(dim=-1))
 
 
 def _weights(

@@ -1,13 +1,12 @@
 """A model without weights whose next token is a checksum of what the cache holds for its row.
 
 Any mistake in pages, positions, slots or last tokens changes the tokens: `next_token` says what they must be.
-`FakeRunner` is the same without torch, for tests and benchmarks of schedulers, engines and servers.
+Knows no scheduler; `frame.testing.fake_runner` is a whole runner without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from pydantic import BaseModel
 from torch import nn
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch, StepResult
+from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelFacts
-from frame.core.interfaces.runner import ModelRunner
 
 _WEIGHT = 7919
 _PRIME = 10007
@@ -64,9 +62,8 @@ def _checksum(ids: Any, positions: Any) -> Any:
 
 
 class FakeModel(nn.Module, CausalLM):
-    """Stores (token id, position) as keys, sums a checksum over each query's cached tokens, and puts a peak on the sum modulo the vocabulary.
-
-    The logit falls by 1 for each step away from the peak, upwards and around.
+    """Stores (token id, position) as keys, sums a checksum over each query's cached tokens, and puts a peak on the sum modulo the
+    vocabulary; the logit falls by 1 for each step away from the peak, upwards and around.
     """
 
     def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
@@ -105,62 +102,3 @@ class FakeAttention(AttentionBackend):
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         raise AssertionError("the fake model computes no attention")
-
-
-@dataclass(frozen=True, slots=True)
-class FakeStep:
-    """A step that is done."""
-
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
-class FakeRunner(ModelRunner):
-    """Greedy steps of the fake model in numpy: the same tokens, from the same use of pages and slots.
-
-    The cache holds each token's running checksum, so that a step reads one number a row; a page or position that is wrong changes it.
-    """
-
-    def __init__(self, num_slots: int, num_pages: int, page_size: int, max_context: int, vocab_size: int = 128) -> None:
-        self.vocab_size = vocab_size
-        self._page_size = page_size
-        self._cache = np.full(num_pages * page_size, -1, np.int64)
-        self._table = np.zeros((num_slots, -(-max_context // page_size) + 1), np.int32)
-        self._last = np.zeros(num_slots, np.int64)
-
-    def launch(self, batch: ScheduledBatch) -> FakeStep:
-        self._table[batch.new_pages[:, 0], batch.new_pages[:, 1]] = batch.new_pages[:, 2]
-        decodes = batch.num_decodes
-        slots, computed = batch.slots.astype(np.int64), batch.num_computed.astype(np.int64)
-        sums = np.empty(len(slots), np.int64)
-        if decodes:
-            sums[:decodes] = self._advance(slots[:decodes], computed[:decodes], self._last[slots[:decodes]])
-        start = 0
-        for row in range(decodes, len(slots)):
-            length = int(batch.num_scheduled[row])
-            ids = batch.token_ids[start : start + length].astype(np.int64)
-            start += length
-            sums[row] = self._extend(slots[row], int(computed[row]), ids)
-        sampled = sums[batch.samples] % self.vocab_size
-        self._last[slots[batch.samples]] = sampled
-        return FakeStep(StepResult(step=batch.step, token_ids=sampled.astype(np.int32)))
-
-    def close(self) -> None:
-        return
-
-    def _places(self, slots: Any, positions: np.ndarray) -> np.ndarray:
-        return self._table[slots, positions // self._page_size].astype(np.int64) * self._page_size + positions % self._page_size
-
-    def _advance(self, slots: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        sums = self._cache[self._places(slots, positions - 1)] + _checksum(ids, positions)
-        self._cache[self._places(slots, positions)] = sums
-        return sums
-
-    def _extend(self, slot: int, start: int, ids: np.ndarray) -> int:
-        positions = np.arange(start, start + len(ids))
-        before = int(self._cache[self._places(slot, np.array([start - 1]))][0]) if start else 0
-        sums = before + np.cumsum(_checksum(ids, positions))
-        self._cache[self._places(slot, positions)] = sums
-        return int(sums[-1])

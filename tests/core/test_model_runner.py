@@ -13,7 +13,7 @@ from frame.core.memory_pool import KVPool, kv_geometry
 from frame.core.model_runner import TorchModelRunner
 from frame.core.processors import Processors
 from frame.core.sampling_params import SamplingParams
-from frame.testing.fake_model import FakeAttention, FakeModel, FakeRunner, continuation, fake_facts
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
 
 VOCAB = 97
 CONTEXT = 128
@@ -89,14 +89,9 @@ def setup(slot, ids, prompt_len=None, seed=0, **params):
     return SlotSetup(slot, SamplingParams(**params), seed, len(ids) if prompt_len is None else prompt_len, np.array(ids, np.int32))
 
 
-def both_runners(page_size):
-    return [make_runner(page_size), FakeRunner(8, 200, page_size, CONTEXT, VOCAB)]
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("which", [0, 1])
-def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size, which):
-    script = Script(both_runners(page_size)[which], page_size)
+def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size):
+    script = Script(make_runner(page_size), page_size)
     prompts = {0: [3, 1, 4, 1, 5], 2: [9, 2, 6], 5: list(range(30))}
     outputs = {slot: [] for slot in prompts}
     first = script.run(extends=[(2, prompts[2]), (0, prompts[0])], setups=[setup(s, prompts[s]) for s in (0, 2)])
@@ -121,9 +116,8 @@ def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size, w
         assert outputs[slot] == continuation(prompt, len(outputs[slot]), VOCAB), slot
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_request_comes_back_in_another_slot(which):
-    script = Script(both_runners(4)[which])
+def test_a_request_comes_back_in_another_slot():
+    script = Script(make_runner())
     prompt = [7, 7, 3]
     tokens = [int(script.run(extends=[(1, prompt)], setups=[setup(1, prompt)]).token_ids[0])]
     tokens += [int(script.run(decodes=[1]).token_ids[0]) for _ in range(5)]

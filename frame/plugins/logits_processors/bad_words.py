@@ -1,0 +1,71 @@
+"""`bad_words`: token sequences that may not come about: a sequence's last token is banned where the tokens before it are the row's last.
+
+As in transformers, prompt and output both count as what came before; a word of one token is always banned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.slot_state import Column, SlotState
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.batch import SlotSetup
+    from frame.core.sampling_params import SamplingParams
+
+_ANY = -1  # padding of a word's beginning: fits every token
+_NEVER = -2  # padding of a history that is shorter than the words: fits none
+_NONE = -3  # padding of the list of words
+
+
+class BadWords(LogitsProcessor):
+    """State by wanting request: the words' last tokens [words], their beginnings [length, words] and the row's last tokens [length],
+    both counted backwards from the token to come."""
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
+        self._vocab_size = vocab_size
+        columns = {
+            "last": Column(torch.int64, _NONE, (0,)),
+            "before": Column(torch.int64, _ANY, (0, 0)),
+            "history": Column(torch.int64, _NEVER, (0,)),
+        }
+        self._state = SlotState(max_slots, device, columns)
+
+    def wants(self, params: SamplingParams) -> bool:
+        return any(params.bad_words_ids)
+
+    def admit(self, setup: SlotSetup) -> None:
+        words = [word for word in setup.params.bad_words_ids if word and 0 <= word[-1] < self._vocab_size]
+        length = max((len(word) for word in words), default=1) - 1
+        before = torch.full((length, len(words)), _ANY, dtype=torch.int64)
+        for column, word in enumerate(words):
+            before[: len(word) - 1, column] = torch.tensor(word[-2::-1], dtype=torch.int64)
+        # a row keeps as many tokens as the longest word of all needs: that many are compared
+        depth = max(length, self._state["history"].shape[1] if self._state.capacity else 0)
+        history = torch.full((depth,), _NEVER, dtype=torch.int64)
+        recent = torch.from_numpy(setup.token_ids[::-1][:depth].astype("int64"))
+        history[: len(recent)] = recent
+        last = torch.tensor([word[-1] for word in words], dtype=torch.int64)
+        self._state.admit(setup.slot, {"last": last, "before": before, "history": history})
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        at = self._state.rows(slots)
+        last, before, history = (self._state[name][at] for name in ("last", "before", "history"))
+        fits = (before == _ANY) | (before == history[:, : before.shape[1]].unsqueeze(2))
+        banned = fits.all(dim=1) & (last >= 0)
+        change = logits.new_zeros(last.shape).masked_fill_(banned, -torch.inf)
+        logits.index_put_((rows.unsqueeze(1), last.clamp(min=0)), change, accumulate=True)
+
+    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        history = self._state["history"]
+        if history.shape[1]:
+            at = self._state.rows(slots)
+            history[at] = torch.cat([token_ids.unsqueeze(1), history[at][:, :-1]], dim=1)
+
+    def release(self, slot: int) -> None:
+        self._state.release(slot)

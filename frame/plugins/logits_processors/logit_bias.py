@@ -1,0 +1,41 @@
+"""`logit_bias`: a number added to single logits, by token id."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.slot_state import Column, SlotState
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.batch import SlotSetup
+    from frame.core.sampling_params import SamplingParams
+
+
+class LogitBias(LogitsProcessor):
+    """State: ids and numbers, [wanting requests, most biases of one]; padding adds 0 to token 0."""
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
+        columns = {"ids": Column(torch.int64, shape=(0,)), "values": Column(torch.float32, shape=(0,))}
+        self._state = SlotState(max_slots, device, columns)
+
+    def wants(self, params: SamplingParams) -> bool:
+        return bool(params.logit_bias)
+
+    def admit(self, setup: SlotSetup) -> None:
+        bias = setup.params.logit_bias
+        self._state.admit(setup.slot, {"ids": torch.tensor(list(bias)), "values": torch.tensor(list(bias.values()))})
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        at = self._state.rows(slots)
+        logits.index_put_((rows.unsqueeze(1), self._state["ids"][at]), self._state["values"][at], accumulate=True)
+
+    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        return
+
+    def release(self, slot: int) -> None:
+        self._state.release(slot)

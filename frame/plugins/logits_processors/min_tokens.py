@@ -1,0 +1,46 @@
+"""`min_tokens`: bans the tokens that end a request (end of sequence, `stop_token_ids`) until it has so many tokens of output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.slot_state import Column, SlotState
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.batch import SlotSetup
+    from frame.core.sampling_params import SamplingParams
+
+
+class MinTokens(LogitsProcessor):
+    """State: the position from which the end is allowed, and ids [wanting requests, most ids of one], padded with -1."""
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
+        self._vocab_size = vocab_size
+        columns = {"until": Column(torch.int64), "ids": Column(torch.int64, -1, (0,))}
+        self._state = SlotState(max_slots, device, columns)
+
+    def wants(self, params: SamplingParams) -> bool:
+        return params.min_tokens > 0 and not params.ignore_eos
+
+    def admit(self, setup: SlotSetup) -> None:
+        ends = {*self.eos_token_ids, *setup.params.stop_token_ids}
+        ids = torch.tensor(sorted(i for i in ends if 0 <= i < self._vocab_size), dtype=torch.int64)
+        self._state.admit(setup.slot, {"until": setup.prompt_len + setup.params.min_tokens, "ids": ids})
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        at = self._state.rows(slots)
+        ids = self._state["ids"][at]
+        banned = (ids >= 0) & (positions < self._state["until"][at]).unsqueeze(1)
+        change = logits.new_zeros(ids.shape).masked_fill_(banned, -torch.inf)
+        logits.index_put_((rows.unsqueeze(1), ids.clamp(min=0)), change, accumulate=True)
+
+    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        return
+
+    def release(self, slot: int) -> None:
+        self._state.release(slot)

@@ -1,0 +1,67 @@
+"""Frequency, presence and repetition penalties, over counts of each request's tokens.
+
+Frequency and presence (OpenAI) look at the output alone; repetition (Keskar et al. 2019, arXiv 1909.05858 §4.1) at prompt and output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.slot_state import Column, SlotState
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.batch import SlotSetup
+    from frame.core.sampling_params import SamplingParams
+
+_IN_PROMPT = 1 << 30  # this bit of a count says that the prompt holds the token; the bits below count the output
+
+
+class Penalties(LogitsProcessor):
+    """State: int32 [wanting requests, vocab]."""
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        scalar = Column(torch.float32)
+        columns = {"counts": Column(torch.int32, shape=(vocab_size,)), "frequency": scalar, "presence": scalar, "repetition": scalar}
+        self._state = SlotState(max_slots, device, columns)
+
+    def wants(self, params: SamplingParams) -> bool:
+        return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0 or params.repetition_penalty != 1.0
+
+    def admit(self, setup: SlotSetup) -> None:
+        ids = torch.from_numpy(setup.token_ids.astype("int64")).to(self._device)
+        counts = torch.bincount(ids[setup.prompt_len :], minlength=self._vocab_size).int()
+        counts[ids[: setup.prompt_len]] |= _IN_PROMPT
+        params = setup.params
+        self._state.admit(
+            setup.slot,
+            {
+                "counts": counts,
+                "frequency": params.frequency_penalty,
+                "presence": params.presence_penalty,
+                "repetition": params.repetition_penalty,
+            },
+        )
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        state, at = self._state, self._state.rows(slots)
+        counts = state["counts"].index_select(0, at)
+        frequency, presence, repetition = (state[name][at].unsqueeze(1) for name in ("frequency", "presence", "repetition"))
+        scores = logits.index_select(0, rows)
+        scores = torch.where(counts != 0, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
+        counts = counts & (_IN_PROMPT - 1)
+        scores -= frequency * counts
+        scores -= presence * (counts > 0)
+        logits.index_copy_(0, rows, scores)
+
+    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        self._state["counts"][self._state.rows(slots), token_ids] += 1
+
+    def release(self, slot: int) -> None:
+        self._state.release(slot)

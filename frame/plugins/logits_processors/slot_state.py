@@ -1,0 +1,93 @@
+"""Compact device state of logits processors: tensors with one row a request that wants one, found by slot.
+
+Nothing is allocated until the first request wants it; rows grow by doubling, and all is freed when the last one leaves.
+Knows no processor: tensors are declared by name, trailing shape, type and fill value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One tensor of the state: [rows, *shape], new rows and new width filled with `fill`."""
+
+    dtype: torch.dtype
+    fill: float = 0
+    shape: tuple[int, ...] = ()
+
+
+class SlotState:
+    """Rows by slot. `state[name]` is the tensor, `rows(slots)` where the slots' rows are."""
+
+    def __init__(self, max_slots: int, device: torch.device, columns: Mapping[str, Column]) -> None:
+        self._columns = dict(columns)
+        self._device = device
+        self._row_of = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self._rows: dict[int, int] = {}
+        self._free: list[int] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    @property
+    def capacity(self) -> int:
+        """Allocated rows."""
+        return len(next(iter(self._tensors.values()))) if self._tensors else 0
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """slots int64 [m] -> their rows, int64 [m]."""
+        return self._row_of.index_select(0, slots)
+
+    def admit(self, slot: int, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Give a slot a row: `values` by name (narrower ones are padded), the rest as declared."""
+        if slot in self._rows:
+            self.release(slot)
+        if not self._free:
+            self._grow(max(1, 2 * self.capacity))
+        row = self._free.pop()
+        self._rows[slot] = row
+        self._row_of[slot] = row
+        for name, column in self._columns.items():
+            value = values.get(name)
+            if isinstance(value, torch.Tensor):
+                self._widen(name, value.shape)
+                target = self._tensors[name][row].fill_(column.fill)
+                target[tuple(slice(size) for size in value.shape)] = value.to(self._device, column.dtype)
+            else:
+                self._tensors[name][row] = column.fill if value is None else value
+
+    def release(self, slot: int) -> None:
+        """Take a slot's row back; the last one frees everything."""
+        self._free.append(self._rows.pop(slot))
+        if not self._rows:
+            self._free.clear()
+            self._tensors.clear()
+
+    def _grow(self, capacity: int) -> None:
+        old = self.capacity
+        self._free.extend(range(capacity - 1, old - 1, -1))
+        for name, column in self._columns.items():
+            before = self._tensors.get(name)
+            shape = column.shape if before is None else before.shape[1:]
+            self._tensors[name] = self._filled(column, (capacity, *shape))
+            if before is not None:
+                self._tensors[name][:old] = before
+
+    def _widen(self, name: str, shape: torch.Size) -> None:
+        """Make room for a value of this shape in every row."""
+        before = self._tensors[name]
+        if all(have >= want for have, want in zip(before.shape[1:], shape, strict=True)):
+            return
+        wider = [max(have, want) for have, want in zip(before.shape[1:], shape, strict=True)]
+        after = self._filled(self._columns[name], (len(before), *wider))
+        after[tuple(slice(size) for size in before.shape)] = before
+        self._tensors[name] = after
+
+    def _filled(self, column: Column, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(shape, column.fill, dtype=column.dtype, device=self._device)
