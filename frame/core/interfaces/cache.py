@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class Inserted:
 
 
 class PrefixCache(ABC):
-    """Which token sequences have their K and V in which pages.
+    """Which token sequences have their K and V in which pages. One that never keeps a page sets `reuses` to False:
+    its `match` finds nothing and its `insert` calls every page a duplicate.
 
     Laws:
     - `match` changes nothing that another caller can see but recency; it never returns the whole sequence it was asked for when
@@ -46,7 +47,10 @@ class PrefixCache(ABC):
     - `evict(n)` frees at least n pages if that many are evictable, else all that are; `evict(0)` does nothing; it returns pages
       and the caller gives them back to the allocator.
     - num_evictable + num_locked = pages owned; `check_integrity` raises on any breach.
+    - A match is good until the next `insert` or `evict`: lock it at once.
     """
+
+    reuses: ClassVar[bool] = True
 
     @abstractmethod
     def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match: ...
@@ -66,6 +70,14 @@ class PrefixCache(ABC):
     @abstractmethod
     def reset(self) -> np.ndarray:
         """Forget all unlocked sequences; returns their pages."""
+
+    @abstractmethod
+    def owned_pages(self) -> np.ndarray:
+        """All pages that the cache owns, int32, in any order; for integrity checks."""
+
+    def relock(self, handles: Iterable[Any]) -> None:
+        """Forget all locks and lock these handles instead: the repair of a lost or doubled `unlock`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot repair its locks")
 
     @property
     @abstractmethod
@@ -111,6 +123,10 @@ class PageAllocator(ABC):
 
     @abstractmethod
     def free(self, pages: np.ndarray | Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def pages_out(self) -> np.ndarray:
+        """All pages that are handed out, int32, ascending."""
 
     @abstractmethod
     def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:

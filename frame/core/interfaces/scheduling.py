@@ -30,11 +30,13 @@ class SchedulingPolicy(ABC):
 
     Laws: `order` returns a permutation of `waiting` (or a lazily computed prefix of one: the scheduler stops reading when the budget
     is spent) and changes nothing; `victim` never names the oldest running request (progress guarantee).
-    A policy with `needs_matches` finds each candidate's `request.match` (its cached prefix) filled in; with 10,000 queued the
-    scheduler fills in and passes a bounded window of the oldest, so a policy must not assume that it sees all.
+    A policy with `needs_matches` finds each candidate's `request.match` (its cached prefix) filled in.
+    `waiting` is a bounded window of the head of the queue (the oldest; with `by_priority` those of highest priority), so that
+    10,000 queued cost no more than 100: a policy must not assume that it sees all.
     """
 
     needs_matches: ClassVar[bool] = False
+    by_priority: ClassVar[bool] = False  # the queue is kept by `request.priority` (higher first), then by arrival
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...

@@ -1,0 +1,77 @@
+"""The books of the scheduler: every page is free, private to a running request, owned by the cache, or waits for a step in flight.
+
+`check_accounts` says what does not add up; `repair_accounts` puts it right. Run at idle; not on the way of a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from frame.core.running import RunningSet
+
+
+def check_accounts(running: RunningSet) -> None:
+    """Raise RuntimeError with one sentence on the first thing that does not add up."""
+    ledger = running.ledger
+    ledger.cache.check_integrity()
+    _check_slots(running)
+    ledger.allocator.check_integrity(_held(running))
+    shared = _shared(running)
+    if ledger.cache.num_locked != len(shared):
+        raise RuntimeError(f"the cache has {ledger.cache.num_locked} locked pages, running requests share {len(shared)}")
+    if np.setdiff1d(shared, ledger.cache.owned_pages()).size:
+        raise RuntimeError("a running request reads shared pages that the cache does not own")
+
+
+def repair_accounts(running: RunningSet) -> list[str]:
+    """Reclaim leaked pages, locks and slots. Raises RuntimeError when a page has two holders: then nothing can be trusted."""
+    ledger, done = running.ledger, []
+    if ledger.cache.num_locked != len(_shared(running)):
+        before = ledger.cache.num_locked
+        ledger.cache.relock(request.handle for request in running.requests)
+        done.append(f"{before} pages of the prefix cache were locked, {ledger.cache.num_locked} are in use; the locks were set anew")
+    held = np.concatenate([np.empty(0, np.int32), *_held(running)])
+    leaked = np.setdiff1d(ledger.allocator.pages_out(), held)
+    if leaked.size:
+        ledger.allocator.free(leaked)
+        done.append(f"{leaked.size} leaked pages were reclaimed")
+    lost = _lost_slots(running)
+    for slot in lost:
+        running.table.recycle(slot)
+    if lost:
+        done.append(f"{len(lost)} lost request slots were reclaimed")
+    check_accounts(running)
+    return done
+
+
+def _held(running: RunningSet) -> list[np.ndarray]:
+    """All pages that somebody holds, by holder."""
+    ledger = running.ledger
+    private = [ledger.private_pages(request.slot) for request in running.requests]
+    waiting = [pages for record in running.in_flight for pages in record.pages]
+    return [*private, *waiting, ledger.cache.owned_pages()]
+
+
+def _shared(running: RunningSet) -> np.ndarray:
+    """The cache's pages that running requests read, each once."""
+    rows = [running.ledger.shared_pages(request.slot) for request in running.requests]
+    return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int32)
+
+
+def _lost_slots(running: RunningSet) -> list[int]:
+    table = running.table
+    taken = {request.slot for request in running.requests} | {slot for record in running.in_flight for slot in record.left}
+    return sorted(set(range(table.num_slots)) - taken - set(table.free_slots()))
+
+
+def _check_slots(running: RunningSet) -> None:
+    table = running.table
+    for request in running.requests:
+        if table.requests[request.slot] is not request:
+            raise RuntimeError(f"request {request.rid} runs in slot {request.slot}, which is not its own")
+    lost = _lost_slots(running)
+    if lost:
+        raise RuntimeError(f"{len(lost)} request slots leaked: {lost[:8]}")
+    free = table.free_slots()
+    if len(set(free)) != len(free):
+        raise RuntimeError("a request slot is free twice")

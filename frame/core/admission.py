@@ -1,0 +1,124 @@
+"""Turns a `Generate` message into a `Request`, or refuses it in one sentence. Knows the limits, not the moment."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from frame.core.interfaces.sampling import Grammar
+from frame.core.messages import Finish, Generate
+from frame.core.request import Request
+
+MAX_STOP_IDS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits that the scheduler works within.
+
+    `num_pages` counts every page of the pool, the reserved page 0 too. `token_budget` is the most prompt tokens computed in one
+    step; decodes come on top, so a step has at most `token_budget + max_running` tokens. `request_timeout` in seconds.
+    """
+
+    page_size: int
+    num_pages: int
+    max_running: int
+    token_budget: int
+    max_context: int
+    vocab_size: int
+    max_queued: int = 10_240
+    eos_ids: tuple[int, ...] = ()
+    request_timeout: float = 600.0
+    seed: int = 0
+    overlap: bool = False
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def max_pages(self) -> int:
+        """Longest row of the page table."""
+        return -(-self.max_context // self.page_size)
+
+    @property
+    def max_tokens_per_step(self) -> int:
+        return self.token_budget + self.max_running
+
+
+class Admission:
+    """Checks and numbers requests, and draws seeds for those that bring none (from the seeded generator, in order of arrival)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._random = random.Random(config.seed)
+        self._arrived = 0
+
+    def accept(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
+        """The request, or why there is none."""
+        problem = self._problem(message)
+        if problem:
+            return Finish("error", error=problem)
+        prompt_len = len(message.token_ids) - message.output_len
+        max_total = self._max_total(message, prompt_len)
+        if message.output_len and len(message.token_ids) >= max_total:
+            return Finish("length")
+        params, config = message.params, self._config
+        request = Request(
+            rid=message.rid,
+            prompt=np.array(message.token_ids[:prompt_len], np.int32),
+            params=params,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            index=self._arrived,
+            arrival=now,
+            deadline=now + (config.request_timeout if message.deadline is None else message.deadline),
+            max_total=max_total,
+            stop_ids=() if params.ignore_eos else tuple(dict.fromkeys((*config.eos_ids, *params.stop_token_ids))),
+            priority=message.priority,
+            namespace=message.namespace,
+            grammar=grammar,
+            wants_prompt_logprobs=params.prompt_logprobs is not None,
+        )
+        request.output.extend(message.token_ids[prompt_len:])
+        if grammar is not None:
+            for token in request.output:
+                grammar.accept(token)
+        self._arrived += 1
+        return request
+
+    def _problem(self, message: Generate) -> str | None:
+        config, count = self._config, len(message.token_ids)
+        prompt_len = count - message.output_len
+        if prompt_len < 1 or message.output_len < 0:
+            return "the prompt is empty; it needs at least one token"
+        if min(message.token_ids) < 0 or max(message.token_ids) >= config.vocab_size:
+            return f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})"
+        if len(message.params.stop_token_ids) > MAX_STOP_IDS:
+            return f"stop_token_ids has {len(message.params.stop_token_ids)} ids; it may have {MAX_STOP_IDS}"
+        return self._too_long(prompt_len, message.params.max_tokens)
+
+    def _too_long(self, prompt_len: int, max_tokens: int | None) -> str | None:
+        config = self._config
+        asked = max_tokens or 1
+        if prompt_len >= config.max_context:
+            return f"the prompt has {prompt_len} tokens, the context holds {config.max_context} with the answer; shorten the prompt"
+        if prompt_len + asked > config.max_context:
+            return (
+                f"the prompt has {prompt_len} tokens and max_tokens is {asked}: {prompt_len + asked} together, above the context of "
+                f"{config.max_context}; lower max_tokens to {config.max_context - prompt_len} or shorten the prompt"
+            )
+        # The last token's K and V are never needed, so a sequence of n + 1 tokens fits in a cache of n.
+        if prompt_len + asked - 1 > config.capacity:
+            pages = -(-(prompt_len + asked - 1) // config.page_size)
+            return (
+                f"the request needs {pages} pages of {config.page_size} tokens ({prompt_len} of prompt plus {asked} of output), the KV "
+                f"cache has {config.num_pages - 1}; lower max_tokens, shorten the prompt or enlarge cache.max_total_tokens"
+            )
+        return None
+
+    def _max_total(self, message: Generate, prompt_len: int) -> int:
+        limit = min(self._config.max_context, self._config.capacity + 1)
+        return limit if message.params.max_tokens is None else min(limit, prompt_len + message.params.max_tokens)

@@ -1,0 +1,94 @@
+"""`PagedAllocator`: hands out page indices of the KV pool. Knows neither tokens nor requests.
+
+Page 0 is reserved: it is never handed out, so that padding rows of a captured graph have somewhere harmless to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from frame.core.interfaces.cache import PageAllocator
+
+RESERVED_PAGE = 0
+
+
+class PagedAllocator(PageAllocator):
+    """A stack of free pages in one array; pages freed last are handed out first (their memory is warm).
+
+    `num_pages` counts every page of the pool, the reserved one too: pages 1 … num_pages - 1 are handed out.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"the KV cache has {num_pages} pages; it needs at least 2, of which page 0 is reserved for padding")
+        self._stack = np.arange(num_pages - 1, RESERVED_PAGE, -1, dtype=np.int32)
+        self._num_free = num_pages - 1
+        self._is_out = np.zeros(num_pages, np.bool_)
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be handed out: all but the reserved one."""
+        return len(self._stack)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def alloc(self, num_pages: int) -> np.ndarray | None:
+        if num_pages > self._num_free:
+            return None
+        top = self._num_free - num_pages
+        pages = self._stack[top : self._num_free][::-1].copy()
+        self._num_free = top
+        self._is_out[pages] = True
+        return pages
+
+    def free(self, pages: np.ndarray | Sequence[int]) -> None:
+        pages = np.asarray(pages, np.int32)
+        if not pages.size:
+            return
+        self._check_out(pages)
+        self._is_out[pages] = False
+        self._stack[self._num_free : self._num_free + pages.size] = pages
+        self._num_free += pages.size
+
+    def pages_out(self) -> np.ndarray:
+        return np.flatnonzero(self._is_out).astype(np.int32)
+
+    def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
+        free = self._stack[: self._num_free]
+        out = self.pages_out()
+        if self._is_out[free].any() or len(np.unique(free)) != len(free) or len(free) + len(out) != self.capacity:
+            raise RuntimeError(f"the page allocator is inconsistent: {len(free)} free and {len(out)} out of {self.capacity} pages")
+        parts = [np.asarray(part, np.int32) for part in held]
+        mine = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int32)
+        twice = mine[1:][mine[1:] == mine[:-1]]
+        if twice.size:
+            raise RuntimeError(f"pages {_some(twice)} are held twice")
+        lost = np.setdiff1d(out, mine)
+        if lost.size:
+            raise RuntimeError(f"{lost.size} pages leaked: {_some(lost)} are out and nobody holds them")
+        stray = np.setdiff1d(mine, out)
+        if stray.size:
+            raise RuntimeError(f"pages {_some(stray)} are held but free")
+
+    def _check_out(self, pages: np.ndarray) -> None:
+        """Raise unless every page is out, once. Checked before anything changes, so that a bad `free` harms nothing."""
+        outside = (pages <= RESERVED_PAGE) | (pages >= len(self._is_out))
+        if outside.any():
+            raise ValueError(f"page {int(pages[outside][0])} cannot be freed: pages are 1 to {self.capacity}")
+        not_out = ~self._is_out[pages]
+        if not_out.any():
+            raise ValueError(f"page {int(pages[not_out][0])} is freed twice")
+        if pages.size > 1:
+            ordered = np.sort(pages)
+            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            if twice.size:
+                raise ValueError(f"page {int(twice[0])} is freed twice")
+
+
+def _some(pages: np.ndarray) -> str:
+    shown = ", ".join(map(str, pages[:8].tolist()))
+    return f"{shown}, … ({pages.size})" if pages.size > 8 else shown

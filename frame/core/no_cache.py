@@ -1,0 +1,52 @@
+"""`NoCache`: the prefix cache that keeps nothing (`cache.prefix: none`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from frame.core.interfaces.cache import Inserted, Match, PrefixCache
+
+_NONE = np.empty(0, np.int32)
+
+
+class NoCache(PrefixCache):
+    """Finds nothing and keeps nothing: every page that is inserted is a duplicate, which the caller frees."""
+
+    reuses: ClassVar[bool] = False
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+
+    def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match:
+        return Match(0, _NONE, None)
+
+    def lock(self, handle: Any) -> None: ...
+
+    def unlock(self, handle: Any) -> None: ...
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted:
+        return Inserted(len(tokens) // self._page_size * self._page_size, None)
+
+    def evict(self, num_pages: int) -> np.ndarray:
+        return _NONE
+
+    def reset(self) -> np.ndarray:
+        return _NONE
+
+    def owned_pages(self) -> np.ndarray:
+        return _NONE
+
+    def relock(self, handles: Iterable[Any]) -> None: ...
+
+    @property
+    def num_evictable(self) -> int:
+        return 0
+
+    @property
+    def num_locked(self) -> int:
+        return 0
+
+    def check_integrity(self) -> None: ...

@@ -1,0 +1,334 @@
+"""`RadixCache`: the prefix cache as a radix tree over whole pages, one tree a namespace. Knows neither requests nor devices.
+
+A node holds a run of tokens and their pages; children are found by their first page. Nodes are split where sequences part.
+A split keeps the lower node's identity, so a handle that names the end of a sequence stays right whatever happens above it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from frame.core.interfaces.cache import EvictionPolicy, Inserted, Match, PrefixCache
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class Node:
+    """A run of whole pages. `end` counts pages from the root to this node's end; `refs` counts the locks at or below it.
+
+    `version` tells heap entries that are out of date; a node without a parent has left the tree.
+    """
+
+    __slots__ = ("children", "created", "end", "hits", "key", "last_access", "namespace", "pages", "parent", "priority", "refs", "version")
+
+    def __init__(self, parent: Node | None, key: np.ndarray, pages: np.ndarray, namespace: str) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.namespace = namespace
+        self.end: int = (parent.end if parent else 0) + len(pages)
+        self.children: dict[bytes, Node] = {}
+        self.refs = 0
+        self.version = 0
+        self.last_access = 0
+        self.created = 0
+        self.hits = 0
+        self.priority = 0
+
+
+class Handle:
+    """The end of a prefix: `end` pages from the root, at or above the end of `node`."""
+
+    __slots__ = ("end", "node")
+
+    def __init__(self, node: Node, end: int) -> None:
+        self.node = node
+        self.end = end
+
+
+class RadixCache(PrefixCache):
+    """Page-granular radix tree with locks, and a heap over unlocked leaves in the order of an eviction policy.
+
+    Costs: `match` and `insert` O(tokens), compared a run at a time; `lock` and `unlock` O(nodes on the path);
+    `evict` O(log leaves) amortised a node: heap entries are dropped when they are found to be out of date, and the heap is
+    rebuilt when it holds more than twice the leaves. The last evicted leaf is trimmed from its end, not dropped whole.
+    """
+
+    def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
+        self._page_size = page_size
+        self._policy = policy
+        self._roots: dict[str, Node] = {}
+        self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
+        self._clock = 0
+        self._entries = 0  # makes heap entries comparable
+        self._num_nodes = 0
+        self._num_evictable = 0
+        self._num_locked = 0
+
+    # the laws ---------------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match:
+        length = len(tokens) if limit is None else min(len(tokens), limit)
+        key = self._key(tokens[: max(length, 0)])
+        path, last = self._walk(key, namespace)
+        if not path:
+            return Match(0, _NO_PAGES, None)
+        pages = np.concatenate([*(node.pages for node in path[:-1]), path[-1].pages[:last]])
+        return Match(len(pages) * self._page_size, pages, Handle(path[-1], len(pages)))
+
+    def lock(self, handle: Handle | None) -> None:
+        if handle is None:
+            return
+        handle.node = self._settle(handle)
+        self._clock += 1
+        node: Node | None = handle.node
+        while node is not None and node.parent is not None:
+            if node.refs == 0:
+                self._num_evictable -= len(node.pages)
+                self._num_locked += len(node.pages)
+            node.refs += 1
+            node.hits += 1
+            node.last_access = self._clock
+            node.version += 1  # its entry in the heap, if any, is out of date
+            node = node.parent
+
+    def unlock(self, handle: Handle | None) -> None:
+        if handle is None:
+            return
+        node: Node | None = handle.node
+        if node is None or node.refs == 0 or node.end != handle.end:
+            raise RuntimeError("a prefix is unlocked that is not locked")
+        while node is not None and node.parent is not None:
+            node.refs -= 1
+            if node.refs == 0:
+                self._num_locked -= len(node.pages)
+                self._num_evictable += len(node.pages)
+                self._offer(node)
+            node = node.parent
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted:
+        key = self._key(tokens)
+        num_pages = len(key) // self._page_size
+        if len(pages) < num_pages:
+            raise ValueError(f"{len(tokens)} tokens fill {num_pages} pages, but {len(pages)} were given")
+        if num_pages == 0:
+            return Inserted(0, None)
+        path, last = self._walk(key, namespace)
+        if path and last < len(path[-1].pages):
+            path[-1] = self._split(path[-1], last)
+        cached = path[-1].end if path else 0
+        self._clock += 1
+        if cached < num_pages:
+            path.append(self._append(path[-1] if path else None, key, pages, namespace, cached))
+        for node in path:
+            node.last_access = self._clock
+            node.priority = max(node.priority, priority)
+        self._offer(path[-1])
+        return Inserted(cached * self._page_size, Handle(path[-1], num_pages))
+
+    def evict(self, num_pages: int) -> np.ndarray:
+        freed: list[np.ndarray] = []
+        while num_pages > 0 and self._heap:
+            _, _, version, node = self._heap[0]
+            if version != node.version or not _is_evictable(node):
+                heapq.heappop(self._heap)
+                continue
+            if len(node.pages) > num_pages:
+                freed.append(self._trim(node, num_pages))
+                break
+            heapq.heappop(self._heap)
+            freed.append(node.pages)
+            num_pages -= len(node.pages)
+            self._remove(node)
+        self._compact()
+        return np.concatenate(freed) if freed else _NO_PAGES
+
+    def reset(self) -> np.ndarray:
+        return self.evict(self._num_evictable)
+
+    def owned_pages(self) -> np.ndarray:
+        parts = [node.pages for node in self._nodes()]
+        return np.concatenate(parts) if parts else _NO_PAGES
+
+    def relock(self, handles: Iterable[Any]) -> None:
+        for node in self._nodes():
+            node.refs = 0
+            node.version += 1
+        self._num_evictable += self._num_locked
+        self._num_locked = 0
+        for handle in handles:
+            self.lock(handle)
+        self._rebuild_heap()
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable
+
+    @property
+    def num_locked(self) -> int:
+        return self._num_locked
+
+    def check_integrity(self) -> None:
+        evictable = locked = nodes = 0
+        offered = {id(node) for _, _, version, node in self._heap if version == node.version}
+        for node in self._nodes():
+            nodes += 1
+            evictable += 0 if node.refs else len(node.pages)
+            locked += len(node.pages) if node.refs else 0
+            parent = _parent(node)
+            _require(parent.children.get(self._first(node.key)) is node, "a node is not its parent's child")
+            _require(node.end == parent.end + len(node.pages), "a node ends elsewhere than its pages say")
+            _require(len(node.pages) > 0 and len(node.key) == len(node.pages) * self._page_size, "a node's tokens do not fill its pages")
+            _require(parent.parent is None or parent.refs >= node.refs, "a node is locked more often than its parent")
+            _require(not _is_evictable(node) or id(node) in offered, "an unlocked leaf is not offered for eviction")
+        _require(nodes == self._num_nodes, f"the tree has {nodes} nodes, counted {self._num_nodes}")
+        _require(evictable == self._num_evictable, f"{evictable} pages are evictable, counted {self._num_evictable}")
+        _require(locked == self._num_locked, f"{locked} pages are locked, counted {self._num_locked}")
+        owned = self.owned_pages()
+        _require(len(np.unique(owned)) == len(owned), "a page is owned twice")
+        _require(all(root.children for root in self._roots.values()), "an empty namespace is kept")
+        _require(len(self._heap) <= 2 * self._num_nodes + 64, f"the heap holds {len(self._heap)} entries for {self._num_nodes} nodes")
+
+    # keys: the only place that knows what two sequences are compared by -------------------------------------------------
+
+    def _key(self, tokens: np.ndarray) -> np.ndarray:
+        """What stands for `tokens` in the tree, cut to whole pages."""
+        whole = len(tokens) // self._page_size * self._page_size
+        return np.asarray(tokens[:whole], np.int32)
+
+    def _first(self, key: np.ndarray, page: int = 0) -> bytes:
+        """The name under which a parent keeps a child: the child's first page."""
+        start = page * self._page_size
+        return key[start : start + self._page_size].tobytes()
+
+    def _common(self, left: np.ndarray, right: np.ndarray) -> int:
+        """Whole pages that two keys have in common from their start."""
+        length = min(len(left), len(right))
+        differs = left[:length] != right[:length]
+        where = int(differs.argmax()) if length else 0
+        same = length if length == 0 or not differs[where] else where
+        return same // self._page_size
+
+    # the tree -----------------------------------------------------------------------------------------------------------
+
+    def _walk(self, key: np.ndarray, namespace: str) -> tuple[list[Node], int]:
+        """The nodes along `key`, and how many pages of the last one agree with it (at least 1)."""
+        path: list[Node] = []
+        node = self._roots.get(namespace)
+        last = at = 0
+        num_pages = len(key) // self._page_size
+        while node is not None and at < num_pages:
+            node = node.children.get(self._first(key, at))
+            if node is None:
+                break
+            last = self._common(node.key, key[at * self._page_size :])
+            path.append(node)
+            at += last
+            if last < len(node.pages):
+                break
+        return path, last
+
+    def _settle(self, handle: Handle) -> Node:
+        """The node that ends exactly at the handle: nodes may have been split since the match, or must be now."""
+        node = handle.node
+        while node.parent is not None and node.parent.end >= handle.end:
+            node = node.parent
+        if node.parent is None or node.end < handle.end:
+            raise RuntimeError("a matched prefix was evicted before it was locked")
+        keep = handle.end - node.parent.end
+        return self._split(node, keep) if keep < len(node.pages) else node
+
+    def _split(self, lower: Node, keep: int) -> Node:
+        """Cut `lower` after `keep` pages; returns the new upper node. Copies, so that neither part keeps the other's memory."""
+        parent, cut = _parent(lower), keep * self._page_size
+        upper = Node(parent, lower.key[:cut].copy(), lower.pages[:keep].copy(), lower.namespace)
+        upper.refs, upper.hits, upper.priority = lower.refs, lower.hits, lower.priority
+        upper.last_access, upper.created = lower.last_access, lower.created
+        parent.children[self._first(upper.key)] = upper
+        lower.key, lower.pages, lower.parent = lower.key[cut:].copy(), lower.pages[keep:].copy(), upper
+        upper.children[self._first(lower.key)] = lower
+        self._num_nodes += 1
+        return upper
+
+    def _append(self, parent: Node | None, key: np.ndarray, pages: np.ndarray, namespace: str, cached: int) -> Node:
+        if parent is None:
+            parent = self._roots.setdefault(namespace, Node(None, _NO_PAGES, _NO_PAGES, namespace))
+        num_pages = len(key) // self._page_size
+        node = Node(parent, key[cached * self._page_size :].copy(), np.array(pages[cached:num_pages], np.int32), namespace)
+        node.created = self._clock
+        parent.children[self._first(node.key)] = node
+        self._num_nodes += 1
+        self._num_evictable += len(node.pages)
+        return node
+
+    def _remove(self, node: Node) -> None:
+        parent = _parent(node)
+        del parent.children[self._first(node.key)]
+        node.parent = None
+        node.version += 1
+        self._num_nodes -= 1
+        self._num_evictable -= len(node.pages)
+        if parent.parent is not None:
+            self._offer(parent)
+        elif not parent.children:
+            self._roots.pop(parent.namespace, None)
+
+    def _trim(self, node: Node, num_pages: int) -> np.ndarray:
+        """Take pages from the end of a leaf; its place in the heap stays."""
+        keep = len(node.pages) - num_pages
+        freed = node.pages[keep:]
+        node.pages, node.key = node.pages[:keep].copy(), node.key[: keep * self._page_size].copy()
+        node.end -= num_pages
+        self._num_evictable -= num_pages
+        return freed
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    # the heap -----------------------------------------------------------------------------------------------------------
+
+    def _offer(self, node: Node) -> None:
+        """Put a node up for eviction, if it is an unlocked leaf, under its present key."""
+        if not _is_evictable(node):
+            return
+        node.version += 1
+        self._push(node)
+        self._compact()
+
+    def _push(self, node: Node) -> None:
+        self._entries += 1
+        heapq.heappush(self._heap, (self._policy.key(node), self._entries, node.version, node))
+
+    def _compact(self) -> None:
+        """Bound the memory of entries that are out of date."""
+        if len(self._heap) > 2 * self._num_nodes + 64:
+            self._rebuild_heap()
+
+    def _rebuild_heap(self) -> None:
+        self._heap = []
+        for node in self._nodes():
+            if _is_evictable(node):
+                self._push(node)
+
+
+def _parent(node: Node) -> Node:
+    if node.parent is None:
+        raise RuntimeError("a node that has left the radix tree is used")
+    return node.parent
+
+
+def _is_evictable(node: Node) -> bool:
+    return node.refs == 0 and not node.children and node.parent is not None
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise RuntimeError(f"the radix cache is inconsistent: {sentence}")

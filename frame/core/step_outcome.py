@@ -1,0 +1,156 @@
+"""`StepOutcome`: takes a step's tokens in, ends what has ended, and makes the `Tokens` message. Arrays for all rows;
+a look at single requests only where one starts, ends or asked for more than its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from frame.core.interfaces.batch import PromptLogprobs, StepResult
+from frame.core.interfaces.sampling import Grammar
+from frame.core.messages import Finish, TokenLogprobs, Tokens
+from frame.core.request import NOT_FINITE, Request
+from frame.core.request_table import FIRST, LOGPROBS, PROMPT_LOGPROBS
+from frame.core.running import InFlight, RunningSet
+
+BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The sampling rows of a step whose requests are still there. `entries[i]` is row i's place in the `StepResult`."""
+
+    slots: np.ndarray  # intp [n]
+    tokens: np.ndarray  # int32 [n]
+    entries: np.ndarray  # intp [n]
+    rows: np.ndarray  # intp [n]; places in the batch
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)  # those of which nothing may be kept
+
+
+class StepOutcome:
+    """`end(request, finish, keep)` takes a finished request off the device."""
+
+    def __init__(self, running: RunningSet, end: Callable[[Request, Finish, bool], None]) -> None:
+        self.num_generated = 0
+        self._running = running
+        self._table = running.table
+        self._end = end
+
+    def apply(self, record: InFlight, result: StepResult) -> Tokens:
+        """Append tokens, stop, insert, free. `record` must not be in flight any more."""
+        if result.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(record, result.prompt_logprobs)
+        sampled = self._live(record, result)
+        count = len(sampled.slots)
+        self.num_generated += count
+        known = self._table.append(sampled.slots, sampled.tokens)
+        self._find_ended(sampled, known, result)
+        slots = sampled.slots.tolist()
+        rids = [self._table.rids[slot] for slot in slots]
+        message = Tokens(rids=rids, token_ids=sampled.tokens[:, None].tolist(), finishes=sampled.finishes)
+        self._add_details(sampled, result, message)
+        self._share_prefilled(sampled, record)
+        for i, finish in sampled.finishes.items():
+            if i in sampled.broken:
+                message.token_ids[i].clear()  # a token drawn from nothing is not worth sending
+            self._end(self._table.request(slots[i]), finish, i not in sampled.broken)
+        return message
+
+    def _live(self, record: InFlight, result: StepResult) -> Sampled:
+        """Leave out the rows of requests that left while the step was in flight."""
+        rows = np.flatnonzero(record.samples)
+        slots, tokens = record.slots[rows], result.token_ids
+        if len(tokens) != len(rows):
+            raise RuntimeError(f"step {record.step} yields {len(tokens)} tokens for {len(rows)} sampling rows")
+        entries = np.arange(len(rows))
+        live = self._table.arrays.epoch[slots] == record.epochs[rows]
+        if not live.all():
+            slots, tokens, entries, rows = slots[live], tokens[live], entries[live], rows[live]
+        return Sampled(slots, tokens, entries, rows)
+
+    def _find_ended(self, sampled: Sampled, known: np.ndarray, result: StepResult) -> None:
+        a, slots, tokens = self._table.arrays, sampled.slots, sampled.tokens
+        stops = (a.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        stops &= known >= a.min_total[slots]
+        for i in np.flatnonzero(known >= a.max_total[slots]).tolist():
+            sampled.finishes[i] = Finish("length")
+        for i in np.flatnonzero(stops).tolist():
+            sampled.finishes[i] = Finish("stop", matched=int(tokens[i]))
+        if result.invalid is not None:
+            for i in np.flatnonzero(result.invalid[sampled.entries]).tolist():
+                sampled.finishes[i] = Finish("error", error=f"{NOT_FINITE}; the request was ended, others are not affected")
+                sampled.broken.add(i)
+
+    def _add_details(self, sampled: Sampled, result: StepResult, message: Tokens) -> None:
+        special = self._table.arrays.special[sampled.slots]
+        if not special.any():
+            return
+        for i in np.flatnonzero(special).tolist():
+            slot, flags = int(sampled.slots[i]), int(special[i])
+            request = self._table.request(slot)
+            if flags & FIRST:
+                request.is_reported = True
+                message.cached[i] = request.cached_tokens
+            if flags & PROMPT_LOGPROBS:
+                message.prompt_logprobs[i] = _prompt_logprobs(request)
+                request.wants_prompt_logprobs, request.prompt_logprobs = False, []
+            self._table.arrays.special[slot] = flags & ~(FIRST | PROMPT_LOGPROBS)
+            if i in sampled.broken:
+                continue
+            if flags & LOGPROBS and result.logprobs is not None:
+                entry = int(sampled.entries[i])
+                message.logprobs[i] = _token_logprobs(request, int(sampled.tokens[i]), float(result.logprobs[entry]), entry, result)
+            if request.grammar is not None and i not in sampled.finishes:
+                _advance_grammar(request.grammar, int(sampled.tokens[i]), i, sampled)
+
+    def _share_prefilled(self, sampled: Sampled, record: InFlight) -> None:
+        """Offer the prompts that were completed in this step to the prefix cache, so that siblings find them while these run."""
+        for i in np.flatnonzero(sampled.rows >= record.num_decodes).tolist():
+            if i in sampled.finishes:
+                continue
+            slot, row = int(sampled.slots[i]), int(sampled.rows[i])
+            computed = int(record.num_computed[row] + record.num_scheduled[row])
+            duplicates = self._running.ledger.share(self._table.request(slot), computed)
+            self._running.give_up(slot, duplicates)
+
+    def _collect_prompt_logprobs(self, record: InFlight, chunks: list[PromptLogprobs | None]) -> None:
+        live = self._table.arrays.epoch[record.slots] == record.epochs
+        for row, chunk in enumerate(chunks):
+            if chunk is not None and live[row]:
+                request = self._table.request(int(record.slots[row]))
+                if request.wants_prompt_logprobs:
+                    request.prompt_logprobs.append(chunk)
+
+
+def _advance_grammar(grammar: Grammar, token: int, i: int, sampled: Sampled) -> None:
+    if not grammar.accept(token):
+        sampled.finishes[i] = Finish("error", error=BROKEN_GRAMMAR)
+        sampled.broken.add(i)
+    elif grammar.is_finished():
+        sampled.finishes[i] = Finish("stop")
+
+
+def _token_logprobs(request: Request, token: int, logprob: float, entry: int, result: StepResult) -> TokenLogprobs:
+    """The log-probabilities of one sampled token, with as many alternatives as the request asked for."""
+    top: list[tuple[int, float]] = []
+    count = request.params.logprobs or 0
+    if count and result.top_ids is not None and result.top_logprobs is not None:
+        top = list(zip(result.top_ids[entry, :count].tolist(), result.top_logprobs[entry, :count].tolist(), strict=True))
+    return TokenLogprobs([token], [logprob], [top])
+
+
+def _prompt_logprobs(request: Request) -> TokenLogprobs:
+    """The chunks' log-probabilities as one; the first token has none."""
+    count = request.params.prompt_logprobs or 0
+    logprobs: list[float | None] = [None] * request.prompt_len
+    top: list[list[tuple[int, float]]] = [[] for _ in range(request.prompt_len)]
+    for chunk in request.prompt_logprobs:
+        for i, value in enumerate(chunk.logprobs.tolist()):
+            if chunk.first + i >= request.prompt_len:
+                break
+            logprobs[chunk.first + i] = value
+            top[chunk.first + i] = list(zip(chunk.top_ids[i, :count].tolist(), chunk.top_logprobs[i, :count].tolist(), strict=True))
+    return TokenLogprobs(request.prompt.tolist(), logprobs, top)

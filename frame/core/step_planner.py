@@ -1,0 +1,251 @@
+"""`StepPlanner`: which rows the next step has. Decodes first, then prompts under the token budget, then newcomers; who gives way
+when pages run out.
+
+Works on slot arrays; looks at a request object only when it starts, stops or is prefilled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from frame.core.admission import SchedulerConfig
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.request import Request, RequestState
+from frame.core.request_table import GRAMMAR
+from frame.core.running import RunningSet
+from frame.core.waiting_queue import WaitingQueue
+
+WINDOW = 128  # waiting requests that a policy sees
+MATCH_WINDOW = 64  # the same, when each must be matched first
+AHEAD_LEAST, AHEAD_MOST = 16, 1024  # tokens of growth that are kept free for each running request
+CALM_STEPS = 128  # after so many steps without a retraction the reserve is halved
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of a step. `chunks` are the extend rows, (request, start, length) each."""
+
+    decodes: np.ndarray  # intp [n]; slots
+    chunks: list[tuple[Request, int, int]] = field(default_factory=list)
+    budget: int = 0  # prompt tokens that may still be added
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or self.decodes.size > 0
+
+
+class StepPlanner:
+    """Chooses rows, admits and retracts. Promises: the oldest running request is never retracted, and as long as something
+    runs, some row is scheduled now or a step is in flight whose commit makes one possible."""
+
+    def __init__(self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy) -> None:
+        self.num_retracted = 0
+        self.num_cached_tokens = 0
+        self._config = config
+        self._running = running
+        self._ledger = running.ledger
+        self._queue = queue
+        self._policy = policy
+        self._may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
+        self._ahead = AHEAD_LEAST * 2
+        self._last_retraction = 0
+        self._step = 0
+
+    def plan(self, step: int, now: float) -> Rows:
+        """The rows of step `step`. Counters, pages and page-table rows are advanced as if it had run."""
+        self._step = step
+        if self._may_preempt and len(self._queue):
+            self._preempt(now)
+        before = self.num_retracted
+        rows = Rows(self._decodes(now), budget=self._config.token_budget)
+        self._extend_running(rows)
+        while not rows and self._running.extending and not self._running.in_flight:
+            if not self._retract_one(now):
+                break
+            self._extend_running(rows)
+        if self.num_retracted == before:  # else who was just retracted would come straight back
+            self._admit(rows, now)
+        return rows
+
+    def retract(self, request: Request) -> None:
+        """Take a request off the device, back to the head of the queue, with its tokens and its cached prefix."""
+        self._running.leave(request, keep=True, state=RequestState.WAITING)
+        request.retractions += 1
+        request.prompt_logprobs = []  # its prompt is computed anew
+        self._queue.push_front(request)
+        self.num_retracted += 1
+        self._ahead = min(self._ahead * 2, AHEAD_MOST)
+        self._last_retraction = self._step
+
+    # decodes ------------------------------------------------------------------------------------------------------------
+
+    def _decodes(self, now: float) -> np.ndarray:
+        """The slots that decode, with a page for each new token."""
+        a, page_size = self._running.table.arrays, self._config.page_size
+        while True:
+            slots = self._ready_slots()
+            if not slots.size:
+                return slots
+            computed = a.computed[slots]
+            crosses = computed >= a.num_pages[slots] * page_size
+            crossing = slots[crosses]
+            if not crossing.size or self._ledger.grow_by_one(crossing):
+                break
+            coming = self._ledger.num_available + self._running.num_deferred_pages
+            if coming >= crossing.size or not self._retract_one(now):
+                slots, computed = slots[~crosses], computed[~crosses]  # the others wait for pages that are on their way
+                break
+        total = a.total[slots] + 1
+        a.computed[slots] = computed + 1
+        a.total[slots] = total
+        a.ready[slots] = total < a.max_total[slots]
+        a.last_step[slots] = self._step
+        return slots
+
+    def _ready_slots(self) -> np.ndarray:
+        table = self._running.table
+        a = table.arrays
+        if not table.num_grammars:
+            return np.flatnonzero(a.ready)
+        # a grammar's next mask is known only when its last token is
+        return np.flatnonzero(a.ready & (((a.special & GRAMMAR) == 0) | (a.total == a.known)))
+
+    # prompts ------------------------------------------------------------------------------------------------------------
+
+    def _extend_running(self, rows: Rows) -> None:
+        for request in sorted(self._running.extending.values(), key=lambda r: r.index):
+            if rows.budget <= 0:
+                return
+            self._extend(rows, request)
+
+    def _extend(self, rows: Rows, request: Request) -> None:
+        """Schedule the next chunk of a prompt, as long as budget and pages allow."""
+        a, slot = self._running.table.arrays, request.slot
+        start, end = int(a.computed[slot]), len(request.tokens)
+        room = (int(a.num_pages[slot]) + self._ledger.num_available) * self._config.page_size - start
+        count = min(end - start, rows.budget, room)
+        if count <= 0 or not self._ledger.grow(slot, start + count):
+            return
+        rows.chunks.append((request, start, count))
+        rows.budget -= count
+        a.computed[slot] = start + count
+        a.last_step[slot] = self._step
+        if start + count == end:
+            a.total[slot] = end + 1
+            a.ready[slot] = end + 1 < request.max_total
+            del self._running.extending[slot]
+
+    # newcomers ----------------------------------------------------------------------------------------------------------
+
+    def _admit(self, rows: Rows, now: float) -> None:
+        """Admit waiting requests in the policy's order, until one does not fit."""
+        if not len(self._queue) or rows.budget <= 0 or not self._running.table.num_free:
+            return
+        reserved = self._reserved_pages()
+        if len(self._running) and reserved >= self._ledger.num_available:
+            return
+        if self._step - self._last_retraction > CALM_STEPS:
+            self._ahead, self._last_retraction = max(self._ahead // 2, AHEAD_LEAST), self._step
+        for request in self._candidates(now):
+            if rows.budget <= 0 or not self._running.table.num_free:
+                return
+            need = self._enter(request, reserved)
+            if need is None:
+                return
+            held = int(self._running.table.arrays.num_pages[request.slot])
+            self._extend(rows, request)
+            reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
+
+    def _candidates(self, now: float) -> list[Request]:
+        """The head of the queue in the policy's order."""
+        window = self._queue.head(MATCH_WINDOW if self._policy.needs_matches else WINDOW)
+        if self._policy.needs_matches:
+            for request in window:
+                tokens = request.all_tokens()
+                request.match = self._ledger.cache.match(tokens, request.namespace, limit=len(tokens) - 1)
+        ordered = list(self._policy.order(window, self._view(now)))
+        for request in window:
+            request.match = None  # good for the moment only, and it would keep nodes alive
+        return ordered
+
+    def _enter(self, request: Request, reserved: int) -> int | None:
+        """Put a request on the device if its whole prompt and the growth of all fit. -> pages it still needs, None: no room."""
+        request.tokens = request.all_tokens()
+        cached = self._ledger.lock_prefix(request)
+        need = self._pages_for(request) - len(cached)
+        if len(self._running) and reserved + need > self._ledger.num_available:
+            self._ledger.unlock_prefix(request)
+            return None
+        self._queue.remove(request)
+        if request.cached_tokens < 0:
+            request.cached_tokens = min(len(cached) * self._config.page_size, request.prompt_len)
+            self.num_cached_tokens += request.cached_tokens
+        self._running.enter(request, cached)
+        return need
+
+    def _pages_for(self, request: Request) -> int:
+        """Pages for all tokens of a waiting request and some growth."""
+        tokens = min(request.num_tokens + self._ahead, request.max_total)
+        return -(-tokens // self._config.page_size)
+
+    def _reserved_pages(self) -> int:
+        """Pages that running requests will want soon: the rest of their prompts and some growth."""
+        a = self._running.table.arrays
+        slots = np.array([request.slot for request in self._running.requests], np.intp)
+        tokens = np.minimum(a.total[slots] + self._ahead, a.max_total[slots])
+        wanted = -(-tokens // self._config.page_size) - a.num_pages[slots]
+        return int(np.maximum(wanted, 0).sum())
+
+    # who gives way ------------------------------------------------------------------------------------------------------
+
+    def _retract_one(self, now: float) -> bool:
+        """Retract the policy's victim, or the newest when it names none; False when only the oldest is left."""
+        running = self._running.requests
+        if len(running) < 2:
+            return False
+        self.retract(self._victim(now) or running[-1])
+        return True
+
+    def _victim(self, now: float) -> Request | None:
+        """Whom the policy would retract."""
+        running = self._running.requests
+        if len(running) < 2:
+            return None
+        for request in running:
+            self._running.table.flush(request.slot)  # the policy may look at outputs
+        victim = self._policy.victim(running, self._view(now))
+        if victim is not None and all(victim is not request for request in running[1:]):
+            name = type(self._policy).__name__
+            raise RuntimeError(f"{name}.victim named a request that may not be retracted: the oldest, or one not running")
+        return victim
+
+    def _preempt(self, now: float) -> None:
+        """Retract running requests for the first waiting one, as long as the policy says so and it does not fit."""
+        first = next(iter(self._candidates(now)), None)
+        if first is None:
+            return
+        first.tokens = first.all_tokens()
+        need = self._pages_for(first) - len(self._ledger.lock_prefix(first))
+        while len(self._running) and not self._would_fit(need):
+            victim = self._victim(now)
+            if victim is None or not self._policy.preempts(first, victim):
+                break
+            self.retract(victim)
+        self._ledger.unlock_prefix(first)
+
+    def _would_fit(self, need: int) -> bool:
+        """Whether a newcomer that needs `need` pages fits, once the steps in flight are done."""
+        running = self._running
+        pages = self._ledger.num_available + running.num_deferred_pages
+        return running.table.num_free + running.num_deferred_slots > 0 and self._reserved_pages() + need <= pages
+
+    def _view(self, now: float) -> SchedulerView:
+        return SchedulerView(
+            now=now,
+            num_running=len(self._running),
+            token_budget=self._config.token_budget,
+            free_pages=self._ledger.allocator.num_free,
+            evictable_pages=self._ledger.cache.num_evictable,
+            page_size=self._config.page_size,
+        )

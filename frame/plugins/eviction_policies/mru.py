@@ -1,0 +1,12 @@
+"""`mru`: the prefix that was used last goes first: for scans over more prefixes than fit."""
+
+from __future__ import annotations
+
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+
+
+class Mru(EvictionPolicy):
+    """The prefix that was used last goes first: for scans over more prefixes than fit."""
+
+    def key(self, node: EvictableNode) -> tuple[float, ...]:
+        return (-node.last_access,)

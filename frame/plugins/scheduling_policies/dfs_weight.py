@@ -1,0 +1,57 @@
+"""`dfs-weight`: walks the tree of cached prefixes depth first, branches with most waiting requests first.
+
+Requests that share a prefix so run one after the other, while it is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.request import Request
+
+
+class DepthFirstByWeight(SchedulingPolicy):
+    """Groups by shared cached pages: the largest group first, longer shared prefixes before what ends at a branch,
+    requests without a cached prefix last; among equals the oldest.
+
+    Two prefixes share their first n pages exactly when these are the same pages, so the pages alone give the tree.
+    """
+
+    needs_matches: ClassVar[bool] = True
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        ordered: list[Request] = []
+        _visit([(_pages(request), request) for request in waiting], 0, ordered)
+        return ordered
+
+
+def _visit(group: list[tuple[np.ndarray, Request]], depth: int, ordered: list[Request]) -> None:
+    """Append the requests of a group that shares its first `depth` pages."""
+    branches: dict[int, list[tuple[np.ndarray, Request]]] = {}
+    ending = []
+    for pages, request in group:
+        if len(pages) == depth:
+            ending.append(request)
+        else:
+            branches.setdefault(int(pages[depth]), []).append((pages, request))
+    for branch in sorted(branches.values(), key=len, reverse=True):
+        _visit(branch, _shared([pages for pages, _ in branch], depth + 1), ordered)
+    ordered.extend(ending)
+
+
+def _shared(rows: list[np.ndarray], at_least: int) -> int:
+    """How many leading pages all rows share."""
+    first, shared = rows[0], min(len(row) for row in rows)
+    for row in rows[1:]:
+        differs = row[at_least:shared] != first[at_least:shared]
+        if differs.any():
+            shared = at_least + int(differs.argmax())
+    return shared
+
+
+def _pages(request: Request) -> np.ndarray:
+    return request.match.pages if request.match is not None else np.empty(0, np.int32)

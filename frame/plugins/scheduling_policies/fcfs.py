@@ -1,0 +1,15 @@
+"""`fcfs`: first come, first served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.request import Request
+
+
+class Fcfs(SchedulingPolicy):
+    """The queue as it is."""
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return waiting

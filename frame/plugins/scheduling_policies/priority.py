@@ -1,0 +1,29 @@
+"""`priority`: highest request priority first, and lower ones give way while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.request import Request
+
+
+class PriorityFirst(SchedulingPolicy):
+    """Higher `priority` first; among equals the oldest. A running request gives way to a waiting one of higher priority."""
+
+    by_priority: ClassVar[bool] = True
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return sorted(waiting, key=_priority, reverse=True)
+
+    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        """The newest of the lowest priority, never the oldest of all."""
+        return min(reversed(running[1:]), key=_priority, default=None)
+
+    def preempts(self, waiting: Request, running: Request) -> bool:
+        return waiting.priority > running.priority
+
+
+def _priority(request: Request) -> int:
+    return request.priority

@@ -1,0 +1,16 @@
+"""`random`: a baseline to measure other policies against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.request import Request
+
+
+class RandomOrder(SchedulingPolicy):
+    """A random permutation, the same for the same requests and the same moment."""
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return Random(view.now).sample(waiting, len(waiting))

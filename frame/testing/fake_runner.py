@@ -1,0 +1,223 @@
+"""`FakeRunner`: a `ModelRunner` without a model, whose tokens are a hash of the whole prefix read back through the page table.
+
+For tests of schedulers and caches: a wrong page, a page that was freed too early or a lost token changes the outcome, and the
+runner says which position of which slot was wrong. `continuation` gives what an unconstrained run yields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from frame.core.interfaces.batch import PromptLogprobs, ScheduledBatch, SlotSetup, StepResult
+from frame.core.interfaces.runner import ModelRunner
+from frame.core.sampling_params import SamplingParams
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_RESERVED_PAGE = 0
+
+
+class FakeRunnerError(AssertionError):
+    """A step asked for something that no correct scheduler asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that is done already."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+@dataclass(slots=True)
+class _Slot:
+    setup: SlotSetup
+    tokens: list[int]  # prompt and output, those in flight included
+    seed: int
+
+
+class FakeRunner(ModelRunner):
+    """Keeps "K and V" (token, position, running hash) for every cached position and checks all that a row reads.
+
+    `is_invalid(slot tokens) -> bool` makes a row's logits not finite. The chosen token depends on the prefix, and on the seed
+    when the temperature is above 0.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        max_pages: int,
+        vocab_size: int,
+        is_invalid: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.num_tokens = 0  # computed in all, prompts and decodes
+        self._is_invalid = is_invalid
+        self._table = np.zeros((num_slots, max_pages), np.int32)
+        self._token = np.full((num_pages, page_size), -1, np.int64)
+        self._hash = np.zeros((num_pages, page_size), np.uint64)
+        self._slots: dict[int, _Slot] = {}
+        self._step = -1
+
+    def launch(self, batch: ScheduledBatch) -> DoneStep:
+        if batch.step <= self._step:
+            raise FakeRunnerError(f"step {batch.step} is launched after step {self._step}")
+        self._step = batch.step
+        self._enter_and_leave(batch)
+        self._check_writes(batch)
+        offset = 0
+        drawn: list[tuple[int, bool]] = []
+        for row, slot in enumerate(batch.slots.tolist()):
+            count = int(batch.num_scheduled[row])
+            if row >= batch.num_decodes:
+                self._check_chunk(batch, row, batch.token_ids[offset : offset + count])
+                offset += count
+            prefix = self._compute(slot, int(batch.num_computed[row]), count)
+            if batch.samples[row]:
+                drawn.append(self._draw(batch, slot, prefix, len(drawn)))
+        return DoneStep(self._result(batch, drawn))
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    # one step -----------------------------------------------------------------------------------------------------------
+
+    def _enter_and_leave(self, batch: ScheduledBatch) -> None:
+        for slot in batch.released:
+            if self._slots.pop(slot, None) is None:
+                raise FakeRunnerError(f"slot {slot} is released but empty")
+        for setup in batch.setups:
+            if setup.slot in self._slots:
+                raise FakeRunnerError(f"slot {setup.slot} is set up while in use")
+            self._slots[setup.slot] = _Slot(setup, setup.token_ids.tolist(), setup.seed)
+        for slot, index, page in batch.new_pages.tolist():
+            if page == _RESERVED_PAGE:
+                raise FakeRunnerError("the reserved page 0 was handed out")
+            self._table[slot, index] = page
+
+    def _check_chunk(self, batch: ScheduledBatch, row: int, given: np.ndarray) -> None:
+        slot = int(batch.slots[row])
+        start, count = int(batch.num_computed[row]), int(batch.num_scheduled[row])
+        expected = self._slots[slot].tokens[start : start + count]
+        if given.tolist() != expected:
+            raise FakeRunnerError(f"slot {slot}: the chunk at {start} holds other tokens than its setup")
+        if bool(batch.samples[row]) != (start + count == len(self._slots[slot].tokens)):
+            raise FakeRunnerError(f"slot {slot}: `samples` is wrong for the chunk at {start}")
+
+    def _check_writes(self, batch: ScheduledBatch) -> None:
+        """No two rows of a step may write the same page."""
+        if len(set(batch.slots.tolist())) != len(batch.slots):
+            raise FakeRunnerError("a slot has two rows in one step")
+        written: set[int] = set()
+        for row, slot in enumerate(batch.slots.tolist()):
+            first = int(batch.num_computed[row]) // self.page_size
+            last = (int(batch.num_computed[row] + batch.num_scheduled[row]) - 1) // self.page_size
+            pages = set(self._table[slot, first : last + 1].tolist())
+            if _RESERVED_PAGE in pages:
+                raise FakeRunnerError(f"slot {slot} has no page for a position that it computes")
+            if written & pages:
+                raise FakeRunnerError(f"pages {sorted(written & pages)} are written by two rows of one step")
+            written |= pages
+
+    def _compute(self, slot: int, start: int, count: int) -> int:
+        """Read positions [0, start), write [start, start + count); returns the hash of them all, as read back."""
+        state = self._slots[slot]
+        end = start + count
+        if end > len(state.tokens):
+            raise FakeRunnerError(f"slot {slot} computes position {end - 1} but has {len(state.tokens)} tokens")
+        positions = np.arange(end)
+        pages, offsets = self._table[slot, positions // self.page_size], positions % self.page_size
+        tokens = np.array(state.tokens[:end], np.int64)
+        before = self._hash[pages[start - 1], offsets[start - 1]] if start else np.uint64(0)
+        self._token[pages[start:], offsets[start:]] = tokens[start:]
+        self._hash[pages[start:], offsets[start:]] = before + _hashes(tokens, start)
+        wrong = np.flatnonzero(self._token[pages, offsets] != tokens)
+        if wrong.size:
+            raise FakeRunnerError(f"slot {slot} reads a wrong token at position {wrong[0]} (page {pages[wrong[0]]})")
+        self.num_tokens += count
+        return int(self._hash[pages[-1], offsets[-1]])
+
+    def _draw(self, batch: ScheduledBatch, slot: int, prefix: int, entry: int) -> tuple[int, bool]:
+        state = self._slots[slot]
+        allowed = None
+        if batch.grammar_mask is not None:
+            bits = np.unpackbits(batch.grammar_mask[entry].view(np.uint8), bitorder="little")[: self.vocab_size]
+            allowed = np.flatnonzero(bits).tolist()
+        token = _token_of(prefix, len(state.tokens), state.setup.params, state.seed, self.vocab_size, allowed)
+        invalid = self._is_invalid is not None and self._is_invalid(state.tokens)
+        state.tokens.append(token)
+        return token, invalid
+
+    def _result(self, batch: ScheduledBatch, drawn: list[tuple[int, bool]]) -> StepResult:
+        tokens = np.array([token for token, _ in drawn], np.int32)
+        invalid = np.array([bad for _, bad in drawn], np.bool_)
+        slots = batch.slots[batch.samples].tolist()
+        asked = [self._slots[slot].setup.params.logprobs for slot in slots]
+        wanted = [k for k in asked if k is not None]
+        width = max(wanted, default=0)
+        top = (tokens[:, None] + np.arange(width)) % self.vocab_size
+        return StepResult(
+            step=batch.step,
+            token_ids=tokens,
+            logprobs=_logprob(tokens) if wanted else None,
+            top_ids=top.astype(np.int32) if width else None,
+            top_logprobs=_logprob(top) if width else None,
+            prompt_logprobs=self._prompt_logprobs(batch) if batch.prompt_logprobs is not None else None,
+            invalid=invalid if invalid.any() else None,
+        )
+
+    def _prompt_logprobs(self, batch: ScheduledBatch) -> list[PromptLogprobs | None]:
+        found: list[PromptLogprobs | None] = []
+        assert batch.prompt_logprobs is not None
+        for row, slot in enumerate(batch.slots.tolist()):
+            if not batch.prompt_logprobs[row]:
+                found.append(None)
+                continue
+            setup = self._slots[slot].setup
+            first = int(batch.num_computed[row]) + 1
+            last = min(first + int(batch.num_scheduled[row]), setup.prompt_len)
+            ids = setup.token_ids[first:last]
+            top = (ids[:, None] + np.arange(setup.params.prompt_logprobs or 0)) % self.vocab_size
+            found.append(PromptLogprobs(first, _logprob(ids), top.astype(np.int32), _logprob(top)))
+        return found
+
+
+def continuation(tokens: Sequence[int], params: SamplingParams, seed: int, vocab_size: int, count: int) -> list[int]:
+    """The `count` tokens that `FakeRunner` yields after `tokens`, whatever is scheduled with them, and without any stop."""
+    known = list(tokens)
+    for _ in range(count):
+        prefix = int(_hashes(np.array(known, np.int64), 0)[-1])
+        known.append(_token_of(prefix, len(known), params, seed, vocab_size, None))
+    return known[len(tokens) :]
+
+
+def _hashes(tokens: np.ndarray, start: int) -> np.ndarray:
+    """For each position from `start`: the sum over [start, position] of a hash of (token, position), modulo 2^64."""
+    positions = np.arange(start, len(tokens), dtype=np.uint64)
+    mixed = _mix((tokens[start:].astype(np.uint64) << np.uint64(32)) ^ positions)
+    return np.cumsum(mixed, dtype=np.uint64)
+
+
+def _token_of(prefix: int, position: int, params: SamplingParams, seed: int, vocab_size: int, allowed: list[int] | None) -> int:
+    value = prefix if params.temperature == 0 else prefix ^ (seed * 0x2545F4914F6CDD1D + position)
+    drawn = int(_mix(np.array([value & (2**64 - 1)], np.uint64))[0])
+    return drawn % vocab_size if allowed is None else allowed[drawn % len(allowed)]
+
+
+def _logprob(tokens: np.ndarray) -> np.ndarray:
+    return (-(tokens.astype(np.float32) + 1) / 8).astype(np.float32)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea, Flood 2014) over an array."""
+    values = values * _FACTOR + _FACTOR
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
