@@ -1,0 +1,126 @@
+"""What `frame plugins new KIND NAME` writes: an installable package with one working plugin, its manifest and its tests.
+
+Templates are `string.Template` files in `templates/`; a kind has an implementation and a test there. Knows no registry.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from frame.core.errors import ConfigurationError
+from frame.plugins.kinds import KINDS, Kind
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+# What stands for `capabilities=` in the manifest, and what it needs imported; kinds without an entry serve every need.
+_CAPABILITIES: Mapping[str, tuple[str, str]] = {
+    "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
+    "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
+    "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
+    "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
+    "quantization_method": (
+        "frame.core.interfaces.quantization",
+        'QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,))',
+    ),
+}
+# Kinds whose interface takes `options` when it is constructed.
+_WITH_OPTIONS = {"attention_backend", "grammar", "logits_processor", "moe_dispatcher", "moe_runner", "quantization_method"}
+_OPTIONS = '''
+
+class Options(BaseModel):
+    """The plugin's own settings, `$kind/$name` under `plugins.options`; add fields with defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+'''
+# The configuration that chooses a plugin of each kind.
+_SELECT = {
+    "attention_backend": "attention:\n  backend: $name",
+    "eviction_policy": "cache:\n  eviction: $name",
+    "grammar": "sampling:\n  grammar: $name",
+    "logits_processor": "sampling:\n  processors: [$name]",
+    "model": "model:\n  implementation: $name",
+    "moe_dispatcher": "moe:\n  dispatcher: $name",
+    "moe_runner": "moe:\n  runner: $name",
+    "quantization_method": "model:\n  quantization: $name",
+    "reasoning_parser": "text:\n  reasoning_parser: $name",
+    "scheduling_policy": "scheduler:\n  policy: $name",
+    "tool_call_parser": "text:\n  tool_call_parser: $name",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A new package: its folder, the files in it (relative), and the distribution's name."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    distribution: str
+
+
+def write_plugin(kind: str, name: str, parent: Path) -> Written:
+    """Write the package of a new plugin below `parent`. Raises ConfigurationError for a bad kind or name, or an existing folder."""
+    if kind not in KINDS:
+        raise ConfigurationError(f"Unknown plugin kind {kind!r}; kinds: {', '.join(KINDS)}.")
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise ConfigurationError(f"{name!r} cannot name a plugin; use lower-case letters, digits, '-' and '_', with a letter first.")
+    words = _words(KINDS[kind], name)
+    folder = parent / words["distribution"]
+    if folder.exists():
+        raise ConfigurationError(f"{folder} exists; choose another name or remove it.")
+    package = words["package"]
+    contents = {
+        Path("pyproject.toml"): "pyproject.toml",
+        Path("README.md"): "README.md",
+        Path(package) / "__init__.py": "manifest.py",
+        Path(package) / "plugin.py": f"{kind}.py",
+        Path("tests") / "test_plugin.py": f"test_{kind}.py",
+    }
+    for path, template in contents.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_fill(_template(template), words))
+    return Written(folder, tuple(contents), words["distribution"])
+
+
+def _words(kind: Kind, name: str) -> dict[str, str]:
+    """Everything that templates may name. A plugin `my_x` comes as distribution frame-my-x with package frame_my_x."""
+    slug = re.sub(r"[-_]+", "-", name).strip("-")
+    distribution = slug if slug.startswith("frame-") else f"frame-{slug}"
+    words = {
+        "name": name,
+        "kind": kind.name,
+        "kind_words": kind.name.replace("_", " "),
+        "hook": kind.hook,
+        "api": kind.api,
+        "distribution": distribution,
+        "package": distribution.replace("-", "_"),
+        "class_name": "".join(part.capitalize() for part in slug.split("-")),
+        "interface_module": kind.interface.partition(":")[0],
+    }
+    imports, constants, arguments = ["from frame import hookimpl"], "", ""
+    if kind.name in _CAPABILITIES:
+        module, expression = _CAPABILITIES[kind.name]
+        imports.append(f"from {module} import {expression.partition('(')[0]}")
+        constants += f"\nCAPABILITIES = {_fill(expression, words)}\n"
+        arguments += "\n        capabilities=CAPABILITIES,"
+    if kind.name in _WITH_OPTIONS:
+        imports.insert(0, "from pydantic import BaseModel, ConfigDict\n")
+        constants += _fill(_OPTIONS, words)
+        arguments += "\n        options=Options,"
+    words |= {"imports": "\n".join(imports), "constants": constants, "arguments": arguments}
+    words["select"] = _fill(_SELECT[kind.name], words)
+    return words
+
+
+def _fill(text: str, words: dict[str, str]) -> str:
+    return Template(text).substitute(words)
+
+
+def _template(name: str) -> str:
+    return (files(__package__) / "templates" / f"{name}.tmpl").read_text()

@@ -1,0 +1,78 @@
+"""`frame plugins new`: for every kind, what is written installs, is found, passes lint and its own tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.scaffold import write_plugin
+from frame.plugins.kinds import KINDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One package of each kind."""
+    folder = tmp_path_factory.mktemp("scaffold")
+    for kind in KINDS:
+        write_plugin(kind, f"my_{kind}", folder)
+    return folder
+
+
+def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_path: Path) -> None:
+    packages = sorted(map(str, written.iterdir()))
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--target", str(tmp_path), *packages)
+    listed = "import json; from frame.plugins.loader import load_registry; r = load_registry(); "
+    listed += "assert not r.broken, r.broken; print(*[x.name for k in r.all_records().values() for x in k if x.distribution != 'frame-serve'])"
+    found = run(sys.executable, "-c", listed, PYTHONPATH=str(tmp_path)).stdout.split()
+    assert sorted(found) == sorted(f"my_{kind}" for kind in KINDS)
+    tests = [f"{package}/tests" for package in packages]
+    plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--import-mode=importlib", "-c", os.devnull, "--rootdir", str(written))
+    result = run(sys.executable, "-m", "pytest", *plain, *tests, PYTHONPATH=str(tmp_path))
+    assert " passed" in result.stdout
+    assert "skipped" not in result.stdout
+
+
+def test_what_is_written_is_clean(written: Path) -> None:
+    ignore = "I001,S101"  # the import order depends on what is installed; tests assert
+    run(sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), "--ignore", ignore, str(written))
+
+
+def test_an_existing_folder_stays(tmp_path: Path) -> None:
+    first = write_plugin("eviction_policy", "mine", tmp_path)
+    before = (first.folder / "pyproject.toml").read_text()
+    with pytest.raises(ConfigurationError, match="exists"):
+        write_plugin("grammar", "mine", tmp_path)
+    assert (first.folder / "pyproject.toml").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "1st", "a b", "a/b", "../x", "class"])
+def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot name a plugin"):
+        write_plugin("grammar", name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="attention_backend"):
+        write_plugin("attention", "mine", tmp_path)
+
+
+def test_the_readme_says_how_to_choose_it(tmp_path: Path) -> None:
+    folder = write_plugin("attention_backend", "my-fast_one", tmp_path).folder
+    assert folder.name == "frame-my-fast-one"
+    assert "backend: my-fast_one" in (folder / "README.md").read_text()
+    assert "class MyFastOne(" in (folder / "frame_my_fast_one" / "plugin.py").read_text()
