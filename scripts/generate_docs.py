@@ -1,0 +1,255 @@
+"""Writes docs/reference/ from the code: configuration, hooks, backends, plugins, command line.
+
+`--check` writes nothing and fails when a page is stale. Imports no torch: everything stands in records, schemas and docstrings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+NOTE = "<!-- Written by `make docs`; change the code it comes from, not this page. -->"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; bars in cells are escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+# ---- configuration ----------------------------------------------------------------------------------------------
+
+
+def configuration() -> str:
+    """Every setting with its key, flag, variable, default and meaning."""
+    from frame.core.config import FrameConfig
+    from frame.entrypoints.settings import ALIASES, settings
+
+    parts = [
+        "# Configuration reference",
+        NOTE,
+        "Every setting can stand in a YAML file (`section:` and below it `key:`), in an environment variable and in a flag. "
+        "A flag wins over a variable, a variable over the file, the file over the default. `auto` leaves the choice to frame; "
+        "`frame config explain` says what it chose and why. [configuration.md](../configuration.md) explains the rest.",
+    ]
+    by_section: dict[str, list[Any]] = {}
+    for setting in settings():
+        by_section.setdefault(setting.key.partition(".")[0], []).append(setting)
+    for section, found in by_section.items():
+        model = FrameConfig.model_fields[section].annotation
+        parts += [f"## {section}", inspect.getdoc(model) or ""]
+        rows = [[code(s.key), _flag(s), _default(s), _values(model, s), s.description] for s in found]
+        parts.append(table(["key", "flag", "default", "values", "meaning"], rows))
+    parts += ["## Other flags", table(["flag", "meaning"], [[code(f"--{flag}"), text] for flag, (_, _, text) in ALIASES.items()])]
+    parts += [
+        "## Environment variables",
+        "`FRAME_` and the key in capitals, with `__` between section and name: `cache.page_size` is `FRAME_CACHE__PAGE_SIZE`. "
+        "`FRAME_CONFIG` names the file.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _flag(setting: Any) -> str:
+    return "" if setting.shape == "table" else code(f"--{setting.flag}")
+
+
+def _default(setting: Any) -> str:
+    if setting.default is None:
+        return "auto" if _has_auto(setting) else "not set"
+    if setting.default == () or setting.default == {}:
+        return "empty"
+    return code(str(setting.default).lower() if isinstance(setting.default, bool) else setting.default)
+
+
+def _has_auto(setting: Any) -> bool:
+    from frame.core.config import Auto, FrameConfig
+
+    section, name = setting.key.split(".")
+    field = FrameConfig.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]
+    return Auto in field.metadata
+
+
+def _values(model: Any, setting: Any) -> str:
+    if setting.choices:
+        return ", ".join(code(choice) for choice in setting.choices)
+    bounds = {type(item).__name__: item for item in model.model_fields[setting.key.partition(".")[2]].metadata}
+    words = {"Ge": ("from", "ge"), "Gt": ("above", "gt"), "Le": ("to", "le"), "Lt": ("below", "lt")}
+    limits = " ".join(f"{word} {getattr(bounds[kind], name):g}" for kind, (word, name) in words.items() if kind in bounds)
+    if setting.shape == "switch":
+        return "`true`, `false`"
+    if setting.shape == "list":
+        return "list of words"
+    if setting.shape == "table":
+        return "table"
+    names = {int: "integer", float: "number", str: "text"}
+    kind = next((names[leaf] for leaf in setting.accepts if leaf in names), "text")
+    return f"{kind} {limits}".strip()
+
+
+# ---- hooks ------------------------------------------------------------------------------------------------------
+
+
+def hooks() -> str:
+    """Every hook with its arguments, and the table of plugin kinds."""
+    from frame.plugins import hookspecs
+    from frame.plugins.kinds import KINDS
+
+    found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
+    registers = [name for name in found if name.startswith("register_")]
+    observers = [name for name in found if name.startswith("on_")]
+    parts = [
+        "# Hooks",
+        NOTE,
+        "A plugin package lists its manifest modules in the entry-point group `frame` and marks functions in them with "
+        "`@frame.hookimpl`. `register_…` hooks add records when a process starts. `on_…` hooks observe: take the arguments you "
+        "want, results are ignored, one that raises is logged and switched off. No hook is called inside a forward pass.",
+        "## Kinds of plugins",
+        table(
+            ["kind", "hook", "interface", "class to derive from"],
+            [[code(k.name), code(k.hook), code(k.api), code(k.interface.replace(":", "."))] for k in KINDS.values()],
+        ),
+        "## Registration",
+        *(_hook(name, found[name]) for name in registers),
+        "`registry.add` takes:",
+        _add_arguments(),
+        "## Observers",
+        *(_hook(name, found[name]) for name in observers),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _hook(name: str, function: Callable[..., Any]) -> str:
+    arguments = ", ".join(inspect.signature(function).parameters)
+    return f"### `{name}({arguments})`\n\n{inspect.getdoc(function)}"
+
+
+def _add_arguments() -> str:
+    from frame.plugins.registry import KindRegistry
+
+    signature = inspect.signature(KindRegistry.add)
+    text = ", ".join(str(parameter) for name, parameter in signature.parameters.items() if name != "self")
+    documentation = (inspect.getdoc(KindRegistry.add) or "").replace("\n", " ")
+    return f"```python\nregistry.add({text})\n```\n\n{documentation}"
+
+
+# ---- plugins ----------------------------------------------------------------------------------------------------
+
+
+def own_records() -> Mapping[str, list[Any]]:
+    """Our own plugins by kind, best-ranked first."""
+    from frame.plugins.loader import load_registry
+
+    return load_registry(installed=False).all_records()
+
+
+def plugins() -> str:
+    """Every plugin that comes with the package."""
+    parts = [
+        "# Plugins that come with frame",
+        NOTE,
+        "They register as any other package's plugins do. `frame plugins list` shows these and all others that are installed; "
+        "`frame plugins info NAME` shows capabilities and options of one.",
+    ]
+    for kind, records in own_records().items():
+        if records:
+            parts.append(f"## {kind}")
+            rows = [[code(r.name), r.summary, ", ".join(map(code, r.requires)) or "", _options(r)] for r in records]
+            parts.append(table(["name", "what it is", "needs", "options"], rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _options(record: Any) -> str:
+    if record.options is None:
+        return ""
+    fields = record.options.model_fields
+    return "; ".join(f"`{name}` ({field.default!r}): {field.description or ''}".rstrip(": ") for name, field in fields.items())
+
+
+def backends() -> str:
+    """What each plugin with capabilities can do, a column a plugin."""
+    parts = [
+        "# What the backends can do",
+        NOTE,
+        "Read off the capability records, which also drive `auto`, the checks and the error texts. `any` means no limit.",
+    ]
+    for kind, records in own_records().items():
+        with_fields = [r for r in records if dataclasses.is_dataclass(r.capabilities) and dataclasses.fields(r.capabilities)]
+        if with_fields:
+            parts += [f"## {kind}", _matrix(kind, with_fields)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _matrix(kind: str, records: Sequence[Any]) -> str:
+    names = [field.name for field in dataclasses.fields(records[0].capabilities)]
+    if kind == "model":  # many records with few fields: a row each
+        return table(
+            ["model", *(name.replace("_", " ") for name in names)],
+            [[code(r.name), *(_cell(getattr(r.capabilities, name), name) for name in names)] for r in records],
+        )
+    rows = [[name.replace("_", " "), *(_cell(getattr(r.capabilities, name), name) for r in records)] for name in names]
+    return table(["", *(code(r.name) for r in records)], rows)
+
+
+def _cell(value: Any, name: str) -> str:
+    if value is None:
+        return "the model's own" if name == "kv_dtypes" else "any"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join("plain" if part is None else str(part) for part in value) or "none"
+    return str(value)
+
+
+# ---- command line -----------------------------------------------------------------------------------------------
+
+
+def command_line() -> str:
+    """The help of every command."""
+    from scripts.cli_help import help_pages
+
+    parts = ["# Command line", NOTE]
+    for name, text in help_pages():
+        parts += [f"## {name}", f"```text\n{text.strip()}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "backends.md": backends,
+    "cli.md": command_line,
+    "config.md": configuration,
+    "hooks.md": hooks,
+    "plugins.md": plugins,
+}
+
+
+def stale(folder: Path = REFERENCE) -> list[str]:
+    """Names of the pages that differ from the code."""
+    return [name for name, make in PAGES.items() if not (folder / name).is_file() or (folder / name).read_text() != make()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is stale")
+    if parser.parse_args(arguments).check:
+        found = stale()
+        print(f"stale: {', '.join(found)}; run `make docs`" if found else "docs/reference is up to date")
+        return bool(found)
+    REFERENCE.mkdir(parents=True, exist_ok=True)
+    for name, make in PAGES.items():
+        (REFERENCE / name).write_text(make())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.exit(main())
