@@ -1,0 +1,96 @@
+"""Gives a command all configuration flags: `--config`, `--set` and one flag a setting, and hands it the loaded configuration.
+
+Use `@config_command(help=…)` in place of `@click.command`; the function gets `loaded: LoadedConfig` and its own options.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from frame.entrypoints.config_sources import load_config
+from frame.entrypoints.settings import ALIASES, Setting, settings
+
+_PREFIX = "setting_"  # of parameter names, so that a command's own options never collide with a setting
+
+
+class SettingOption(click.Option):
+    """A flag that sets a field of the configuration; help groups flags by section."""
+
+    section = "Configuration"
+
+
+class ConfigCommand(click.Command):
+    """A command whose help lists the settings' flags section by section, after its own options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            line = param.get_help_record(ctx)
+            if line is not None:
+                groups.setdefault(param.section if isinstance(param, SettingOption) else "Options", []).append(line)
+        for title in sorted(groups, key=lambda title: title != "Options"):
+            with formatter.section(title):
+                formatter.write_dl(groups[title])
+
+
+def config_command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """`click.command` with all configuration flags. Exit code 78 and one sentence when the configuration is wrong."""
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        return click.command(name, cls=ConfigCommand, **attributes)(config_options(function))
+
+    return decorate
+
+
+def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the flags only; the decorated function is called with `loaded=LoadedConfig`."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, config_file: str | None, set_values: tuple[str, ...], **options: Any) -> Any:
+        flags = {key.removeprefix(_PREFIX): options.pop(key) for key in list(options) if key.startswith(_PREFIX)}
+        return function(*args, loaded=load_config(config_file, flags, set_values), **options)
+
+    decorated: Callable[..., Any] = wrapped
+    for name, (_, _, text) in ALIASES.items():
+        decorated = click.option(f"--{name}", _parameter(name), cls=_option_class("cache"), is_flag=True, default=None, help=text)(
+            decorated
+        )
+    for setting in reversed(list(settings())):
+        if setting.shape != "table":
+            decorated = _flag(setting)(decorated)
+    decorated = click.option(
+        "--set", "set_values", cls=SettingOption, multiple=True, metavar="KEY=VALUE",
+        help="Any setting by its key, also plugins' own: plugins.options.KIND/NAME.KEY=VALUE.",
+    )(decorated)  # fmt: skip
+    return click.option("--config", "config_file", cls=SettingOption, metavar="FILE", help="YAML file (default: FRAME_CONFIG).")(decorated)
+
+
+def _flag(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    section = _option_class(setting.path[0])
+    default = "auto" if setting.default is None and setting.is_optional else setting.default
+    shown = {True: "on", False: "off", (): "none", "": "none"}.get(default, default)
+    text = f"{setting.description.replace('`', '')} [{shown}]"
+    if setting.shape == "switch":
+        declaration = f"--{setting.flag}/--no-{setting.flag}"
+        return click.option(declaration, _parameter(setting.flag), cls=section, default=None, help=text)
+    return click.option(f"--{setting.flag}", _parameter(setting.flag), cls=section, metavar=_metavar(setting), help=text)
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "|".join(("auto", *setting.choices) if setting.is_optional else setting.choices)
+    if setting.shape == "list":
+        return "A,B,…"
+    return {int: "N", float: "X", str: "TEXT"}.get(setting.accepts[0] if setting.accepts else str, "VALUE")
+
+
+def _option_class(section: str) -> type[SettingOption]:
+    return type("SectionOption", (SettingOption,), {"section": f"Settings: {section}"})
+
+
+def _parameter(flag: str) -> str:
+    return _PREFIX + flag.replace("-", "_")

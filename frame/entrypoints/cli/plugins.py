@@ -1,0 +1,163 @@
+"""`frame plugins list | info | check | new`: what is installed, whether it works, and how to start one's own. Reads records only."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from frame.core.config import FrameConfig
+from frame.core.errors import PluginError
+from frame.core.interfaces.plugin import PluginRecord
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.prepare import registry_of
+from frame.plugins.kinds import KINDS
+from frame.plugins.registry import Registry
+
+CHECK_SECONDS = 300
+
+
+@click.group("plugins", help="List, inspect, check and create plugins.")
+def command() -> None:
+    pass
+
+
+@config_command("list", help="List every plugin that is found, with who brought it and whether it can be used.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@click.option("--kind", type=click.Choice(list(KINDS)), metavar="KIND", help="Only this kind.")
+def list_(loaded: LoadedConfig, is_json: bool, kind: str | None) -> None:
+    registry = registry_of(loaded.config)
+    records = [record for each in KINDS if kind in (None, each) for record in registry.records(each)]
+    if is_json:
+        broken = [dataclasses.asdict(each) for each in registry.broken]
+        click.echo(json.dumps({"plugins": [as_data(record) for record in records], "broken": broken}, indent=2))
+        return
+    rows = [(r.kind, r.name, f"{r.distribution} {r.version}".strip(), _state(r)) for r in records]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+    _print_broken(registry)
+
+
+@click.command(help="Show one plugin: NAME or KIND/NAME.")
+@click.argument("name")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+def info(name: str, is_json: bool) -> None:
+    found = registry_of(FrameConfig()).find(name)
+    if is_json:
+        click.echo(json.dumps([as_data(record) for record in found], indent=2))
+        return
+    for record in found:
+        for line in _described(record):
+            click.echo(line)
+
+
+@click.command(help="Load one plugin (NAME or KIND/NAME) in a process of its own and report success or the cause.")
+@click.argument("name")
+@click.option("--conformance", is_flag=True, help="Run the conformance suite of its interface too.")
+def check(name: str, conformance: bool) -> None:
+    for record in registry_of(FrameConfig()).find(name):
+        _check(record)
+        click.echo(f"{record.kind}/{record.name}: loads ({record.target})")
+        if conformance:
+            _conformance(record)
+
+
+@click.command(help="Write an installable package with a working plugin of KIND called NAME, and its tests.")
+@click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
+@click.argument("name")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where to write it [./PACKAGE].")
+def new(kind: str, name: str, folder: Path | None) -> None:
+    from frame.entrypoints.cli.scaffold import write_package
+
+    written = write_package(kind, name, folder)
+    click.echo(f"{written}: a {kind} called {name!r}. Next:")
+    click.echo(f"  pip install -e {written}\n  pytest {written}\n  frame plugins check {kind}/{name}")
+
+
+for _each in (list_, info, check, new):
+    command.add_command(_each)
+
+
+def as_data(record: PluginRecord) -> dict[str, Any]:
+    """A record as JSON data."""
+    capabilities = record.capabilities
+    return {
+        "kind": record.kind,
+        "name": record.name,
+        "summary": record.summary,
+        "distribution": record.distribution,
+        "version": record.version,
+        "target": record.target,
+        "api": record.api,
+        "rank": record.rank,
+        "requires": list(record.requires),
+        "capabilities": dataclasses.asdict(capabilities) if _is_data(capabilities) else {},  # type: ignore[call-overload]
+        "options": record.options.model_json_schema() if record.options else None,
+        "problems": [str(problem) for problem in record.problems],
+    }
+
+
+def _is_data(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _state(record: PluginRecord) -> str:
+    if record.problems:
+        return f"cannot be used: {'; '.join(map(str, record.problems))}"
+    return record.summary
+
+
+def _described(record: PluginRecord) -> list[str]:
+    data = as_data(record)
+    lines = [f"{record.kind}/{record.name}"]
+    lines += [f"  {key}: {data[key]}" for key in ("summary", "distribution", "version", "target", "api", "rank") if data[key] != ""]
+    lines += [f"  requires: {', '.join(record.requires)}"] if record.requires else []
+    lines += [f"  capabilities.{key}: {value}" for key, value in data["capabilities"].items()]
+    if record.options:
+        lines += [
+            f"  option {name}: {field.description or ''} [{field.get_default(call_default_factory=True)!r}]"
+            for name, field in record.options.model_fields.items()
+        ]
+    return lines + [f"  cannot be used: {problem}" for problem in record.problems]
+
+
+def _print_broken(registry: Registry) -> None:
+    for broken in registry.broken:
+        click.echo(f"broken: {broken}", err=True)
+
+
+def _check(record: PluginRecord) -> None:
+    """Raises PluginError with the cause, also when the process was killed by its plugin."""
+    arguments = [sys.executable, "-m", "frame.plugins.check", record.kind, record.name]
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise PluginError(f"{record.kind}/{record.name} does not load within {CHECK_SECONDS} seconds.") from None
+    if done.returncode < 0:
+        raise PluginError(f"{record.kind}/{record.name} kills its process with {signal.Signals(-done.returncode).name} when it is loaded.")
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PluginError(f"{record.kind}/{record.name} ends its process (exit code {done.returncode}) when it is loaded: {last}")
+    result = json.loads(lines[-1])
+    if not result["ok"]:
+        raise PluginError(result["error"])
+
+
+def _conformance(record: PluginRecord) -> None:
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
+        raise PluginError("The conformance suites need pytest; install it: pip install 'frame-serve[test]'.")
+    family = record.api.partition("/")[0]
+    arguments = [sys.executable, "-m", "pytest", "-q", f"--frame-conformance={family}:{record.name}"]
+    done = subprocess.run(arguments, check=False)
+    if done.returncode:
+        raise PluginError(f"{record.kind}/{record.name} does not pass the conformance suite of {record.api} (see above).")

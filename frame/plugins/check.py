@@ -1,0 +1,26 @@
+"""`python -m frame.plugins.check KIND NAME`: load one plugin in this process and say how it went; a crash harms nobody else.
+
+Prints one JSON object: {"ok": bool, "error": str | null, "class": str | null}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from frame.core.errors import PluginError
+from frame.plugins.loader import load_registry
+
+
+def check(kind: str, name: str) -> dict[str, object]:
+    """Load the plugin; never raises for the plugin's fault."""
+    try:
+        registry = load_registry()
+        loaded = registry.load(registry.get(kind, name))
+    except PluginError as error:
+        return {"ok": False, "error": str(error), "class": None}
+    return {"ok": True, "error": None, "class": f"{loaded.__module__}.{loaded.__qualname__}"}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(check(sys.argv[1], sys.argv[2])) + "\n")
