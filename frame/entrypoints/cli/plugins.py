@@ -74,11 +74,11 @@ def check(name: str, conformance: bool) -> None:
 @click.command(help="Write an installable package with a working plugin of KIND called NAME, and its tests.")
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where to write it [./PACKAGE].")
-def new(kind: str, name: str, folder: Path | None) -> None:
-    from frame.entrypoints.cli.scaffold import write_package
+@click.option("--dir", "parent", type=click.Path(path_type=Path), default=Path(), help="Folder to write the package's folder in [.].")
+def new(kind: str, name: str, parent: Path) -> None:
+    from frame.entrypoints.scaffold import write_plugin
 
-    written = write_package(kind, name, folder)
+    written = write_plugin(kind, name, parent).folder
     click.echo(f"{written}: a {kind} called {name!r}. Next:")
     click.echo(f"  pip install -e {written}\n  pytest {written}\n  frame plugins check {kind}/{name}")
 
