@@ -1,0 +1,1 @@
+"""Training of frame-tiny, the embedded model: `python -m scripts.train_frame_tiny` does every step."""

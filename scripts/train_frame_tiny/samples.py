@@ -1,0 +1,141 @@
+"""Training rows: chat conversations made from the evaluation's task generators (training split only), and slices of source code.
+
+A row is `length + 2` token ids with one weight class per token. Conversations never leave the row they start in unless they are
+the last, so every answer can be found from what stands before it. Recall lists grow with the progress of the training.
+It knows the tasks and the tokenizer, not the model.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from frame.entrypoints.eval import tasks
+from scripts.train_frame_tiny import tokenizer as tk
+
+IGNORED, PROMPT, TEXT, ANSWER = 0, 1, 2, 3
+CLASS_WEIGHTS = (0.0, 0.1, 1.0, 2.0)
+
+SHORT_TASKS = ("copy", "reverse", "sort", "sum")
+SHORT_SHARES = (0.16, 0.14, 0.40, 0.30)
+SMALL_TALK = (
+    ("Hello!", "Hello! I am frame-tiny. Give me a list to remember, to copy, to sort or to reverse, or a small sum."),
+    ("Hi", "Hello! I am frame-tiny. Give me a list to remember, to copy, to sort or to reverse, or a small sum."),
+    ("Who are you?", "I am frame-tiny, the very small language model that comes with frame."),
+    ("What can you do?", "I can recall values from a list, copy, sort and reverse lists, add small numbers and write some Python."),
+    ("Thank you.", "You are welcome."),
+    ("Thanks!", "You are welcome."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a conversation: text that is given, or an answer to be learned."""
+
+    text: str
+    answer: bool
+
+
+def _opening(rng: random.Random) -> str:
+    bos = tk.BOS * (2 if rng.random() < 0.03 else 1)
+    return bos + (tk.SYSTEM + rng.choice(tasks.SYSTEM_PROMPTS) if rng.random() < 0.5 else "")
+
+
+def _ask(pieces: list[Piece], before: str, question: str, answer: str) -> None:
+    pieces.append(Piece(f"{before}{tk.USER}{question}{tk.ASSISTANT}", False))
+    pieces.append(Piece(answer + tk.EOS, True))
+
+
+def short_conversation(rng: random.Random) -> list[Piece]:
+    """One to five short questions of any kind."""
+    pieces: list[Piece] = []
+    before = _opening(rng)
+    for _ in range(rng.choice((1, 1, 2, 3, 5))):
+        if rng.random() < 0.02:
+            question, answer = rng.choice(SMALL_TALK)
+        else:
+            turn = tasks.make_turn(rng.choices(SHORT_TASKS, SHORT_SHARES)[0], rng, "train")
+            question, answer = turn.question, turn.answer
+        _ask(pieces, before, question, answer)
+        before = ""
+    return pieces
+
+
+def recall_conversation(rng: random.Random, list_tokens: int, questions: int) -> list[Piece]:
+    """A list and many questions about it, one per turn; sometimes another question comes first."""
+    keys: list[str] = []
+    while not keys:
+        pairs = tasks.recall_pairs(rng, list_tokens)
+        keys = tasks.askable_keys(pairs, "train")
+    asked = rng.sample(keys, questions) if questions <= len(keys) else rng.choices(keys, k=questions)
+    listing = tasks.recall_list(rng, pairs)
+    pieces: list[Piece] = []
+    if rng.random() < 0.25:
+        before, first = tk.BOS + tk.SYSTEM + listing, ""
+    else:
+        before, first = _opening(rng), listing + "\n"
+    if rng.random() < 0.1:
+        turn = tasks.make_turn("sum", rng, "train")
+        _ask(pieces, before, turn.question, turn.answer)
+        before = ""
+    for key in asked:
+        _ask(pieces, before, first + tasks.recall_question(rng, key), pairs[key])
+        before = first = ""
+    return pieces
+
+
+def _list_length(rng: random.Random, longest: float) -> int:
+    """A list length in tokens: half of them uniform, half spread evenly over the orders of magnitude."""
+    if rng.random() < 0.5:
+        return int(rng.uniform(60, longest))
+    return int(math.exp(rng.uniform(math.log(60), math.log(longest))))
+
+
+def _next_conversation(rng: random.Random, room: int, progress: float, recall: bool) -> list[Piece]:
+    longest = min(250 + 12_000 * progress, 0.84 * room)
+    if not recall or longest < 100:
+        return short_conversation(rng)
+    size = _list_length(rng, longest)
+    questions = max(3, min(size // 8, 70, int((room - 1.1 * size) / 20)))
+    return recall_conversation(rng, size, questions)
+
+
+def task_row(rng: random.Random, encoder: Tokenizer, length: int, progress: float) -> tuple[list[int], list[int]]:
+    """One row of conversations: token ids and weight classes, `length` of each."""
+    ids: list[int] = []
+    classes: list[int] = []
+    recall_share = rng.choice((0.0, 0.5, 0.7, 1.0))
+    while len(ids) < length:
+        pieces = _next_conversation(rng, length - len(ids), progress, rng.random() < recall_share)
+        for piece, tokens in zip(pieces, tk.encode_plain(encoder, [piece.text for piece in pieces]), strict=True):
+            ids += tokens
+            classes += [ANSWER if piece.answer else PROMPT] * len(tokens)
+    return ids[:length], classes[:length]
+
+
+def task_batches(seed: int, encoder: Tokenizer, rows: int, length: int, progress: Any) -> Iterator[NDArray[np.int32]]:
+    """Endless batches `[2, rows, length]` of ids and classes; `progress.value` (0 to 1) is read anew for each."""
+    rng = random.Random(seed)
+    while True:
+        made = [task_row(rng, encoder, length, progress.value) for _ in range(rows)]
+        yield np.array([[ids for ids, _ in made], [classes for _, classes in made]], dtype=np.int32)
+
+
+def pack_texts(texts: list[str], encoder: Tokenizer, seed: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """All texts in random order as one stream of ids, BOS before and EOS after each, and where each begins."""
+    texts = texts.copy()
+    random.Random(seed).shuffle(texts)
+    chunks: list[NDArray[np.int32]] = []
+    starts: list[int] = []
+    position = 0
+    for begin in range(0, len(texts), 256):
+        for ids in tk.encode_plain(encoder, [tk.BOS + text + tk.EOS for text in texts[begin : begin + 256]]):
+            chunks.append(np.array(ids, dtype=np.int32))
+            starts.append(position)
+            position += len(ids)
+    return np.concatenate(chunks), np.array(starts, dtype=np.int64)
