@@ -1,17 +1,16 @@
 """Scheduler and runner in one process, without transport or text: what tests of models, backends and caches drive.
 
-Takes a configuration as users write it, so that plugins are chosen and loaded as in a server. Knows no plugin by name.
+Takes what `frame.entrypoints.prepare` yields, so that plugins are chosen and loaded as in a server. Knows no plugin by name.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from frame.core.allocator import PagedAllocator
-from frame.core.config import FrameConfig
 from frame.core.interfaces.build import Collective
 from frame.core.messages import Generate, Tokens
 from frame.core.model_parts import Loaded, Parts
@@ -21,11 +20,12 @@ from frame.core.parallel import LocalGroup
 from frame.core.radix_cache import RadixCache
 from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import Scheduler, SchedulerConfig
-from frame.entrypoints.prepare import Prepared, prepare
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import PendingStep
+    from frame.core.resolved import Resolved
+    from frame.plugins.registry import Registry
 
 MAX_STEPS = 100_000
 
@@ -33,11 +33,10 @@ MAX_STEPS = 100_000
 class LocalLoop:
     """`generate` runs token-id prompts to their end; `stats` counts what a test wants to know of how it came about."""
 
-    def __init__(self, config: FrameConfig | Prepared, tp: Collective | None = None) -> None:
-        prepared = config if isinstance(config, Prepared) else prepare(config)
-        self.resolved = prepared.resolved
-        self.runner: TorchModelRunner = build_runner(self.resolved, load_parts(prepared), tp or LocalGroup())
-        self.scheduler = _scheduler(prepared, self.runner)
+    def __init__(self, resolved: Resolved, registry: Registry, tp: Collective | None = None) -> None:
+        self.resolved = resolved
+        self.runner: TorchModelRunner = build_runner(resolved, load_parts(resolved, registry), tp or LocalGroup())
+        self.scheduler = make_scheduler(resolved, registry, self.runner.capacity.num_pages)
         self.stats = {"steps": 0, "mixed": 0, "decode": 0, "extend": 0}
         self._number = 0
 
@@ -64,7 +63,7 @@ class LocalLoop:
             raise RuntimeError(f"requests {sorted(set(rids) - ended)} did not end")
         return [outputs[rid] for rid in rids]
 
-    def _steps(self) -> Any:
+    def _steps(self) -> Iterator[Tokens]:
         """Yields the `Tokens` of every step until nothing is left to do, one step behind when the scheduler overlaps."""
         in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         depth = 1 if self.resolved.overlap else 0
@@ -90,13 +89,12 @@ class LocalLoop:
         self.stats[kind] += 1
 
 
-def load_parts(prepared: Prepared) -> Parts:
+def load_parts(resolved: Resolved, registry: Registry) -> Parts:
     """The chosen classes, as the server's composition root loads them."""
-    registry, chosen = prepared.registry, prepared.resolved.plugins
 
     def load(kind: str) -> list[Loaded[Any]]:
-        loaded = []
-        for choice in chosen.get(kind, []):
+        loaded: list[Loaded[Any]] = []
+        for choice in resolved.plugins.get(kind, []):
             record = registry.get(kind, choice.name)
             loaded.append(Loaded(registry.load(record), registry.options(record, choice.options)))
         return loaded
@@ -115,8 +113,8 @@ def load_parts(prepared: Prepared) -> Parts:
     )
 
 
-def _scheduler(prepared: Prepared, runner: TorchModelRunner) -> Scheduler:
-    resolved, registry = prepared.resolved, prepared.registry
+def make_scheduler(resolved: Resolved, registry: Registry, num_pages: int) -> Scheduler:
+    """A scheduler with the chosen policies and cache over a pool of `num_pages` pages."""
 
     def make(kind: str) -> Any:
         choice = resolved.choice(kind)
@@ -126,7 +124,7 @@ def _scheduler(prepared: Prepared, runner: TorchModelRunner) -> Scheduler:
 
     config = SchedulerConfig(
         page_size=resolved.page_size,
-        num_pages=runner.capacity.num_pages,
+        num_pages=num_pages,
         max_running=resolved.max_running_requests,
         token_budget=resolved.chunked_prefill_size,
         max_context=resolved.max_context,
@@ -134,5 +132,6 @@ def _scheduler(prepared: Prepared, runner: TorchModelRunner) -> Scheduler:
         eos_ids=resolved.facts.eos_token_ids,
         overlap=resolved.overlap,
     )
-    cache = NoCache(resolved.page_size) if resolved.user.cache.prefix == "none" else RadixCache(resolved.page_size, make("eviction_policy"))
-    return Scheduler(config, cache, PagedAllocator(config.num_pages), make("scheduling_policy"))
+    plain = resolved.user.cache.prefix == "none"
+    cache = NoCache(resolved.page_size) if plain else RadixCache(resolved.page_size, make("eviction_policy"))
+    return Scheduler(config, cache, PagedAllocator(num_pages), make("scheduling_policy"))
