@@ -6,12 +6,14 @@ Requests that share a prefix so run one after the other, while it is cached.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.request import Request
+
+if TYPE_CHECKING:
+    from frame.core.request import Request
 
 
 class DepthFirstByWeight(SchedulingPolicy):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.request import Request
+
+if TYPE_CHECKING:
+    from frame.core.request import Request
 
 
 class Fcfs(SchedulingPolicy):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from random import Random
+from typing import TYPE_CHECKING
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.request import Request
+
+if TYPE_CHECKING:
+    from frame.core.request import Request
 
 
 class RandomOrder(SchedulingPolicy):

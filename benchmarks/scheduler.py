@@ -1,0 +1,163 @@
+"""What the scheduler costs on the CPU, in microseconds a step: `python benchmarks/scheduler.py` prints one JSON object.
+
+A runner without a model answers at once, so that `next_batch` and `commit` are all that is timed. Steps are timed one by one;
+medians and 99th percentiles, so that the rare step that flushes, evicts or admits is seen and does not hide the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from frame.core.allocator import PagedAllocator
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.messages import Generate
+from frame.core.radix_cache import RadixCache
+from frame.core.sampling_params import SamplingParams
+from frame.core.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from frame.core.request import Request
+
+VOCAB = 32_000
+PARAMS = SamplingParams(max_tokens=100_000, temperature=0.0)
+
+
+class Oldest(EvictionPolicy):
+    """Least recently used, written out here: a benchmark of the core names no plugin."""
+
+    def key(self, node: EvictableNode) -> tuple[float, ...]:
+        return (node.last_access,)
+
+
+class InOrder(SchedulingPolicy):
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return waiting
+
+
+class ByMatch(SchedulingPolicy):
+    needs_matches: ClassVar[bool] = True
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return sorted(waiting, key=lambda request: request.match.num_tokens if request.match else 0, reverse=True)
+
+
+class Instant:
+    """Answers a batch with random tokens that no one stops at."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        count = int(np.count_nonzero(batch.samples))
+        return StepResult(step=batch.step, token_ids=self._random.integers(10, VOCAB, count, dtype=np.int32))
+
+
+def build(running: int, page_size: int, overlap: bool, policy: SchedulingPolicy, tokens_each: int, queued: int = 0) -> Scheduler:
+    config = SchedulerConfig(
+        page_size=page_size,
+        num_pages=1 + running * (-(-tokens_each // page_size) + 8),
+        max_running=running,
+        token_budget=8192,
+        max_context=1_000_000,
+        vocab_size=VOCAB,
+        max_queued=queued + running + 1,
+        eos_ids=(2,),
+        overlap=overlap,
+    )
+    config_table_is_small = min(config.max_context, config.capacity)
+    config = SchedulerConfig(**{**{f: getattr(config, f) for f in config.__slots__}, "max_context": config_table_is_small})
+    return Scheduler(config, RadixCache(page_size, Oldest()), PagedAllocator(config.num_pages), policy)
+
+
+def drive(scheduler: Scheduler, steps: int, overlap: bool) -> np.ndarray:
+    """Seconds of scheduler work in each of `steps` steps."""
+    runner, pending, times = Instant(), deque[tuple[ScheduledBatch, StepResult]](), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        batch = scheduler.next_batch(0.0)
+        spent = time.perf_counter() - start
+        if batch is not None:
+            pending.append((batch, runner.run(batch)))
+        while len(pending) > overlap:
+            done, result = pending.popleft()
+            start = time.perf_counter()
+            scheduler.commit(done, result)
+            spent += time.perf_counter() - start
+        times.append(spent)
+    while pending:
+        scheduler.commit(*pending.popleft())
+    return np.array(times)
+
+
+def figures(times: np.ndarray) -> dict[str, float]:
+    micro = times * 1e6
+    return {
+        "median_us": round(float(np.median(micro)), 1),
+        "mean_us": round(float(micro.mean()), 1),
+        "p99_us": round(float(np.percentile(micro, 99)), 1),
+    }
+
+
+def decoding(running: int, overlap: bool, page_size: int = 16, steps: int = 1500) -> dict[str, float]:
+    """All requests decode; none starts or ends."""
+    scheduler = build(running, page_size, overlap, InOrder(), steps + 200)
+    random = np.random.default_rng(1)
+    for i in range(running):
+        prompt = random.integers(10, VOCAB, 64).tolist()
+        refused = scheduler.add(Generate(rid=f"request-{i}", token_ids=prompt, params=SamplingParams(max_tokens=steps + 100)))
+        if refused:
+            raise RuntimeError(refused.error)
+    drive(scheduler, 20, overlap)
+    return figures(drive(scheduler, steps, overlap))
+
+
+def queued(policy: SchedulingPolicy, running: int, waiting: int, steps: int = 600) -> dict[str, float]:
+    """`running` on the device, `waiting` in the queue all the time; requests of 32 to 96 tokens come and go."""
+    scheduler = build(running, 16, True, policy, 256, waiting + 10_000)
+    random = np.random.default_rng(2)
+    shared = [random.integers(10, VOCAB, 64).tolist() for _ in range(16)]
+
+    def add(i: int) -> None:
+        prompt = shared[i % 16] + random.integers(10, VOCAB, 32).tolist()
+        refused = scheduler.add(Generate(rid=str(i), token_ids=prompt, params=SamplingParams(max_tokens=int(random.integers(32, 97)))))
+        if refused:
+            raise RuntimeError(refused.error)
+
+    for i in range(running + waiting):
+        add(i)
+    times, count = [], running + waiting
+    for _ in range(steps // 10):
+        times.append(drive(scheduler, 10, True))
+        while scheduler.load()["waiting"] < waiting:
+            add(count)
+            count += 1
+    return figures(np.concatenate(times)[100:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1500)
+    steps = parser.parse_args().steps
+    report = {
+        "benchmark": "scheduler",
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "decoding": {f"{n} running, overlap {o}": decoding(n, o, steps=steps) for n in (1, 64, 256) for o in (False, True)},
+        "page_size_1": decoding(256, True, page_size=1, steps=steps),
+        "queued_10000": {name: queued(policy, 256, 10_000) for name, policy in (("in order", InOrder()), ("by match", ByMatch()))},
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

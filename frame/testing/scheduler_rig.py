@@ -1,0 +1,177 @@
+"""`SchedulerRig`: a scheduler with a `FakeRunner`, driven step by step and checked against what an unconstrained run would yield.
+
+Shared by the scheduler's own tests and by the conformance checks of policies; knows no policy by name.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from frame.core.allocator import PagedAllocator
+from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
+from frame.core.no_cache import NoCache
+from frame.core.radix_cache import RadixCache
+from frame.core.request import NOT_FINITE, TIMED_OUT
+from frame.core.sampling_params import SamplingParams
+from frame.core.scheduler import Scheduler, SchedulerConfig
+from frame.testing.fake_runner import DoneStep, FakeRunner, continuation
+
+
+class OldestFirst(EvictionPolicy):
+    """Least recently used: the eviction order of a rig that was given none."""
+
+    def key(self, node: EvictableNode) -> tuple[float, ...]:
+        return (node.last_access,)
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a request asked for, and what came."""
+
+    message: Generate
+    whole: list[int]  # every token of an unconstrained run
+    got: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    cached: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+class SchedulerRig:
+    """Runs requests and remembers what they should and did yield.
+
+    `step` builds and launches one batch and commits those that are due (with overlap one stays in flight).
+    After every step pages, locks and slots are checked.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulingPolicy,
+        eviction: EvictionPolicy | None = None,
+        prefix_cache: bool = True,
+        is_invalid: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
+        self.config = config
+        self.now = 0.0
+        self.requests: dict[str, Expected] = {}
+        self.max_rows = 0
+        cache = RadixCache(config.page_size, eviction or OldestFirst()) if prefix_cache else NoCache(config.page_size)
+        self.allocator = PagedAllocator(config.num_pages)
+        self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
+        self.runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)
+        self._in_flight: deque[tuple[ScheduledBatch, DoneStep]] = deque()
+
+    def add(
+        self, tokens: Sequence[int], params: SamplingParams, priority: int = 0, namespace: str = "", deadline: float | None = None
+    ) -> str:
+        """Queue a request; it must not be refused. `params.seed` must be set when the temperature is above 0. -> rid."""
+        rid = f"request-{len(self.requests)}"
+        message = Generate(rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline)
+        refused = self.scheduler.add(message)
+        if refused is not None:
+            raise AssertionError(f"{rid} was refused: {refused.error}")
+        self.requests[rid] = Expected(message, self._whole(tokens, params))
+        return rid
+
+    def abort(self, rid: str) -> None:
+        self.scheduler.abort([rid])
+        self._receive(self.scheduler.drain_outputs())
+
+    def step(self) -> bool:
+        """One turn of an engine's loop; False when there was nothing to launch and nothing to commit."""
+        batch = self.scheduler.next_batch(self.now)
+        if batch is not None:
+            self.max_rows = max(self.max_rows, len(batch.slots))
+            self._check_budget(batch)
+            self._in_flight.append((batch, self.runner.launch(batch)))
+        worked = bool(self._in_flight)
+        keep = 1 if self.config.overlap and batch is not None else 0
+        while len(self._in_flight) > keep:
+            self.commit()
+        self._receive(self.scheduler.drain_outputs())
+        self.scheduler.check_integrity()
+        return worked
+
+    def commit(self) -> None:
+        """Commit the oldest step in flight, if there is one."""
+        if self._in_flight:
+            batch, pending = self._in_flight.popleft()
+            self._receive(self.scheduler.commit(batch, pending.wait()))
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until idle, then check everything."""
+        for _ in range(max_steps):
+            if self.scheduler.is_idle:
+                break
+            if not self.step():
+                raise AssertionError("requests wait, but nothing is scheduled and nothing is in flight")
+        else:
+            raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.load()}")
+        self.check()
+
+    def check(self) -> None:
+        """All requests ended as they must; all pages and slots are back."""
+        for rid, request in self.requests.items():
+            self._check_request(rid, request)
+        self.scheduler.check_integrity()
+        self.scheduler.flush_cache()
+        if self.allocator.num_free != self.allocator.capacity:
+            raise AssertionError(f"{self.allocator.capacity - self.allocator.num_free} pages did not come back")
+
+    def _check_request(self, rid: str, request: Expected) -> None:
+        if request.finish is None:
+            raise AssertionError(f"{rid} never finished")
+        if request.got != request.whole[: len(request.got)]:
+            raise AssertionError(f"{rid} yielded {request.got}, an unconstrained run yields {request.whole}")
+        error = request.finish.error or ""
+        ended_early = request.finish.reason == "abort" or error.startswith((NOT_FINITE, TIMED_OUT))
+        if not ended_early and len(request.got) != len(request.whole):
+            raise AssertionError(f"{rid} ended after {len(request.got)} of {len(request.whole)} tokens: {request.finish}")
+        if request.got and request.cached is None:
+            raise AssertionError(f"{rid} was not told how many tokens were cached")
+        if request.message.params.logprobs is not None:
+            told = [token for each in request.logprobs for token in each.token_ids]
+            if told != request.got:
+                raise AssertionError(f"{rid} has log-probabilities of {told} for {request.got}")
+        if request.message.params.prompt_logprobs is not None and request.got:
+            given = request.prompt_logprobs
+            if given is None or given.token_ids != list(request.message.token_ids) or given.logprobs[0] is not None:
+                raise AssertionError(f"{rid} has no log-probabilities of its prompt")
+            if None in given.logprobs[1:]:
+                raise AssertionError(f"{rid} lacks the log-probability of prompt token {given.logprobs.index(None, 1)}")
+
+    def _whole(self, tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        limit = min(self.config.max_context, self.config.capacity + 1) - len(tokens)
+        count = limit if params.max_tokens is None else min(limit, params.max_tokens)
+        whole = continuation(tokens, params, params.seed or 0, self.config.vocab_size, count)
+        stops = () if params.ignore_eos else (*self.config.eos_ids, *params.stop_token_ids)
+        ends = [i + 1 for i, token in enumerate(whole) if token in stops and i + 1 >= params.min_tokens]
+        return whole[: ends[0]] if ends else whole
+
+    def _check_budget(self, batch: ScheduledBatch) -> None:
+        prompt_tokens = int(batch.num_scheduled[batch.num_decodes :].sum())
+        if prompt_tokens > self.config.token_budget or len(batch.slots) > self.config.max_running:
+            raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
+
+    def _receive(self, tokens: Tokens | None) -> None:
+        if tokens is None:
+            return
+        for i, rid in enumerate(tokens.rids):
+            request = self.requests[rid]
+            if request.finish is not None:
+                raise AssertionError(f"{rid} got tokens after its end")
+            request.got += tokens.token_ids[i]
+            request.finish = tokens.finishes.get(i)
+            if i in tokens.cached:
+                if request.cached is not None:
+                    raise AssertionError(f"{rid} was told twice how many tokens were cached")
+                request.cached = tokens.cached[i]
+            if i in tokens.logprobs:
+                request.logprobs.append(tokens.logprobs[i])
+            request.prompt_logprobs = tokens.prompt_logprobs.get(i, request.prompt_logprobs)
