@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
-from frame.testing.attention_batch import Pages, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
+from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
+from frame.testing.attention_batch import Pages, PlainKVCache, RandomProjections, Rows, forward_batch, lay_out, planned
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -149,12 +149,9 @@ def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | N
         for row, places in enumerate(pages.places):
             part[torch.from_numpy(places)] = poison(row, inputs.cached[row][index])
         parts.append(part.view(pages.num_pages, case.page_size, *shape).to(device=device, dtype=case.dtype))
-    own = [
-        torch.cat([poison(row, cached[index][prefix:]) for row, (cached, prefix) in enumerate(zip(inputs.cached, rows.prefixes, strict=True))])
-        for index in range(len(parts))
-    ]
+    new = [tuple(poison(row, part[prefix:]) for part in inputs.cached[row]) for row, prefix in enumerate(rows.prefixes)]
     q = torch.cat([poison(row, query) for row, query in enumerate(inputs.queries)]).to(device=device, dtype=case.dtype)
-    own = [part.to(device=device, dtype=case.dtype) for part in own]
+    own = [torch.cat(row_parts).to(device=device, dtype=case.dtype) for row_parts in zip(*new, strict=True)]
     kv = PlainKVCache(case.page_size, parts)
     batch = forward_batch(rows, pages, kv, device)
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself

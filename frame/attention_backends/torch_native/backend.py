@@ -60,13 +60,12 @@ class TorchNativeBackend(AttentionBackend):
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         groups = self._groups(spec, batch)
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
-        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-        for group in (*groups.decodes, *groups.extends):
-            keys, values = (k, v) if group.keys is None else (cached_k, cached_v)
-            places = group.tokens if group.keys is None else group.keys
-            result = attend(spec, group, _take(q, group.tokens), _take(keys, places), _take(values, places))
-            _put(out, group, result)
-        return out
+        work = [*groups.decodes, *groups.extends]
+        results = []
+        for group in work:
+            keys, values = (k, v) if group.own_keys else (cached_k, cached_v)
+            results.append(attend(spec, group, _take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)))
+        return _assemble(q.shape[0], work, results)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -75,24 +74,45 @@ class TorchNativeBackend(AttentionBackend):
         groups = self._groups(spec, batch)
         (cached,) = batch.kv.layer(spec.layer)
         cached = cached.view(-1, cached.shape[-1])
-        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
-        if groups.decodes:
-            n = batch.num_decodes
-            q = torch.cat((layer.absorb(q_nope[:n]), q_rope[:n]), dim=-1)
-            attended = q.new_empty(n, spec.num_heads, layer.kv_lora_rank)
-            for group in groups.decodes:
-                _put(attended, group, _absorbed(layer, group, _take(q, group.tokens), _take(cached, _cached(group))))
-            out[:n] = layer.unabsorb(attended)
-        for group in groups.extends:
-            rows = _take(latent, group.tokens) if group.keys is None else _take(cached, group.keys)
-            nope, rope = _take(q_nope, group.tokens), _take(q_rope, group.tokens)
-            if _expands(layer, group, latent.element_size()):
-                result = _expanded(layer, group, torch.cat((nope, rope), dim=-1), rows)
-            else:
-                q = torch.cat((layer.absorb(nope), rope), dim=-1)
-                result = layer.unabsorb(_absorbed(layer, group, q, rows).flatten(0, 1)).view(*_shape(group), *out.shape[1:])
-            _put(out, group, result)
+        decoded = self._decode_mla(layer, q_nope, q_rope, cached, groups.decodes, batch.num_decodes) if groups.decodes else None
+        results = [self._extend_mla(layer, q_nope, q_rope, latent, cached, group) for group in groups.extends]
+        if not results and decoded is not None:
+            return decoded
+        out = _assemble(q_nope.shape[0], groups.extends, results)
+        if decoded is not None:
+            out[: batch.num_decodes] = decoded
         return out
+
+    def _decode_mla(
+        self,
+        layer: LatentProjections,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        cached: torch.Tensor,
+        groups: list[Group],
+        num_decodes: int,
+    ) -> torch.Tensor:
+        """All decodes, absorbed and projected together -> [num_decodes, heads, v_head_dim]."""
+        q = torch.cat((layer.absorb(q_nope[:num_decodes]), q_rope[:num_decodes]), dim=-1)
+        results = [_absorbed(layer, group, _take(q, group.tokens), _take(cached, group.keys)) for group in groups]
+        return layer.unabsorb(_assemble(num_decodes, groups, results))
+
+    def _extend_mla(
+        self,
+        layer: LatentProjections,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        cached: torch.Tensor,
+        group: Group,
+    ) -> torch.Tensor:
+        """One group of extends in its cheaper form -> [rows, query_len, heads, v_head_dim]."""
+        keys = _take(latent if group.own_keys else cached, group.keys)
+        nope, rope = _take(q_nope, group.tokens), _take(q_rope, group.tokens)
+        if _expands(layer, group, latent.element_size()):
+            return _expanded(layer, group, torch.cat((nope, rope), dim=-1), keys)
+        attended = _absorbed(layer, group, torch.cat((layer.absorb(nope), rope), dim=-1), keys)
+        return layer.unabsorb(attended.flatten(0, 1)).reshape(group.rows, group.query_len, *q_nope.shape[1:2], -1)
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
         self._windows.add(spec.sliding_window)
@@ -102,7 +122,7 @@ class TorchNativeBackend(AttentionBackend):
 
 def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] -> [rows, query_len, heads, dv]."""
-    q = q.view(*_shape(group), *q.shape[1:])
+    q = q.view(group.rows, group.query_len, *q.shape[1:])
     k, v = (part.view(group.rows, group.key_len, *part.shape[1:]) for part in (k, v))
     plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's own attention has neither
     if group.query_len == 1 or group.mask is not None:
@@ -111,10 +131,10 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
         return _fused(spec, q, k, v, None, is_causal=True)
     compute = _plain if plain else _fused
     cells = BLOCK_CELLS // (group.rows * spec.num_heads) if plain else BLOCK_CELLS
-    blocks = [
-        compute(spec, q[:, lo:hi], k[:, first:last], v[:, first:last], _block_mask(group.offset + lo - first, hi - lo, last - first, spec, q))
-        for lo, hi, first, last in _blocks(group, spec.sliding_window, cells)
-    ]
+    blocks = []
+    for lo, hi, first, last in _blocks(group, spec.sliding_window, cells):
+        mask = _block_mask(group.offset + lo - first, hi - lo, last - first, spec, q)
+        blocks.append(compute(spec, q[:, lo:hi], k[:, first:last], v[:, first:last], mask))
     return torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
 
 
@@ -205,22 +225,16 @@ def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
     return expanded <= absorbed
 
 
-def _shape(group: Group) -> tuple[int, int]:
-    return group.rows, group.query_len
-
-
-def _cached(group: Group) -> Places:
-    assert group.keys is not None, "a decode reads its keys from the cache"
-    return group.keys
-
-
 def _take(source: torch.Tensor, places: Places) -> torch.Tensor:
     return source[places] if isinstance(places, slice) else source.index_select(0, places)
 
 
-def _put(out: torch.Tensor, group: Group, result: torch.Tensor) -> None:
-    """result [rows, query_len, …] into the step's tokens, padding left out."""
-    flat = result.flatten(0, 1)
-    if group.real is not None:
-        flat = flat.index_select(0, group.real)
-    out[group.targets] = flat
+def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:
+    """The groups' results [rows, query_len, …] in the order of the step's tokens, padding left out."""
+    flat = [result.flatten(0, 1) for result in results]
+    if len(groups) == 1 and groups[0].real is None and flat[0].shape[0] == tokens:
+        return flat[0]
+    out = flat[0].new_empty(tokens, *flat[0].shape[1:])
+    for group, result in zip(groups, flat, strict=True):
+        out[group.targets] = result if group.real is None else result.index_select(0, group.real)
+    return out

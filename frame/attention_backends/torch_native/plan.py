@@ -14,8 +14,11 @@ import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView
 
-FILL = 0.75  # a row is padded to at most 4/3 of its length
-GROUP_BYTES = 4 << 20  # gathered keys and values of one group: more would fall out of the CPU's caches
+# Measured on two cores: a further call costs about as much as SPARE_BYTES of padding read, or SPARE_CELLS scores computed.
+FILL = 0.75
+SPARE_BYTES = 256 << 10
+SPARE_CELLS = 4096
+GROUP_BYTES = 4 << 20  # gathered keys and values of one group: more would fall out of a core's cache
 SLICE_BYTES = 512 << 10  # a row at least this large is computed alone where its pages are contiguous (no copy at all)
 MASK_CELLS = 1 << 20  # largest mask that is kept for a step; larger rows go alone and are masked block by block
 
@@ -32,7 +35,8 @@ class Group:
     query_len: int
     key_len: int
     tokens: slice | torch.Tensor  # the queries, among the step's tokens: int64 [rows * query_len]
-    keys: slice | torch.Tensor | None  # cache slots int64 [rows * key_len]; None: this step's own K and V at `tokens`
+    own_keys: bool  # the keys are this step's own K and V, not the cache's
+    keys: slice | torch.Tensor  # cache slots (or this step's tokens) int64 [rows * key_len]
     offset: int
     mask: torch.Tensor | None  # additive, [rows, 1, query_len, key_len]
     real: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
@@ -47,13 +51,18 @@ class Groups:
     extends: list[Group]
 
 
-def spans(lengths: np.ndarray, budget: int) -> Iterator[tuple[int, int]]:
-    """Cuts descending lengths into runs that waste at most 1 - FILL each and pad to at most `budget` (or hold one row)."""
-    start, ascending = 0, -lengths
-    while start < len(lengths):
-        longest = int(lengths[start])
-        similar = int(np.searchsorted(ascending, -FILL * longest, side="right"))
-        stop = min(similar, start + max(1, budget // longest))
+def spans(costs: np.ndarray, budget: int, spare: int, fill: float = FILL) -> Iterator[tuple[int, int]]:
+    """Cuts descending row costs into runs in which every row is padded to the cost of the first.
+
+    A run holds rows of at least `fill` of that cost, and further ones while all padding together costs at most `spare`;
+    padded, it costs at most `budget` (or is a single row).
+    """
+    start = 0
+    while start < len(costs):
+        rest, top = costs[start:], max(1, int(costs[start]))
+        similar = int(np.searchsorted(-rest, -fill * top, side="right"))
+        cheap = int(np.searchsorted(np.cumsum(top - rest), spare, side="right"))
+        stop = start + min(max(similar, cheap, 1), max(1, budget // top))
         yield start, stop
         start = stop
 
@@ -98,29 +107,39 @@ class Grouping:
                 yield self._single(row, piece)
         rows = rows[~large]
         rows = rows[np.argsort(-self.keys[rows], kind="stable")]
-        for start, stop in spans(self.keys[rows], GROUP_BYTES // self.token_bytes):
+        for start, stop in spans(self.keys[rows] * self.token_bytes, GROUP_BYTES, SPARE_BYTES):
             yield self._padded(np.sort(rows[start:stop]))
 
     def _fresh(self, rows: np.ndarray) -> Iterator[Group]:
         """Prompts from their first token on: the keys are this step's own, nothing is read from the cache."""
         rows = rows[np.argsort(-self.queries[rows], kind="stable")]
-        for start, stop in spans(self.queries[rows], GROUP_BYTES // self.token_bytes):
+        for start, stop in spans(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS, fill=1.0):
             yield self._padded(np.sort(rows[start:stop]), own_keys=True)
 
     def _prefixed(self, rows: np.ndarray) -> Iterator[Group]:
         rows = rows[np.argsort(-self.queries[rows], kind="stable")]
-        for start, stop in spans(self.queries[rows], 1 << 62):
+        for start, stop in spans(self.queries[rows], len(rows) * MASK_CELLS, 0):
             alike = rows[start:stop]
             alike = alike[np.argsort(-self.keys[alike], kind="stable")]
-            budget = min(GROUP_BYTES // self.token_bytes, MASK_CELLS // int(self.queries[alike].max()))
-            for first, last in spans(self.keys[alike], budget):
+            costs = self.keys[alike] * int(self.queries[alike].max())
+            for first, last in spans(costs, MASK_CELLS, SPARE_CELLS):
                 some = np.sort(alike[first:last])
                 yield self._padded(some) if len(some) > 1 else self._single(some[0], self._contiguous(some[0]))
 
     def _single(self, row: int, piece: slice | None) -> Group:
         tokens = slice(int(self.first_token[row]), int(self.first_token[row] + self.queries[row]))
-        keys = piece if piece is not None else self._device(self._cache_slots(np.array([row]), int(self.keys[row])))
-        return Group(1, int(self.queries[row]), int(self.keys[row]), tokens, keys, int(self.prefix[row]), None, None, tokens)
+        return Group(
+            rows=1,
+            query_len=int(self.queries[row]),
+            key_len=int(self.keys[row]),
+            tokens=tokens,
+            own_keys=False,
+            keys=piece if piece is not None else self._device(self._cache_slots(np.array([row]), int(self.keys[row]))),
+            offset=int(self.prefix[row]),
+            mask=None,
+            real=None,
+            targets=tokens,
+        )
 
     def _padded(self, rows: np.ndarray, own_keys: bool = False) -> Group:
         queries, keys = self.queries[rows], self.keys[rows]
@@ -141,7 +160,8 @@ class Grouping:
             query_len=query_len,
             key_len=key_len,
             tokens=places,
-            keys=None if own_keys else self._device(self._cache_slots(rows, key_len)),
+            own_keys=own_keys,
+            keys=places if own_keys else self._device(self._cache_slots(rows, key_len)),
             offset=int(self.prefix[rows[0]]),
             # prompts padded at their end need no mask: a real query never sees the padding behind it
             mask=None if own_keys or (equal and query_len == 1) else self._mask(rows, query_len, key_len),
@@ -160,8 +180,13 @@ class Grouping:
 
     def _cache_slots(self, rows: np.ndarray, key_len: int) -> np.ndarray:
         positions = self.starts[rows, None] + np.minimum(np.arange(key_len), self.keys[rows, None] - 1)
-        pages = self.page_table[self.slots[rows, None], positions // self.page_size].astype(np.int64)
-        return pages * self.page_size + positions % self.page_size
+        size = self.page_size
+        if size & (size - 1):
+            pages, offsets = np.divmod(positions, size)
+        else:  # shifts: a division costs more than all the rest of a plan
+            pages, offsets = positions >> (size.bit_length() - 1), positions & (size - 1)
+        slots: np.ndarray = self.page_table[self.slots[rows, None], pages].astype(np.int64) * size + offsets
+        return slots
 
     def _contiguous(self, row: int) -> slice | None:
         """The row's keys as one piece of the cache, or None where its pages do not follow each other."""
