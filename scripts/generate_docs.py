@@ -38,9 +38,9 @@ def configuration() -> str:
     parts = [
         "# Configuration reference",
         NOTE,
-        "Every setting can stand in a YAML file (`section:` and below it `key:`), in an environment variable and in a flag. "
+        ("Every setting can stand in a YAML file (`section:` and below it `key:`), in an environment variable and in a flag. "
         "A flag wins over a variable, a variable over the file, the file over the default. `auto` leaves the choice to frame; "
-        "`frame config explain` says what it chose and why. [configuration.md](../configuration.md) explains the rest.",
+        "`frame config explain` says what it chose and why. [configuration.md](../configuration.md) explains the rest."),
     ]
     by_section: dict[str, list[Any]] = {}
     for setting in settings():
@@ -53,8 +53,8 @@ def configuration() -> str:
     parts += ["## Other flags", table(["flag", "meaning"], [[code(f"--{flag}"), text] for flag, (_, _, text) in ALIASES.items()])]
     parts += [
         "## Environment variables",
-        "`FRAME_` and the key in capitals, with `__` between section and name: `cache.page_size` is `FRAME_CACHE__PAGE_SIZE`. "
-        "`FRAME_CONFIG` names the file.",
+        ("`FRAME_` and the key in capitals, with `__` between section and name: `cache.page_size` is `FRAME_CACHE__PAGE_SIZE`. "
+        "`FRAME_CONFIG` names the file."),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -110,9 +110,9 @@ def hooks() -> str:
     parts = [
         "# Hooks",
         NOTE,
-        "A plugin package lists its manifest modules in the entry-point group `frame` and marks functions in them with "
+        ("A plugin package lists its manifest modules in the entry-point group `frame` and marks functions in them with "
         "`@frame.hookimpl`. `register_…` hooks add records when a process starts. `on_…` hooks observe: take the arguments you "
-        "want, results are ignored, one that raises is logged and switched off. No hook is called inside a forward pass.",
+        "want, results are ignored, one that raises is logged and switched off. No hook is called inside a forward pass."),
         "## Kinds of plugins",
         table(
             ["kind", "hook", "interface", "class to derive from"],
@@ -157,8 +157,8 @@ def plugins() -> str:
     parts = [
         "# Plugins that come with frame",
         NOTE,
-        "They register as any other package's plugins do. `frame plugins list` shows these and all others that are installed; "
-        "`frame plugins info NAME` shows capabilities and options of one.",
+        ("They register as any other package's plugins do. `frame plugins list` shows these and all others that are installed; "
+        "`frame plugins info NAME` shows capabilities and options of one."),
     ]
     for kind, records in own_records().items():
         if records:

@@ -35,14 +35,14 @@ class Source:
 def licence_of(distribution: metadata.Distribution) -> str:
     """The licence that the metadata states: SPDX expression, else classifiers, else the first line of the free text."""
     fields = distribution.metadata
-    expression = fields.get("License-Expression") or ""
+    expression = (fields.get_all("License-Expression") or [""])[0]
     if expression:
         return expression
     classifiers = [line.rsplit("::", 1)[-1].strip() for line in fields.get_all("Classifier") or [] if line.startswith("License ::")]
     named = [line for line in classifiers if line != "OSI Approved"]
     if named:
         return "; ".join(named)
-    return (fields.get("License") or "").strip().split("\n", 1)[0][:80]
+    return (fields.get_all("License") or [""])[0].strip().split("\n", 1)[0][:80]
 
 
 def is_permissive(licence: str) -> bool:

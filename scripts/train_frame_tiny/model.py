@@ -162,14 +162,15 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden, shape.epsilon)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.epsilon)
-        self.mlp: nn.Module = MLP(shape.hidden, shape.dense_width) if dense else MoE(shape)
+        self.mlp: MLP | MoE = MLP(shape.hidden, shape.dense_width) if dense else MoE(shape)
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         x = x + self.self_attn(self.input_layernorm(x), tables)
-        inner = self.mlp(self.post_attention_layernorm(x))
-        if isinstance(inner, tuple):
-            return x + inner[0], inner[1]
-        return x + inner, None
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoE):
+            out, load = self.mlp(normed)
+            return x + out, load
+        return x + self.mlp(normed), None
 
 
 class Prediction(nn.Module):

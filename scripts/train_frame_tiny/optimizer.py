@@ -9,7 +9,6 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-
 # Coefficients of the five steps, tuned by the public Muon experiments so that all singular values end near 1.
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
@@ -59,8 +58,9 @@ class Muon:
             update = self.orthogonalise(torch.cat([matrix.reshape(-1, rows, columns) for matrix in nesterov]))
             update = update.float() * max(1.0, rows / columns) ** 0.5
             parts = update.split([p.numel() // (rows * columns) for p in used])
-            torch._foreach_mul_(used, 1 - rate * self.weight_decay)
-            torch._foreach_add_(used, [part.reshape(p.shape) for part, p in zip(parts, used, strict=True)], alpha=-rate)
+            values: list[Tensor] = list(used)
+            torch._foreach_mul_(values, 1 - rate * self.weight_decay)
+            torch._foreach_add_(values, [part.reshape(p.shape) for part, p in zip(parts, used, strict=True)], alpha=-rate)
 
 
 class Optimizer:
@@ -94,6 +94,6 @@ class Optimizer:
         self.muon.step(self.muon_rate * scale)
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        for group in self.muon.groups.values():
-            for parameter in group:
+        for matrices in self.muon.groups.values():
+            for parameter in matrices:
                 parameter.grad = None

@@ -1,0 +1,131 @@
+"""Documents say what is so: references are fresh, links lead somewhere, README's commands exist, its Python runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from frame.entrypoints.cli.main import cli
+from frame.entrypoints.config_sources import load_config
+from scripts import generate_docs
+from tests.architecture.source import ROOT
+
+PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "changelog/*.md")
+DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd"}
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return [text for language, text in FENCE.findall(path.read_text()) if language in languages]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The command lines of a shell block: comments cut, continued lines joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def wrong_command(words: list[str]) -> str | None:
+    """Why this command line cannot be right, or None."""
+    name = words[0].rpartition("/")[2]
+    if name == "frame":
+        return _wrong_frame(words[1:])
+    if name == "make":
+        targets = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+        unknown = [target for target in targets if target not in make_targets()]
+        return f"make has no target {unknown}" if unknown else None
+    return None if name in NAMES else f"{name} is none of the commands that documents may use"
+
+
+def _wrong_frame(words: list[str]) -> str | None:
+    command: click.Command = cli
+    context = click.Context(cli, info_name="frame")
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(context, words[0])
+        if found is None:
+            return f"frame has no command {words[0]!r}"
+        command, words = found, words[1:]
+    known = {option for parameter in command.get_params(context) for option in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
+    return f"{command.name} has no option {unknown}" if unknown else None
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_references_are_fresh() -> None:
+    assert generate_docs.stale() == [], "run `make docs`"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = [target for target in LINK.findall(FENCE.sub("", path.read_text())) if "://" not in target]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_commands_exist(path: Path) -> None:
+    lines = [words for text in blocks(path, "sh", "bash") for words in commands(text)]
+    assert [f"{' '.join(words)}: {problem}" for words in lines if (problem := wrong_command(words))] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_python_parses_and_yaml_is_valid(path: Path, tmp_path: Path) -> None:
+    for text in blocks(path, "python"):
+        if not text.startswith("registry.add("):  # a signature
+            ast.parse(text)
+    for number, text in enumerate(blocks(path, "yaml")):
+        if "plugins:" not in text or "attention_backend/blockwise" not in text:  # options of a plugin that is not installed here
+            file = tmp_path / f"{number}.yaml"
+            file.write_text(text)
+            load_config(str(file), environ={})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=ids)
+def test_examples_are_valid(path: Path) -> None:
+    load_config(str(path), environ={})
+
+
+def test_documents_name_no_machine() -> None:
+    found = [ids(path) for path in DOCUMENTS if re.search(r"/(home|root|work|Users)/\w", path.read_text())]
+    assert found == []
+
+
+def test_make_prints_its_targets() -> None:
+    done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert {"serve", "test", "check", "docs", "bench"} <= {line.split()[0] for line in done.stdout.splitlines()}
+
+
+def test_the_readme_fits_on_a_screen_or_two() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make serve" in text
+    assert "make test" in text
+    assert len(text.splitlines()) <= 80
+
+
+def test_checks_find() -> None:
+    assert wrong_command(["frame", "serv"])
+    assert wrong_command(["frame", "plugins", "lst"])
+    assert wrong_command(["frame", "config", "check", "--no-such-flag"])
+    assert wrong_command(["make", "tset"])
+    assert wrong_command(["rm", "-rf", "x"])
+    assert wrong_command(["frame", "config", "check", "--tp", "2"]) is None
+    assert list(commands("# only a comment\nA=1 frame serve \\\n --tp 2 # why")) == [["frame", "serve", "--tp", "2"]]
