@@ -109,18 +109,11 @@ class ZmqTransport:
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
         self._pull.bind(inbox)
-        pushes = {address: self._connect(address) for address in {*(routes or {}).values(), *([default] if default else [])}}
+        pushes = {address: _push(self._context, address) for address in {*(routes or {}).values(), *([default] if default else [])}}
         self._pushes = pushes
         self._default = pushes[default] if default else None
         self._routes = {kind: pushes[address] for kind, address in (routes or {}).items()}
         self._lock = threading.Lock()  # sockets are not thread-safe; senders may be several threads
-
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, FLUSH_MS)
-        socket.connect(address)
-        return socket
 
     @property
     def fd(self) -> int:
@@ -152,6 +145,29 @@ class ZmqTransport:
         for socket in self._pushes.values():
             socket.close()
         self._context.term()
+
+
+class ZmqSender:
+    """A PUSH socket alone, to one address."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = _push(self._context, address)
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def _push(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, FLUSH_MS)
+    socket.connect(address)
+    return socket
 
 
 # ScheduledBatch to the other ranks ---------------------------------------------------------------------------------
@@ -194,13 +210,7 @@ class BatchSender:
 
     def __init__(self, addresses: list[str]) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._sockets: list[zmq.Socket[bytes]] = []
-        for address in addresses:
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, FLUSH_MS)
-            socket.connect(address)
-            self._sockets.append(socket)
+        self._sockets = [_push(self._context, address) for address in addresses]
 
     def send(self, batch: ScheduledBatch) -> None:
         data = encode_batch(batch)

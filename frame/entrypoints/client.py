@@ -56,11 +56,12 @@ class EngineDeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """`max_outstanding`: requests running and waiting together. `max_context`: prompt plus output, tokens."""
+    """`max_outstanding`: requests running and waiting together. `max_context`: prompt plus output, tokens; `capacity`: tokens of KV cache."""
 
     max_outstanding: int
     max_context: int
     vocab_size: int
+    capacity: int
     grammar: bool = False
 
 
@@ -402,6 +403,14 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
             f"the prompt has {len(prompt)} tokens, and the context of {limits.max_context} must hold at least one more;"
             " shorten the prompt, or serve with a larger --max-model-len",
             "prompt",
+        )
+    room = min(limits.max_context, limits.capacity + 1) - len(prompt)
+    if (params.max_tokens or 1) > room:
+        remedy = f"lower max_tokens to {room}" if room > 0 else "enlarge cache.max_total_tokens"
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}, more than the {room + len(prompt)} that a request"
+            f" may have; {remedy}, or shorten the prompt",
+            "max_tokens",
         )
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")

@@ -47,7 +47,7 @@ class Engine:
     def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
         from frame.entrypoints.launch import configure, open_session
 
-        self._session: Session = open_session(configure(config, **({} if model is None else {"model": model}), **keys))
+        self._session: Session = open_session(configure(config, keys if model is None else {"model": model, **keys}))
         self._collector: Collector = self._session.collector
         self._names = itertools.count()
 

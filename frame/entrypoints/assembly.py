@@ -1,0 +1,178 @@
+"""Builds a rank's engine of a `Resolved` and the registry: loads the chosen plugins, the weights, the scheduler; the inner composition root.
+
+Runs where the model runs, so it imports torch; `frame.entrypoints.launch` decides where that is and does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from frame.core.engine import Engine, EngineOptions, Observers
+from frame.core.follower import LeadingRunner, follow
+from frame.core.grammars import GrammarCompiler
+from frame.core.model_parts import Loaded, Parts
+from frame.core.model_runner import TorchModelRunner, build_runner
+from frame.core.no_cache import NoCache
+from frame.core.allocator import PagedAllocator
+from frame.core.radix_cache import RadixCache
+from frame.core.scheduler import Scheduler, SchedulerConfig
+from frame.core.tokenizer import Tokenizer
+from frame.plugins.loader import observers as find_observers
+
+if TYPE_CHECKING:
+    from frame.core.capacity import Capacity
+    from frame.core.interfaces.cache import PrefixCache
+    from frame.core.interfaces.runner import ModelRunner
+    from frame.core.messages import Finish
+    from frame.core.request import Request
+    from frame.core.resolved import Resolved
+    from frame.core.transport import BatchReceiver, BatchSender, Transport
+    from frame.plugins.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: its number among `size` tensor-parallel ranks that meet in `folder`."""
+
+    rank: int = 0
+    size: int = 1
+    folder: Path | None = None
+
+
+def load_parts(resolved: Resolved, registry: Registry) -> Parts:
+    """Import the chosen plugins, after checking that they are the very ones that were resolved. Raises PluginError."""
+
+    def only(kind: str) -> Loaded[Any] | None:
+        choices = resolved.plugins.get(kind)
+        return Loaded(*registry.choose(choices[0])) if choices else None
+
+    attention = only("attention_backend")
+    assert attention is not None
+    return Parts(
+        model=registry.choose(resolved.choice("model"))[0],
+        attention=attention,
+        quantization=only("quantization_method"),
+        moe_runner=only("moe_runner"),
+        moe_dispatcher=only("moe_dispatcher"),
+        processors=tuple(Loaded(*registry.choose(choice)) for choice in resolved.plugins.get("logits_processor", ())),
+    )
+
+
+def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:
+    """Join the other ranks, load this rank's share of the model and its part of the cache."""
+    from frame.core.parallel import connect
+
+    place = place or Place()
+    parts = load_parts(resolved, registry)
+    import torch
+
+    device = torch.device("cuda", place.rank) if resolved.device == "cuda" else torch.device("cpu")
+    tp = connect(place.rank, place.size, place.folder or Path(), device)
+    return build_runner(resolved, parts, tp)
+
+
+def build_scheduler(
+    resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
+) -> Scheduler:
+    """The scheduler over `num_pages` pages (the reserved one included)."""
+    user = resolved.user
+    cache: PrefixCache = NoCache(resolved.page_size)
+    if user.cache.prefix == "radix":
+        eviction, _ = registry.choose(resolved.choice("eviction_policy"))
+        cache = RadixCache(resolved.page_size, eviction())
+    policy, _ = registry.choose(resolved.choice("scheduling_policy"))
+    config = SchedulerConfig(
+        page_size=resolved.page_size,
+        num_pages=num_pages,
+        max_running=resolved.max_running_requests,
+        token_budget=resolved.chunked_prefill_size,
+        max_context=resolved.max_context,
+        vocab_size=resolved.facts.vocab_size,
+        max_queued=user.scheduler.max_queued_requests,
+        eos_ids=resolved.facts.eos_token_ids,
+        request_timeout=user.scheduler.request_timeout,
+        seed=user.model.seed,
+        overlap=resolved.overlap,
+    )
+    return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)
+
+
+def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
+    """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it."""
+    choices = resolved.plugins.get("grammar")
+    if not choices or resolved.tokenizer_path is None:
+        return None
+    backend, options = registry.choose(choices[0])
+    tokenizer = Tokenizer.load(resolved.tokenizer_path)
+    return GrammarCompiler(backend(tokenizer, resolved.facts.vocab_size, options))
+
+
+def build_engine(
+    resolved: Resolved,
+    registry: Registry,
+    transport: Transport,
+    place: Place | None = None,
+    followers: BatchSender | None = None,
+    heartbeat: float | None = None,
+) -> tuple[Engine, dict[str, Any]]:
+    """Rank 0's engine, ready to run, and the data of its `Ready` message."""
+    clock = time.perf_counter()
+    rank = build_rank(resolved, registry, place)
+    capacity = rank.capacity
+    runner: ModelRunner = rank if followers is None else LeadingRunner(rank, followers)
+    found = find_observers(registry)
+    told = found.on_request_finished
+    on_finish = None if told is None else lambda request, finish: told(**_finished(request, finish))
+    info = {**describe(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
+    options = EngineOptions(
+        overlap=resolved.overlap, check_integrity=resolved.user.execution.check_integrity, heartbeat=heartbeat, info=info
+    )
+    engine = Engine(
+        build_scheduler(resolved, registry, capacity.num_pages, on_finish),
+        runner,
+        transport,
+        options,
+        Observers(on_step=found.on_step, on_stop=found.on_stop),
+        build_grammars(resolved, registry),
+    )
+    if found.on_start is not None:
+        found.on_start(resolved=resolved)
+    return engine, info
+
+
+def run_follower(resolved: Resolved, registry: Registry, batches: BatchReceiver, place: Place) -> None:
+    """A rank ≥ 1: build, then run what rank 0 sends until it stops."""
+    follow(build_rank(resolved, registry, place), batches)
+
+
+def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
+    """What clients may know of the engine; JSON."""
+    return {
+        "model": resolved.served_name,
+        "architecture": resolved.facts.architecture,
+        "device": resolved.device,
+        "dtype": resolved.dtype,
+        "kv_dtype": resolved.kv_dtype,
+        "tp": resolved.user.parallel.tp,
+        "max_context": resolved.max_context,
+        "max_running_requests": resolved.max_running_requests,
+        "max_total_tokens": capacity.max_total_tokens,
+        "page_size": capacity.page_size,
+        "overlap": resolved.overlap,
+        "plugins": {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()},
+        "phases": {name: round(seconds, 3) for name, seconds in capacity.phases.items()},
+    }
+
+
+def _finished(request: Request, finish: Finish) -> dict[str, Any]:
+    return {
+        "rid": request.rid,
+        "reason": finish.reason,
+        "prompt_tokens": request.prompt_len,
+        "output_tokens": request.output_len,
+        "cached_tokens": max(0, request.cached_tokens),
+    }

@@ -1,0 +1,179 @@
+"""A child process: `python -m frame.entrypoints.worker ROLE`, with the resolved configuration as one line of JSON on standard input.
+
+Roles: scheduler (rank 0), follower (rank ≥ 1), detokenizer, tokenizer. It dies with its parent: by the kernel's death signal, and when
+standard input ends. Exit codes: 0 stopped, 1 failed, 78 wrong configuration or plugins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from frame.core.errors import ConfigurationError
+from frame.core.messages import Fatal, Forget, Message, Ready, Tokenize, Tokens, Watch
+from frame.core.resolved import Resolved
+from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
+from frame.entrypoints.processes import EXIT_CONFIGURATION
+from frame.plugins.loader import load_registry
+from frame.plugins.registry import Registry
+
+EXIT_FAILED = 1
+EXIT_ORPHANED = 3
+HEARTBEAT = 1.0  # seconds, while idle
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one role to its end; returns the exit code."""
+    options = _options(arguments)
+    if options.death_signal:
+        _die_with(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    resolved = Resolved.model_validate_json(_first_line())
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    level = resolved.user.log.level.upper()
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {options.role}: %(message)s")
+    name = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}.get(options.role, options.role)
+    transport = _transport(options, name)
+    code = 0
+    try:
+        ROLES[options.role](resolved, options, transport, name)
+    except ConfigurationError as error:
+        transport.send(Fatal(process=name, error=str(error)))
+        code = EXIT_CONFIGURATION
+    except Exception as error:
+        logging.getLogger(__name__).exception("%s failed", name)
+        transport.send(Fatal(process=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
+        code = EXIT_FAILED
+    transport.close()
+    return code
+
+
+# roles -------------------------------------------------------------------------------------------------------------
+
+
+def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.entrypoints.assembly import Place, build_engine
+
+    sockets = SocketDirectory(options.sockets)
+    followers = BatchSender([sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]) if options.tp > 1 else None
+    place = Place(0, options.tp, Path(options.sockets))
+    engine, info = build_engine(resolved, _registry(resolved), transport, place, followers, HEARTBEAT)
+    transport.send(Ready(process=name, pid=os.getpid(), data=info))
+    gc.collect()
+    gc.freeze()  # what is there now stays; later collections need not look at it
+    try:
+        engine.run()
+    finally:
+        gc.unfreeze()
+
+
+def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.core.follower import follow
+    from frame.entrypoints.assembly import Place, build_rank
+
+    batches = BatchReceiver(SocketDirectory(options.sockets).address(f"batches-{options.rank}"))
+    runner = build_rank(resolved, _registry(resolved), Place(options.rank, options.tp, Path(options.sockets)))
+    transport.send(Ready(process=name, pid=os.getpid()))
+    follow(runner, batches)
+
+
+def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.core.detokenizer import Detokenizer
+    from frame.core.tokenizer import Tokenizer
+
+    assert resolved.tokenizer_path is not None
+    detokenizer = Detokenizer(Tokenizer.load(resolved.tokenizer_path))
+    transport.send(Ready(process=name, pid=os.getpid()))
+    while True:
+        for message in transport.receive(None):
+            if isinstance(message, Tokens):
+                text = detokenizer.process(message)
+                if text.rids:
+                    transport.send(text)
+            elif isinstance(message, Watch):
+                transport.send_all(detokenizer.watch(message))
+            elif isinstance(message, Forget):
+                detokenizer.forget(message.rids)
+
+
+def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.core.tokenizer import Tokenizer
+    from frame.entrypoints.tokenizing import tokenize
+
+    assert resolved.tokenizer_path is not None
+    tokenizer = Tokenizer.load(resolved.tokenizer_path, resolved.user.text.chat_template)
+    transport.send(Ready(process=name, pid=os.getpid()))
+    while True:
+        for message in transport.receive(None):
+            if isinstance(message, Tokenize):
+                transport.send(tokenize(tokenizer, message))
+
+
+ROLES = {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
+
+
+# set-up ------------------------------------------------------------------------------------------------------------
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="frame.entrypoints.worker", description="A child process of frame; not started by hand.")
+    parser.add_argument("role", choices=sorted(ROLES))
+    parser.add_argument("--sockets", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--death-signal", action="store_true")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--detokenizer", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _registry(resolved: Resolved) -> Registry:
+    plugins = resolved.user.plugins
+    return load_registry(allow=plugins.allow, deny=plugins.deny)
+
+
+def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
+    address = SocketDirectory(options.sockets).address
+    routes: dict[type[Message], str] = {Tokens: address("detokenizer")} if options.detokenizer else {}
+    return ZmqTransport(address(name), address("client"), routes)
+
+
+def _first_line() -> bytes:
+    """The configuration, read without buffering, so that the rest of the stream is the parent watch's."""
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            raise SystemExit(EXIT_ORPHANED)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _watch_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(EXIT_ORPHANED)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel (Linux) to end this process when the parent's starting thread ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    library: Any = ctypes.CDLL(None, use_errno=True)
+    library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request took effect
+        raise SystemExit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
