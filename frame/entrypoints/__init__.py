@@ -1,0 +1,1 @@
+"""The entry points: command line, HTTP server, offline engine, worker processes."""
