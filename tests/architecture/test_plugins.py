@@ -33,6 +33,10 @@ ORDINARY = {"none", "random", "priority", "plain", "standard", "transformers", "
 NAMED_ELSEWHERE = {
     "frame/core/config.py: lru": "the schema's default eviction policy; a default has to name one",
     "frame/core/config.py: fcfs": "the schema's default scheduling policy; a default has to name one",
+    **{
+        f"frame/core/model_facts.py: {name}": "a model_type of config.json, whose silence on sliding windows has to be read rightly"
+        for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+    },
 }
 
 
