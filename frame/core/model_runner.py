@@ -91,9 +91,9 @@ class TorchModelRunner(ModelRunner):
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
         self._sampling.update(batch.setups, batch.released)
-        self._processors.update(batch.setups, batch.released)
         try:
             with torch.inference_mode(), self._on_stream():
+                self._processors.update(batch.setups, batch.released)
                 return self._run(batch)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error

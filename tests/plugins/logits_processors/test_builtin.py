@@ -1,0 +1,159 @@
+"""The built-in logits processors: the laws, and their numbers against transformers and against naive loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.sampling_params import SamplingParams
+from frame.plugins.loader import load_registry
+from frame.testing.conformance_processors import check_processor
+
+CPU = torch.device("cpu")
+VOCAB = 96
+WANTED = {
+    "penalties": [
+        SamplingParams(frequency_penalty=0.5),
+        SamplingParams(presence_penalty=-1.0, repetition_penalty=1.3),
+        SamplingParams(repetition_penalty=0.7),
+    ],
+    "logit-bias": [SamplingParams(logit_bias={0: 3.0}), SamplingParams(logit_bias={5: -100.0, 95: 1.5, 0: 0.5})],
+    "bad-words": [
+        SamplingParams(bad_words_ids=((4,), (0,))),
+        SamplingParams(bad_words_ids=tuple((a, 7) for a in range(VOCAB))),
+        SamplingParams(bad_words_ids=((1, 2, 3, 4), *((a, b, 9) for a in range(20) for b in range(20)))),
+    ],
+    "min-tokens": [SamplingParams(min_tokens=8, stop_token_ids=(0, 4)), SamplingParams(min_tokens=1), SamplingParams(min_tokens=20)],
+}
+
+
+def make(name, vocab=VOCAB, slots=16):
+    registry = load_registry(installed=False)
+    processor = registry.load(registry.get("logits_processor", name))(vocab, slots, CPU, None)
+    processor.eos_token_ids = (1,)
+    return processor
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_conformance(name):
+    check_processor(lambda vocab, slots: make(name, vocab, slots), WANTED[name])
+
+
+def test_all_built_in_ones_are_checked():
+    assert {record.name for record in load_registry(installed=False).records("logits_processor")} == set(WANTED)
+
+
+def setup(slot, params, ids, prompt_len):
+    return SlotSetup(slot, params, 0, prompt_len, np.array(ids, np.int32))
+
+
+def apply(processor, logits, setups):
+    changed = logits.clone()
+    slots = torch.tensor([s.slot for s in setups])
+    processor.apply(changed, torch.arange(len(setups)), slots, torch.tensor([len(s.token_ids) for s in setups]))
+    return changed
+
+
+def test_penalties_equal_their_definitions():
+    numbers = np.random.default_rng(1)
+    setups, expected = [], []
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(0))
+    for row in range(12):
+        params = SamplingParams(
+            frequency_penalty=float(numbers.uniform(-2, 2)),
+            presence_penalty=float(numbers.uniform(-2, 2)),
+            repetition_penalty=float(numbers.uniform(0.5, 2)),
+        )
+        ids = numbers.integers(0, 30, 40).tolist()
+        setups.append(setup(15 - row, params, ids, 25))
+        scores = logits[row].tolist()
+        for token in set(ids):
+            scores[token] = scores[token] / params.repetition_penalty if scores[token] > 0 else scores[token] * params.repetition_penalty
+        for token in set(ids[25:]):
+            scores[token] -= params.frequency_penalty * ids[25:].count(token) + params.presence_penalty
+        expected.append(scores)
+    processor = make("penalties")
+    for each in setups:
+        processor.admit(each)
+    torch.testing.assert_close(apply(processor, logits, setups), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_repetition_equals_transformers():
+    ids = [3, 9, 9, 14, 60]
+    logits = torch.randn(1, VOCAB)
+    processor, each = make("penalties"), setup(2, SamplingParams(repetition_penalty=1.7), ids, 3)
+    processor.admit(each)
+    torch.testing.assert_close(
+        apply(processor, logits, [each]), RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), logits.clone())
+    )
+
+
+def test_bad_words_equal_transformers_as_the_row_grows():
+    words = ((5,), (1, 2), (2, 1, 2), (1, 2, 1, 2, 3), (2, 2, 2, 2, 2, 2, 2))
+    others = ((7,), (2, 6))
+    processor, reference = make("bad-words"), NoBadWordsLogitsProcessor([list(word) for word in words])
+    numbers = np.random.default_rng(0)
+    ids = [1, 2]
+    first = setup(3, SamplingParams(bad_words_ids=others), ids, 2)
+    second = setup(9, SamplingParams(bad_words_ids=words), ids, 2)
+    processor.admit(first)
+    processor.admit(second)
+    for step in range(60):
+        logits = torch.zeros(2, VOCAB)
+        changed = apply(processor, logits, [first, second])
+        assert torch.equal(changed[1:], reference(torch.tensor([ids]), logits[1:])), ids
+        banned = {7, 6} if ids[-1] == 2 else {7}
+        assert set(changed[0].isneginf().nonzero().flatten().tolist()) == banned
+        token = int(numbers.integers(1, 3))
+        ids.append(token)
+        processor.observe(torch.tensor([9, 3]), torch.tensor([token, token]))
+        if step == 30:  # comes back in another slot
+            processor.release(9)
+            second = setup(1, SamplingParams(bad_words_ids=words), ids, 2)
+            processor.admit(second)
+            for later in range(3):
+                processor.observe(torch.tensor([1, 3]), torch.tensor([later, later]))
+                ids.append(later)
+            processor.release(1)
+            second = setup(9, SamplingParams(bad_words_ids=words), ids, 2)
+            processor.admit(second)
+
+
+def test_min_tokens_bans_the_end_until_the_output_is_long_enough():
+    processor = make("min-tokens")
+    prompt = [8, 9, 10]
+    params = SamplingParams(min_tokens=2, stop_token_ids=(33, 500))
+    for length, is_banned in ((3, True), (4, True), (5, False), (6, False)):
+        each = setup(0, params, [*prompt, *[7] * (length - 3)], 3)
+        processor.admit(each)
+        changed = apply(processor, torch.zeros(1, VOCAB), [each])
+        assert set(changed[0].isneginf().nonzero().flatten().tolist()) == ({1, 33} if is_banned else set())
+    assert not processor.wants(SamplingParams(min_tokens=2, ignore_eos=True))
+
+
+def test_logit_bias_adds():
+    processor, each = make("logit-bias"), setup(0, SamplingParams(logit_bias={0: 1.5, 95: -100.0}), [1], 1)
+    processor.admit(each)
+    changed = apply(processor, torch.ones(1, VOCAB), [each])
+    assert (changed[0, 0], changed[0, 95], changed[0, 1:95].unique().tolist()) == (2.5, -99.0, [1.0])
+
+
+def test_state_exists_only_while_somebody_wants_it():
+    processor = make("penalties", slots=64)
+    state = processor._state
+    assert state.capacity == 0
+    setups = [setup(slot, SamplingParams(presence_penalty=1.0), [1, 2], 1) for slot in range(20)]
+    for each in setups:
+        processor.admit(each)
+    assert 20 <= state.capacity <= 32
+    logits = torch.zeros(20, VOCAB)
+    before = apply(processor, logits, setups)
+    for each in setups[:10]:
+        processor.release(each.slot)
+    assert torch.equal(apply(processor, logits[10:], setups[10:]), before[10:])
+    for each in setups[10:]:
+        processor.release(each.slot)
+    assert state.capacity == 0
