@@ -17,6 +17,11 @@ _MODELS = (
     ("llama", "llama:LlamaForCausalLM", ("LlamaForCausalLM", "MistralForCausalLM"), "Llama 2 and 3, Mistral"),
     ("qwen2", "qwen2:Qwen2ForCausalLM", ("Qwen2ForCausalLM",), "Qwen2 and Qwen2.5"),
     ("qwen3", "qwen3:Qwen3ForCausalLM", ("Qwen3ForCausalLM",), "Qwen3"),
+    ("mixtral", "mixtral:MixtralForCausalLM", ("MixtralForCausalLM",), "Mixtral"),
+    ("qwen2_moe", "qwen2_moe:Qwen2MoeForCausalLM", ("Qwen2MoeForCausalLM",), "Qwen2-MoE, Qwen1.5-MoE"),
+    ("qwen3_moe", "qwen3_moe:Qwen3MoeForCausalLM", ("Qwen3MoeForCausalLM",), "Qwen3-MoE"),
+    ("deepseek_v2", "deepseek_v2:DeepseekV2ForCausalLM", ("DeepseekV2ForCausalLM",), "DeepSeek-V2, with latent attention"),
+    ("deepseek_v3", "deepseek_v3:DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM",), "DeepSeek-V3, V3.1 and R1"),
 )
 
 

@@ -39,7 +39,10 @@ class PlainExperts:
         layer.register_parameter("down", ShardedParameter(torch.empty(num_experts, hidden, inner, dtype=dtype), rule))
 
     def finish(self, layer: nn.Module) -> None:
-        return None
+        """On the CPU `down` lies hidden first in memory, so that all experts side by side are one matrix without a copy."""
+        down: torch.Tensor = layer.down  # type: ignore[assignment]
+        if down.device.type == "cpu":
+            down.data = down.data.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 class Plain(QuantizationMethod):

@@ -11,7 +11,10 @@ import torch
 
 from tests.models.harness import Session, open_session
 
-ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+ARCHITECTURES = [
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+]  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -28,6 +31,15 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": 10}),
     ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
     ("Qwen3ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("MixtralForCausalLM", {"sliding_window": 10}),
+    ("Qwen2MoeForCausalLM", {"norm_topk_prob": True, "mlp_only_layers": [0], "qkv_bias": False}),
+    ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 2, "decoder_sparse_step": 2}),
+    ("Qwen3MoeForCausalLM", {"norm_topk_prob": False, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 10}),
+    ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True, "n_shared_experts": 2}),
+    ("DeepseekV2ForCausalLM", {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    ("DeepseekV3ForCausalLM", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True}),
+    ("DeepseekV3ForCausalLM", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}, "q_lora_rank": None}),
+    ("DeepseekV3ForCausalLM", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -46,6 +46,8 @@ class DecoderLayer(nn.Module):
 class Decoder(CausalLM, nn.Module):
     """A causal decoder of `facts.num_layers` equal places. Subclasses give `attention` and `mlp` for each layer."""
 
+    mlp_name: ClassVar[str] = "mlp"  # how the checkpoint calls the feed-forward part of a layer
+
     def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
         super().__init__(facts, context)
         self.facts = facts
@@ -63,7 +65,7 @@ class Decoder(CausalLM, nn.Module):
 
     @abstractmethod
     def mlp(self, layer: int, prefix: str) -> nn.Module:
-        """The feed-forward part of a layer; `prefix` is "model.layers.N.mlp"."""
+        """The feed-forward part of a layer; `prefix` is "model.layers.N." and `mlp_name`."""
 
     def build_rotary(self) -> Rotary:
         """The rotary embedding of all layers."""
@@ -93,5 +95,5 @@ class Decoder(CausalLM, nn.Module):
             self.build_norm(f"{prefix}.input_layernorm"),
             self.attention(index, f"{prefix}.self_attn"),
             self.build_norm(f"{prefix}.post_attention_layernorm"),
-            self.mlp(index, f"{prefix}.mlp"),
+            self.mlp(index, f"{prefix}.{self.mlp_name}"),
         )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, own_parameters
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
@@ -45,9 +45,8 @@ class Linear(nn.Module):
         local = 0
         for name, span in zip(names, outputs, strict=True):
             placed = Range(span.full, span.start, span.size, local)
-            for key, parameter in self.named_parameters(recurse=False):
-                if isinstance(parameter, ShardedParameter):
-                    parameter.bind(f"{name}.{key}", placed, inputs)
+            for key, parameter in own_parameters(self):
+                parameter.bind(f"{name}.{key}", placed, inputs)
             local += span.size
 
     def finish(self) -> None:

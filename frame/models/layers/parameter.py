@@ -131,18 +131,11 @@ class ShardedParameter(nn.Parameter):
         return [name for name in self.sources if name not in self.loaded]
 
 
-def own_parameters(module: nn.Module) -> Iterator[ShardedParameter]:
-    """The module's direct parameters that a method registered."""
-    for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, ShardedParameter):
-            yield parameter
-
-
-def bind_parameters(module: nn.Module, prefix: str) -> None:
-    """Bind each direct parameter, uncut, to the checkpoint tensor of its own name under `prefix`."""
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
+    """The module's direct parameters that know a shard rule, by name."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, ShardedParameter):
-            parameter.bind(f"{prefix}.{name}")
+            yield name, parameter
 
 
 def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]], ignored: Iterable[str] = ()) -> set[str]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import ModelFacts
 
+_SPARE = 8  # positions past the limit: a request that has just ended there may run one more step
+
 
 def rope_parameters(facts: ModelFacts) -> dict[str, Any]:
     """The rotary settings of a checkpoint in one vocabulary: rope_type, rope_theta, partial_rotary_factor and the scheme's own keys."""
@@ -56,7 +58,7 @@ class Rotary(nn.Module):
         self.dim = dim
         self.interleaved = interleaved
         self.scheme = parameters
-        self.length = context.limits.max_context
+        self.length = context.limits.max_context + _SPARE
         self.device = context.device
         self.dtype = context.dtype
         frequencies(parameters, dim)  # an unknown scheme is refused before weights are read

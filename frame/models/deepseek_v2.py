@@ -1,0 +1,50 @@
+"""DeepSeek-V2: latent attention, softmax routing (over groups, in the large model), shared experts, yarn."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.mla import LatentAttention
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.moe import ExpertSizes, MoE
+from frame.models.layers.rotary import Rotary, rope_parameters, yarn_scale
+from frame.models.layers.router import RoutingRule
+
+
+class DeepseekV2ForCausalLM(Decoder):
+    """The first `first_k_dense_replace` layers are dense. V3 differs in routing alone (`routing`)."""
+
+    ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
+
+    def build_rotary(self) -> Rotary:
+        interleaved = self.facts.config.get("rope_interleave", True)
+        return Rotary(self.context, self.facts.config["qk_rope_head_dim"], rope_parameters(self.facts), interleaved)
+
+    def attention(self, layer: int, prefix: str) -> nn.Module:
+        scale = self.facts.head_dim**-0.5 * yarn_scale(rope_parameters(self.facts))
+        return LatentAttention(self.context, self.facts, layer, prefix, self.rotary, scale)
+
+    def mlp(self, layer: int, prefix: str) -> nn.Module:
+        config, hidden = self.facts.config, self.facts.hidden_size
+        if layer < config.get("first_k_dense_replace", 0) or not config.get("n_routed_experts"):
+            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+        inner = config["moe_intermediate_size"]
+        shared = None
+        if config.get("n_shared_experts"):
+            shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config["n_shared_experts"])
+        return MoE(self.context, prefix, ExpertSizes(config["n_routed_experts"], hidden, inner), self.routing(), shared)
+
+    def routing(self) -> RoutingRule:
+        """How this generation routes."""
+        config = self.facts.config
+        grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
+        return RoutingRule(
+            top_k=config["num_experts_per_tok"],
+            scale=config.get("routed_scaling_factor", 1.0),
+            groups=config["n_group"] if grouped else 1,
+            top_groups=config["topk_group"] if grouped else 1,
+            precise=True,
+        )

@@ -1,0 +1,34 @@
+"""DeepSeek-V3, V3.1 and R1: V2's shape with sigmoid routing, a correction bias and groups scored by their two best experts."""
+
+from __future__ import annotations
+
+import re
+
+from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.model import ModelFacts
+from frame.models.deepseek_v2 import DeepseekV2ForCausalLM
+from frame.models.layers.router import RoutingRule
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """Weights of layers past the last (the multi-token-prediction modules) are left out."""
+
+    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+        super().__init__(facts, context)
+        extra = facts.config.get("num_nextn_predict_layers") or facts.config.get("num_mtp_layers") or 0
+        layers = "|".join(str(facts.num_layers + index) for index in range(max(int(extra), 1)))
+        self.ignored = (*type(self).ignored, rf"model\.layers\.(?:{layers})\.", re.escape("model.mtp."))
+
+    def routing(self) -> RoutingRule:
+        config = self.facts.config
+        return RoutingRule(
+            top_k=config["num_experts_per_tok"],
+            scoring="sigmoid",
+            renormalize=bool(config.get("norm_topk_prob", True)),
+            scale=config.get("routed_scaling_factor", 1.0),
+            groups=config.get("n_group") or 1,
+            top_groups=config.get("topk_group") or 1,
+            group_score="top2",
+            correction=True,
+            precise=True,
+        )

@@ -1,0 +1,171 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections to and from the latent, in both of its forms.
+
+The cache holds one row a token: the normed latent and the rotated shared key. Which form is computed is the backend's choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.core.interfaces.attention import AttentionSpec
+from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, share
+from frame.models.layers.norm import RMSNorm
+from frame.models.layers.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.model import ModelFacts
+    from frame.models.layers.rotary import Rotary
+
+_NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own epsilon
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """The sizes of one latent-attention layer. `q_lora_rank` None: queries come from the hidden state directly."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> LatentSizes:
+        config = facts.config
+        return cls(
+            config.get("q_lora_rank"), config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+        )
+
+
+class LatentAttention(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden]; the `LatentProjections` that backends ask for.
+
+    `scale` is the whole factor on scores. Heads are cut over the ranks; the latent is whole on each.
+    """
+
+    def __init__(self, context: BuildContext, facts: ModelFacts, layer: int, prefix: str, rotary: Rotary, scale: float) -> None:
+        super().__init__()
+        if context.attention is None:
+            raise TypeError("a model's context needs an attention backend")
+        sizes = LatentSizes.of(facts)
+        heads = share(context, "attention heads", facts.num_heads).size
+        self.sizes = sizes
+        self.rotary = rotary
+        self.backend = context.attention
+        self.stores_kv = context.attention.capabilities.stores_kv
+        self.spec = AttentionSpec(layer, heads, 1, sizes.nope + sizes.rope, sizes.value, scale)
+        self.projections = LatentInputs(context, facts, prefix, sizes, bool(facts.config.get("attention_bias", False)))
+        self.kv_b_proj = LatentExpansion(context, facts.num_heads, heads, prefix, sizes)
+        out_bias = bool(facts.config.get("attention_bias", False))
+        self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * sizes.value, facts.hidden_size, out_bias)
+
+    @property
+    def kv_lora_rank(self) -> int:
+        return self.sizes.kv_lora_rank
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        return self.sizes.nope
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        return self.sizes.rope
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        q, latent, k_rope = self.projections(x)  # [tokens, heads, nope + rope], [tokens, rank], [tokens, rope]
+        q_nope, q_rope = q.split((self.sizes.nope, self.sizes.rope), -1)
+        # queries and the one shared key turn together: fewer operations
+        turned = self.rotary.rotate(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), rows)
+        row = torch.cat((latent, turned[:, -1]), -1)
+        if not self.stores_kv:
+            batch.store_kv(self.spec, row)
+        out = self.backend.run_mla(self, q_nope, turned[:, :-1], row, batch)
+        return self.o_proj(out.flatten(1))
+
+    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+        return self.kv_b_proj.absorb(q_nope)
+
+    def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
+        return self.kv_b_proj.unabsorb(out)
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv_b_proj.expand(latent)
+
+
+class LatentInputs(nn.Module):
+    """x -> queries, normed latent, shared key before rotation; what is not cut over the ranks is one multiplication."""
+
+    def __init__(self, context: BuildContext, facts: ModelFacts, prefix: str, sizes: LatentSizes, bias: bool) -> None:
+        super().__init__()
+        latent = sizes.kv_lora_rank + sizes.rope
+        q_size = facts.num_heads * (sizes.nope + sizes.rope)
+        self.q_head_size = sizes.nope + sizes.rope
+        self.splits = (sizes.kv_lora_rank, sizes.rope)
+        self.kv_a_layernorm = RMSNorm(context, f"{prefix}.kv_a_layernorm", sizes.kv_lora_rank, _NORM_EPS)
+        kv_a = f"{prefix}.kv_a_proj_with_mqa"
+        if sizes.q_lora_rank is None:
+            self.q_a_layernorm = None
+            self.q_proj = ColumnLinear(context, (f"{prefix}.q_proj",), facts.hidden_size, (q_size,))
+            self.a_proj = ReplicatedLinear(context, (kv_a,), facts.hidden_size, (latent,), bias)
+        else:
+            self.splits = (sizes.q_lora_rank, *self.splits)
+            self.q_a_layernorm = RMSNorm(context, f"{prefix}.q_a_layernorm", sizes.q_lora_rank, _NORM_EPS)
+            self.q_proj = ColumnLinear(context, (f"{prefix}.q_b_proj",), sizes.q_lora_rank, (q_size,))
+            names = (f"{prefix}.q_a_proj", kv_a)
+            self.a_proj = ReplicatedLinear(context, names, facts.hidden_size, (sizes.q_lora_rank, latent), bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        *q_a, latent, k_rope = self.a_proj(x).split(self.splits, -1)
+        q = self.q_proj(self.q_a_layernorm(q_a[0]) if self.q_a_layernorm is not None else x)
+        return q.unflatten(-1, (-1, self.q_head_size)), self.kv_a_layernorm(latent), k_rope
+
+
+class LatentExpansion(nn.Module):
+    """`kv_b_proj`, laid out by heads for either form: keys [heads, nope, rank] and values [heads, value, rank].
+
+    Its numbers are made dense in `finish`, through the method that stored them, because absorption multiplies from the other side.
+    """
+
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+
+    def __init__(self, context: BuildContext, all_heads: int, heads: int, prefix: str, sizes: LatentSizes) -> None:
+        super().__init__()
+        self.heads = heads
+        self.sizes = sizes
+        self.dtype = context.dtype
+        self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
+
+    def finish(self) -> None:
+        """Derive the two weights and give back the stored one; without a fresh load in between there is nothing to do."""
+        stored = [parameter for parameter in self.stored.parameters() if isinstance(parameter, ShardedParameter)]
+        if stored and all(parameter.numel() == 0 for parameter in stored) and hasattr(self, "w_uk"):
+            return
+        device = stored[0].device if stored else next(self.stored.buffers()).device
+        identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=device)
+        dense = self.stored(identity).t().unflatten(0, (self.heads, -1))
+        w_uk, w_uv = dense.split((self.sizes.nope, self.sizes.value), 1)
+        self.register_buffer("w_uk", w_uk.contiguous(), persistent=False)
+        self.register_buffer("w_uv", w_uv.contiguous(), persistent=False)
+        for parameter in stored:
+            parameter.release()
+
+    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, nope] -> [tokens, heads, rank]."""
+        return torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+
+    def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, rank] -> [tokens, heads, value]."""
+        return torch.bmm(out.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, rank] -> keys [n, heads, nope] and values [n, heads, value]."""
+        keys = F.linear(latent, self.w_uk.flatten(0, 1)).unflatten(-1, (self.heads, -1))
+        return keys, F.linear(latent, self.w_uv.flatten(0, 1)).unflatten(-1, (self.heads, -1))

@@ -1,0 +1,100 @@
+"""A mixture-of-experts layer: router, dispatch, expert multiplications, combine, and experts that every token shares.
+
+Experts are cut over the ranks in their inner size. How tokens travel is the dispatcher's, how experts multiply the runner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.models.layers.linear import share
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.parameter import Range, ShardedParameter, own_parameters
+from frame.models.layers.router import Router, RoutingRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """How many experts there are, and their sizes in the whole model. `names`: the checkpoint's gate, up and down of one expert."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+class Experts(nn.Module):
+    """`gate_up` and `down` of all experts, as the quantization method stores them; `prefix` holds `N.gate_proj` and so on."""
+
+    def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes) -> None:
+        super().__init__()
+        if context.quantization is None:
+            raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
+        inner = share(context, "inner values of an expert", sizes.inner)
+        self.num_experts = sizes.num_experts
+        self.method = context.quantization.experts(prefix)
+        self.method.create(self, sizes.num_experts, sizes.hidden, inner.size, context.dtype)
+        gate, up, down = sizes.names
+        second = Range(inner.full, inner.start, inner.size, inner.size)
+        for key, parameter in own_parameters(self):
+            for expert in range(sizes.num_experts):
+                if key.startswith("gate_up"):
+                    suffix = "weight" + key.removeprefix("gate_up")
+                    parameter.bind(f"{prefix}.{expert}.{gate}.{suffix}", inner, None, expert)
+                    parameter.bind(f"{prefix}.{expert}.{up}.{suffix}", second, None, expert)
+                else:
+                    suffix = "weight" + key.removeprefix("down")
+                    parameter.bind(f"{prefix}.{expert}.{down}.{suffix}", None, inner, expert)
+
+    def finish(self) -> None:
+        """Let the method repack what was loaded."""
+        self.method.finish(self)
+
+
+class MoE(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden]. `shared` sees every token; `prefix` holds `gate` and `experts`."""
+
+    def __init__(
+        self, context: BuildContext, prefix: str, sizes: ExpertSizes, rule: RoutingRule, shared: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        if context.moe_runner is None or context.moe_dispatcher is None:
+            raise TypeError("the context of a mixture of experts needs a runner and a dispatcher")
+        self.runner = context.moe_runner
+        self.dispatcher = context.moe_dispatcher
+        self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)
+        self.experts = Experts(context, f"{prefix}.experts", sizes)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids, weights = self.router(x)
+        tokens = self.dispatcher.dispatch(x, ids, weights)
+        out = self.dispatcher.combine(self.runner.run(tokens, self.experts), tokens)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class GatedSharedExpert(nn.Module):
+    """A shared expert whose result is weighed by a sigmoid of the token (Qwen2-MoE)."""
+
+    def __init__(self, context: BuildContext, prefix: str, gate: str, hidden_size: int, inner_size: int) -> None:
+        super().__init__()
+        self.expert = GatedMLP(context, prefix, hidden_size, inner_size)
+        self.weight = ShardedParameter(torch.empty(1, hidden_size, dtype=context.dtype))
+        self.weight.bind(f"{gate}.weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(F.linear(x, self.weight)) * self.expert(x)
+
+
+def is_sparse(layer: int, step: int, dense_layers: Sequence[int]) -> bool:
+    """Whether a Qwen layer is a mixture: every `step`th, but for those listed as dense."""
+    return layer not in dense_layers and (layer + 1) % step == 0

@@ -1,0 +1,75 @@
+"""Which experts a token goes to, and with which weights: softmax or sigmoid scores, groups, correction bias.
+
+A router's weight is whole on every rank, so all ranks choose alike. Knows no expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.models.layers.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How scores become a choice.
+
+    `renormalize`: the chosen weights add up to 1 before `scale`. `groups` > 1: experts lie in that many groups, of which `top_groups`
+    are open to a token; a group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a stored
+    bias takes part in the choice, not in the weights. `precise`: scores are computed in float32 from the input on.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    correction: bool = False
+    precise: bool = False
+
+
+class Router(nn.Module):
+    """x [tokens, hidden] -> (ids int64 [tokens, k], weights float32 [tokens, k])."""
+
+    def __init__(self, context: BuildContext, name: str, num_experts: int, hidden_size: int, rule: RoutingRule) -> None:
+        super().__init__()
+        self.rule = rule
+        self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=torch.float32 if rule.precise else context.dtype))
+        self.weight.bind(f"{name}.weight")
+        if rule.correction:
+            self.correction = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
+            self.correction.bind(f"{name}.e_score_correction_bias")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rule = self.rule
+        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
+        if rule.scoring == "softmax" and rule.renormalize and rule.groups == 1:
+            top, ids = logits.topk(rule.top_k, -1)  # a softmax over the chosen is the renormalised softmax over all
+            weights = top.softmax(-1)
+            return ids, weights * rule.scale if rule.scale != 1.0 else weights
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+        choice = scores + self.correction if rule.correction else scores
+        if rule.groups > 1:
+            choice = self._open_groups(choice)
+        ids = choice.topk(rule.top_k, -1).indices
+        weights = scores.gather(1, ids)
+        if rule.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * rule.scale if rule.scale != 1.0 else weights
+
+    def _open_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """Experts outside of a token's best groups drop out; of equal groups at the edge all stay."""
+        grouped = choice.unflatten(-1, (self.rule.groups, -1))  # [tokens, groups, experts of a group]
+        best = grouped.amax(-1) if self.rule.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+        edge = best.topk(self.rule.top_groups, -1).values[:, -1:]
+        return grouped.masked_fill((best < edge).unsqueeze(-1), -torch.inf).flatten(1)

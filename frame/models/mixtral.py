@@ -1,0 +1,27 @@
+"""Mixtral: Llama's attention, and eight experts a layer of which the best two are renormalised."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.moe import ExpertSizes, MoE
+from frame.models.layers.router import RoutingRule
+
+
+class MixtralForCausalLM(Decoder):
+    """The checkpoint calls the mixture `block_sparse_moe` and an expert's layers w1 (gate), w3 (up), w2 (down)."""
+
+    mlp_name: ClassVar[str] = "block_sparse_moe"
+
+    def attention(self, layer: int, prefix: str) -> nn.Module:
+        options = AttentionOptions(sliding_window=self.facts.sliding_window)
+        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+
+    def mlp(self, layer: int, prefix: str) -> nn.Module:
+        config = self.facts.config
+        sizes = ExpertSizes(config["num_local_experts"], self.facts.hidden_size, config["intermediate_size"], ("w1", "w3", "w2"))
+        return MoE(self.context, prefix, sizes, RoutingRule(config["num_experts_per_tok"], renormalize=True))

@@ -1,0 +1,35 @@
+"""Qwen2-MoE and Qwen1.5-MoE: biased attention, experts, and a shared expert behind a gate."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_sparse
+from frame.models.layers.router import RoutingRule
+
+
+class Qwen2MoeForCausalLM(Decoder):
+    """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
+
+    def attention(self, layer: int, prefix: str) -> nn.Module:
+        config = self.facts.config
+        window = None
+        if config.get("use_sliding_window", False) and config.get("sliding_window"):
+            kinds = config.get("layer_types")
+            slides = kinds[layer] == "sliding_attention" if kinds else layer % 2 == 0 and layer < config.get("max_window_layers", 28)
+            window = int(config["sliding_window"]) if slides else None
+        options = AttentionOptions(qkv_bias=bool(config.get("qkv_bias", True)), sliding_window=window)
+        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+
+    def mlp(self, layer: int, prefix: str) -> nn.Module:
+        config, hidden = self.facts.config, self.facts.hidden_size
+        if not is_sparse(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
+            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+        sizes = ExpertSizes(config["num_experts"], hidden, config["moe_intermediate_size"])
+        rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", False)))
+        shared_size = config["shared_expert_intermediate_size"]
+        shared = GatedSharedExpert(self.context, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate", hidden, shared_size)
+        return MoE(self.context, prefix, sizes, rule, shared)

@@ -1,0 +1,31 @@
+"""Qwen3-MoE: Qwen3's attention with normed queries and keys, and experts without a shared one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.moe import ExpertSizes, MoE, is_sparse
+from frame.models.layers.router import RoutingRule
+
+
+class Qwen3MoeForCausalLM(Decoder):
+    """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
+
+    def attention(self, layer: int, prefix: str) -> nn.Module:
+        config = self.facts.config
+        bias = bool(config.get("attention_bias", False))
+        window = config.get("sliding_window") if config.get("use_sliding_window", False) else None  # all layers or none
+        options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=config.get("rms_norm_eps", 1e-6), sliding_window=window)
+        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+
+    def mlp(self, layer: int, prefix: str) -> nn.Module:
+        config, hidden = self.facts.config, self.facts.hidden_size
+        if not is_sparse(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
+            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+        num_experts = config.get("num_experts") or config["num_local_experts"]
+        sizes = ExpertSizes(num_experts, hidden, config["moe_intermediate_size"])
+        rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", False)))
+        return MoE(self.context, prefix, sizes, rule)

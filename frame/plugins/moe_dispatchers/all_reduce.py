@@ -1,0 +1,17 @@
+"""Tokens stay where they are: each rank holds a slice of every expert, and the results are summed over the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from frame.core.interfaces.moe import Dispatched, MoEDispatcher
+
+
+class AllReduce(MoEDispatcher):
+    """For tensor parallelism inside experts; on one rank it does nothing."""
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+        return Dispatched(x, ids, weights)
+
+    def combine(self, out: torch.Tensor, tokens: Dispatched) -> torch.Tensor:
+        return self.context.tp.all_reduce(out)
