@@ -5,6 +5,7 @@ The one place where the pure solver meets the world; loads no plugin and no weig
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from frame.core.config import FrameConfig
@@ -18,7 +19,9 @@ from frame.entrypoints.hardware import probe
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "prepare", "registry_of"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class Prepared:
 def prepare(config: FrameConfig, hardware: Hardware | None = None) -> Prepared:
     """Resolve `config` on this machine. Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user."""
     registry = registry_of(config)
+    for broken in registry.broken:
+        _log.warning("plugin not read: %s", broken)
     facts = read_facts(config.model.path)
     try:
         resolved = resolve(config, hardware or probe(), facts, registry.all_records())

@@ -81,7 +81,7 @@ def _read(registry: Registry, hooks: pluggy.PluginManager, distribution: Distrib
             hooks.unregister(plugin)
         broken = BrokenPlugin(distribution.name, distribution.version, f"{entry.name} = {entry.value}", cause_chain(error))
         registry.broken.append(broken)
-        _log.warning("plugin not read: %s", broken)
+        _log.info("plugin not read: %s", broken)  # who starts a server warns once, not every process
         return
     for part in parts:
         registry.commit(part)

@@ -189,8 +189,8 @@ def test_a_named_backend_that_does_not_fit_says_what_would() -> None:
 
 
 def test_case_study_one_capability_record_is_the_only_source_of_kv_dtype_and_page_size_facts() -> None:
-    """In SGLang the same facts about trtllm_mla stood in six places that disagreed. Here changing the record changes choice, refusal,
-    remedy, page size and documentation matrix, and nothing else knows them."""
+    """Where a choices list, two checks and a table in the docs each hold their own version, a user can be sent in a circle. Here changing
+    the record changes choice, refusal, remedy and page size together, and nothing else knows them."""
     for sizes, kv_dtypes in itertools.product([(32, 64), (128,)], [("fp8_e4m3",), None]):
         only = record("attention_backend", "mla_kernel", AttentionCapabilities(("cuda",), page_sizes=sizes, kv_dtypes=kv_dtypes))
         known = records(attention_backend=[only])

@@ -74,13 +74,15 @@ def check(name: str, conformance: bool) -> None:
 @click.command(help="Write an installable package with a working plugin of KIND called NAME, and its tests.")
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
-@click.option("--dir", "parent", type=click.Path(path_type=Path), default=Path(), help="Folder to write the package's folder in [.].")
+@click.option(
+    "--dir", "parent", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Folder to write the package into [.]."
+)
 def new(kind: str, name: str, parent: Path) -> None:
     from frame.entrypoints.scaffold import write_plugin
 
-    written = write_plugin(kind, name, parent).folder
-    click.echo(f"{written}: a {kind} called {name!r}. Next:")
-    click.echo(f"  pip install -e {written}\n  pytest {written}\n  frame plugins check {kind}/{name}")
+    written = write_plugin(kind, name, parent)
+    click.echo(f"{written.distribution}: a {kind} called {name!r}, in {written.folder}")
+    click.echo(f"  pip install -e {written.folder}\n  pytest {written.folder}\n  frame plugins check {kind}/{name}")
 
 
 for _each in (list_, info, check, new):

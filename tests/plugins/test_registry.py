@@ -1,0 +1,236 @@
+"""The registry: records, errors that help, lazy loading. No entry point takes part."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel
+
+from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.resolved import PluginChoice
+from frame.plugins.kinds import KINDS
+from frame.plugins.registry import PluginError, Registry, cause_chain
+
+KIND = "scheduling_policy"
+MODULE = "frame_test_plugin_module"
+
+
+class Fifo(SchedulingPolicy):
+    def order(self, waiting: object, view: object) -> object:
+        return waiting
+
+
+class Unfinished(SchedulingPolicy):
+    pass
+
+
+class Stranger:
+    pass
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    made = types.ModuleType(MODULE)
+    made.Fifo, made.Unfinished, made.Stranger = Fifo, Unfinished, Stranger
+    sys.modules[MODULE] = made
+    yield made
+    del sys.modules[MODULE]
+
+
+def registry_with(*names: str, distribution: str = "one", **arguments: object) -> Registry:
+    registry = Registry()
+    add(registry, *names, distribution=distribution, **arguments)
+    return registry
+
+
+def add(registry: Registry, *names: str, distribution: str = "one", target: str = f"{MODULE}:Fifo", **arguments: object) -> None:
+    part = registry.kind(KIND, distribution, "1.0")
+    for name in names:
+        part.add(name, target, **arguments)
+    registry.commit(part)
+
+
+def test_the_kinds_table_agrees_with_the_interface_pages() -> None:
+    pages = {
+        "model": "model.API",
+        "attention_backend": "attention.API",
+        "quantization_method": "quantization.API",
+        "moe_runner": "moe.RUNNER_API",
+        "moe_dispatcher": "moe.DISPATCHER_API",
+        "scheduling_policy": "scheduling.API",
+        "eviction_policy": "cache.API",
+        "logits_processor": "sampling.PROCESSOR_API",
+        "grammar": "sampling.GRAMMAR_API",
+        "reasoning_parser": "parsing.REASONING_API",
+        "tool_call_parser": "parsing.TOOL_CALL_API",
+    }
+    assert set(pages) == set(KINDS)
+    for kind, place in pages.items():
+        page, _, constant = place.partition(".")
+        assert getattr(importlib.import_module(f"frame.core.interfaces.{page}"), constant) == KINDS[kind].api
+        module, _, name = KINDS[kind].interface.partition(":")
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+def test_a_record_knows_who_brought_it_and_is_not_imported() -> None:
+    record = registry_with("x", target="no_such_module:Nothing", summary="s", rank=3).get(KIND, "x")
+    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/1")
+
+
+def test_records_are_ranked_then_named() -> None:
+    registry = registry_with("b", "a", rank=1)
+    add(registry, "best", rank=2)
+    assert [record.name for record in registry.records(KIND)] == ["best", "a", "b"]
+
+
+def test_an_unknown_name_lists_names_owners_and_the_nearest() -> None:
+    registry = registry_with("fcfs")
+    add(registry, "lpm", distribution="two")
+    with pytest.raises(PluginError) as caught:
+        registry.get(KIND, "fcsf")
+    assert "Unknown scheduling_policy 'fcsf'; did you mean 'fcfs'? Installed: fcfs (one), lpm (two)." in str(caught.value)
+    with pytest.raises(PluginError, match="did you mean 'scheduling_policy'"):
+        registry.get("schedule_policy", "fcfs")
+    with pytest.raises(PluginError, match="did you mean 'lpm'"):
+        registry.find("lmp")
+
+
+def test_find_takes_a_plain_or_a_full_name() -> None:
+    registry = registry_with("fcfs")
+    assert registry.find("fcfs") == registry.find(f"{KIND}/fcfs") == [registry.get(KIND, "fcfs")]
+
+
+def test_a_clash_is_fatal_when_asked_for_and_names_both_owners_and_the_remedy() -> None:
+    registry = registry_with("fcfs", "other")
+    add(registry, "fcfs", distribution="two")
+    with pytest.raises(PluginError, match=r"brought by one 1\.0 and by two 1\.0; uninstall or deny one \(try plugins\.deny: \[two\]\)"):
+        registry.get(KIND, "fcfs")
+    assert registry.get(KIND, "other").problems == ()
+    assert all(record.problems for record in registry.records(KIND) if record.name == "fcfs")
+
+
+def test_another_interface_version_is_listed_and_refused_only_when_asked_for() -> None:
+    registry = registry_with("new", api="scheduling_policy/2")
+    (record,) = registry.records(KIND)
+    assert "written for interface scheduling_policy/2, this frame offers scheduling_policy/1" in record.problems[0].sentence
+    with pytest.raises(PluginError, match="scheduling_policy/2"):
+        registry.get(KIND, "new")
+    with pytest.raises(PluginError, match="scheduling_policy/2"):
+        registry.load(record)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "words"),
+    [
+        ("frame-no-such-distribution>=1", "needs frame-no-such-distribution>=1, which is not installed"),
+        ("pytest>=9999", "needs pytest>=9999, installed is"),
+        ("not a requirement!", "is malformed"),
+        ("pytest", None),
+        ("pytest>=1,<9999", None),
+        ("frame-no-such-distribution; python_version < '3'", None),
+    ],
+)
+def test_requirements_are_checked_without_an_import(requirement: str, words: str | None) -> None:
+    (record,) = registry_with("x", requires=(requirement,)).records(KIND)
+    assert [reason.sentence for reason in record.problems] == [] if words is None else words in record.problems[0].sentence
+
+
+def test_load_gives_the_class(module: types.ModuleType) -> None:
+    registry = registry_with("x")
+    assert registry.load(registry.get(KIND, "x")) is Fifo
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("frame_no_such_module:X", "ModuleNotFoundError: No module named 'frame_no_such_module'"),
+        (f"{MODULE}:Missing", "has no attribute 'Missing'"),
+        (f"{MODULE}:Stranger", "is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy"),
+        (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/1"),
+    ],
+)
+def test_what_does_not_load_says_why(module: types.ModuleType, target: str, words: str) -> None:
+    registry = registry_with("x", target=target)
+    with pytest.raises(PluginError) as caught:
+        registry.load(registry.get(KIND, "x"))
+    assert words in str(caught.value)
+    assert "scheduling_policy 'x' (one 1.0)" in str(caught.value)
+
+
+def test_a_cause_chain_is_one_line_with_every_cause() -> None:
+    def fail() -> None:
+        try:
+            try:
+                raise OSError("libcuda.so.1: cannot open")
+            except OSError as inner:
+                raise ValueError("no\nkernel") from inner
+        except ValueError as middle:
+            raise ImportError("plugin broken") from middle
+
+    with pytest.raises(ImportError) as caught:
+        fail()
+    text = cause_chain(caught.value)
+    assert "\n" not in text
+    parts = text.split(", caused by ")
+    assert [part.split(" (")[0] for part in parts] == [
+        "ImportError: plugin broken",
+        "ValueError: no kernel",
+        "OSError: libcuda.so.1: cannot open",
+    ]
+    assert all("test_registry.py" in part for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "a b"}, "must not be empty or hold spaces"),
+        ({"name": "a/b"}, "must not be empty or hold spaces or '/'"),
+        ({"target": "module.Class"}, "write it as 'package.module:Class'"),
+        ({"capabilities": object()}, "unsupported"),
+        ({"options": dict}, "pydantic model class"),
+    ],
+)
+def test_malformed_records_are_refused(arguments: dict[str, object], words: str) -> None:
+    good = {"name": "x", "target": "m:C"}
+    with pytest.raises(PluginError, match=words):
+        Registry().kind(KIND).add(**(good | arguments))
+
+
+def test_the_same_plugin_twice_from_one_owner_is_refused_at_once() -> None:
+    with pytest.raises(PluginError, match="added twice"):
+        registry_with("x", "x")
+
+
+def test_options_are_validated() -> None:
+    class Options(BaseModel):
+        splits: int = 4
+
+    registry = registry_with("x", options=Options)
+    add(registry, "plain")
+    record = registry.get(KIND, "x")
+    assert registry.options(record, {"splits": 2}) == Options(splits=2)
+    with pytest.raises(PluginError, match=r"scheduling_policy/x\.split is unknown; did you mean 'splits'\? Its options: splits"):
+        registry.options(record, {"split": 2})
+    with pytest.raises(PluginError, match=r"splits is 'many'"):
+        registry.options(record, {"splits": "many"})
+    with pytest.raises(PluginError, match="takes no options"):
+        registry.options(registry.get(KIND, "plain"), {"a": 1})
+    assert registry.options(registry.get(KIND, "plain"), {}) is None
+
+
+def test_a_process_that_sees_another_plugin_than_was_resolved_refuses(module: types.ModuleType) -> None:
+    registry = registry_with("x")
+    choice = PluginChoice(kind=KIND, name="x", target=f"{MODULE}:Fifo", distribution="one", version="1.0")
+    assert registry.choose(choice) == (Fifo, None)
+    with pytest.raises(PluginError, match=r"was resolved as one 0\.9"):
+        registry.choose(choice.model_copy(update={"version": "0.9"}))
+
+
+def test_a_reason_reads_well() -> None:
+    assert str(Reason("needs x", "a.b: 1")) == "needs x (try a.b: 1)"
+    assert str(Reason("needs x")) == "needs x"
