@@ -20,6 +20,8 @@ class SchedulerConfig:
 
     `num_pages` counts every page of the pool, the reserved page 0 too. `token_budget` is the most prompt tokens computed in one
     step; decodes come on top, so a step has at most `token_budget + max_running` tokens. `request_timeout` in seconds.
+    `growth_reserve` is how many tokens of growth are kept free at first for each running request when another is admitted:
+    it doubles with every retraction and halves in calm times, down to half of what it was.
     """
 
     page_size: int
@@ -33,6 +35,7 @@ class SchedulerConfig:
     request_timeout: float = 600.0
     seed: int = 0
     overlap: bool = False
+    growth_reserve: int = 32
 
     @property
     def capacity(self) -> int:

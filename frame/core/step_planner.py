@@ -19,7 +19,7 @@ from frame.core.waiting_queue import WaitingQueue
 
 WINDOW = 128  # waiting requests that a policy sees
 MATCH_WINDOW = 64  # the same, when each must be matched first
-AHEAD_LEAST, AHEAD_MOST = 16, 1024  # tokens of growth that are kept free for each running request
+AHEAD_MOST = 1024  # tokens of growth that are kept free for each running request, at most
 CALM_STEPS = 128  # after so many steps without a retraction the reserve is halved
 
 
@@ -48,7 +48,7 @@ class StepPlanner:
         self._queue = queue
         self._policy = policy
         self._may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
-        self._ahead = AHEAD_LEAST * 2
+        self._ahead = config.growth_reserve
         self._last_retraction = 0
         self._step = 0
 
@@ -75,7 +75,7 @@ class StepPlanner:
         request.prompt_logprobs = []  # its prompt is computed anew
         self._queue.push_front(request)
         self.num_retracted += 1
-        self._ahead = min(self._ahead * 2, AHEAD_MOST)
+        self._ahead = min(max(1, self._ahead * 2), AHEAD_MOST)
         self._last_retraction = self._step
 
     # decodes ------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class StepPlanner:
         if len(self._running) and reserved >= self._ledger.num_available:
             return
         if self._step - self._last_retraction > CALM_STEPS:
-            self._ahead, self._last_retraction = max(self._ahead // 2, AHEAD_LEAST), self._step
+            self._ahead, self._last_retraction = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
         for request in self._candidates(now):
             if rows.budget <= 0 or not self._running.table.num_free:
                 return

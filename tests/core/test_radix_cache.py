@@ -1,0 +1,237 @@
+"""The radix tree against a dictionary of prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+from frame.core.no_cache import NoCache
+from frame.core.radix_cache import RadixCache
+from frame.plugins.loader import load_registry
+
+REGISTRY = load_registry(installed=False)
+POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
+TOKENS = st.lists(st.integers(0, 2), max_size=14)
+NAMESPACES = st.sampled_from(["", "tenant"])
+Prefix = tuple[str, tuple[int, ...]]
+
+
+def ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`model` maps every cached prefix of whole pages to its last page; `locks` counts how often each is locked."""
+
+    @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, page_size: int, policy: str) -> None:
+        self.page_size = page_size
+        self.cache = RadixCache(page_size, POLICIES[policy]())
+        self.model: dict[Prefix, int] = {}
+        self.locks: Counter[Prefix] = Counter()
+        self.locked: list[tuple[list[Prefix], Any]] = []
+        self.next_page = 1
+
+    def prefixes(self, tokens: list[int], namespace: str, limit: int | None = None) -> list[Prefix]:
+        length = len(tokens) if limit is None else min(len(tokens), limit)
+        return [(namespace, tuple(tokens[:end])) for end in range(self.page_size, length + 1, self.page_size)]
+
+    def cached(self, prefixes: list[Prefix]) -> list[Prefix]:
+        found = []
+        for prefix in prefixes:
+            if prefix not in self.model:
+                break
+            found.append(prefix)
+        return found
+
+    @rule(tokens=TOKENS, namespace=NAMESPACES, limit=st.none() | st.integers(0, 14), lock=st.booleans())
+    def match(self, tokens: list[int], namespace: str, limit: int | None, lock: bool) -> None:
+        expected = self.cached(self.prefixes(tokens, namespace, limit))
+        match = self.cache.match(ids(tokens), namespace, limit)
+        assert match.num_tokens == len(expected) * self.page_size
+        assert match.pages.tolist() == [self.model[prefix] for prefix in expected]
+        if lock:
+            self.lock(match.handle, expected)
+
+    @rule(tokens=TOKENS, namespace=NAMESPACES, priority=st.integers(0, 2), lock=st.booleans())
+    def insert(self, tokens: list[int], namespace: str, priority: int, lock: bool) -> None:
+        prefixes = self.prefixes(tokens, namespace)
+        pages = np.arange(self.next_page, self.next_page + len(prefixes) + 1, dtype=np.int32)  # one more than whole pages
+        self.next_page += len(pages)
+        cached = len(self.cached(prefixes))
+        inserted = self.cache.insert(ids(tokens), pages, namespace, priority)
+        assert inserted.num_cached == cached * self.page_size
+        for prefix, page in list(zip(prefixes, pages.tolist(), strict=False))[cached:]:
+            self.model[prefix] = page
+        if lock:
+            self.lock(inserted.handle, prefixes)
+
+    def lock(self, handle: Any, prefixes: list[Prefix]) -> None:
+        self.cache.lock(handle)
+        self.locks.update(prefixes)
+        self.locked.append((prefixes, handle))
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        prefixes, handle = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
+        self.cache.unlock(handle)
+        self.locks.subtract(prefixes)
+
+    @rule(count=st.integers(0, 6))
+    def evict(self, count: int) -> None:
+        evictable = self.cache.num_evictable
+        self.forget(self.cache.evict(count), min(count, evictable))
+
+    @rule()
+    def reset(self) -> None:
+        self.forget(self.cache.reset(), self.cache.num_evictable)
+        assert self.cache.num_evictable == 0
+
+    def forget(self, pages: np.ndarray, at_least: int) -> None:
+        freed = set(pages.tolist())
+        assert len(freed) == len(pages) >= at_least
+        gone = [prefix for prefix, page in self.model.items() if page in freed]
+        assert len(gone) == len(freed)
+        assert not any(self.locks[prefix] for prefix in gone)
+        for prefix in gone:
+            del self.model[prefix]
+        for namespace, tokens in self.model:  # no prefix may outlive a shorter one
+            assert len(tokens) == self.page_size or (namespace, tokens[: -self.page_size]) in self.model
+
+    @rule()
+    def relock(self) -> None:
+        self.cache.relock(handle for _, handle in self.locked)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity()
+        locked = sum(1 for prefix in self.model if self.locks[prefix])
+        assert self.cache.num_locked == locked
+        assert self.cache.num_evictable == len(self.model) - locked
+        assert sorted(self.cache.owned_pages().tolist()) == sorted(self.model.values())
+
+
+CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCache = CacheMachine.TestCase
+
+
+def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:
+    """One prefix a page; prefix t is one page (page t + 1), used again `uses[t]` times, in order of t."""
+    cache = RadixCache(1, policy)
+    for token in uses:
+        cache.insert(ids([token]), ids([token + 1]), priority=token % 2)
+    for token, count in uses.items():
+        for _ in range(count):
+            handle = cache.match(ids([token])).handle
+            cache.lock(handle)
+            cache.unlock(handle)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("lru", [0, 2, 1, 3]),  # 0 and 2 were not used after their insertion
+        ("mru", [3, 1, 2, 0]),
+        ("fifo", [0, 1, 2, 3]),
+        ("lfu", [0, 2, 3, 1]),
+        ("slru", [0, 2, 3, 1]),
+        ("priority", [0, 2, 1, 3]),
+    ],
+)
+def test_eviction_order(name: str, order: list[int]) -> None:
+    cache = filled(POLICIES[name](), {0: 0, 1: 3, 2: 0, 3: 1})
+    assert [int(cache.evict(1)[0]) - 1 for _ in range(4)] == order
+
+
+def test_the_end_of_a_long_prefix_goes_before_its_start() -> None:
+    cache = RadixCache(2, POLICIES["lru"]())
+    cache.insert(ids(list(range(20))), np.arange(1, 11, dtype=np.int32))
+    assert cache.evict(3).tolist() == [8, 9, 10]
+    assert cache.match(ids(list(range(20)))).num_tokens == 14
+    cache.check_integrity()
+
+
+def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    cache.insert(ids([1, 2, 3]), ids([1, 2, 3]))
+    whole, part = cache.match(ids([1, 2, 3])), cache.match(ids([1, 2]))
+    cache.evict(1)
+    with pytest.raises(RuntimeError, match="evicted before it was locked"):
+        cache.lock(whole.handle)
+    cache.lock(part.handle)
+    assert cache.num_locked == 2
+    with pytest.raises(RuntimeError, match="not locked"):
+        cache.unlock(whole.handle)
+
+
+def test_a_match_survives_a_split() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    cache.insert(ids([1, 2, 3, 4]), ids([1, 2, 3, 4]))
+    part = cache.match(ids([1]))
+    whole = cache.match(ids([1, 2, 3, 4]))
+    cache.insert(ids([1, 2, 9]), ids([5, 6, 7]))
+    cache.lock(part.handle)
+    cache.lock(whole.handle)
+    assert (cache.num_locked, cache.num_evictable) == (4, 1)
+    cache.unlock(whole.handle)
+    assert cache.num_locked == 1
+    cache.check_integrity()
+
+
+def test_the_heap_stays_small() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    for token in range(10):
+        cache.insert(ids([token]), ids([token + 1]))
+    for _ in range(2_000):
+        handle = cache.match(ids([3])).handle
+        cache.lock(handle)
+        cache.unlock(handle)
+    assert len(cache._heap) <= 2 * 10 + 64
+
+
+def test_memory_of_a_split_node_is_its_own() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    cache.insert(np.arange(10_000, dtype=np.int32), np.arange(1, 10_001, dtype=np.int32))
+    cache.insert(ids([0, 1, 50_000]), ids([20_001, 20_002, 20_003]))
+    cache.evict(9_998)
+    assert all(node.key.base is None and node.pages.base is None for node in cache._nodes())
+
+
+def test_the_policy_key_is_a_node() -> None:
+    class Recorder(EvictionPolicy):
+        def key(self, node: EvictableNode) -> tuple[float, ...]:
+            seen.append((node.last_access, node.created, node.hits, node.priority))
+            return (0,)
+
+    seen: list[tuple[int, int, int, int]] = []
+    cache = RadixCache(1, Recorder())
+    cache.insert(ids([1]), ids([1]), priority=4)
+    cache.insert(ids([1, 2]), ids([9, 2]), priority=2)
+    assert seen == [(1, 1, 0, 4), (2, 2, 0, 2)]
+
+
+def test_bad_insert() -> None:
+    with pytest.raises(ValueError, match="4 tokens fill 2 pages, but 1 were given"):
+        RadixCache(2, POLICIES["lru"]()).insert(ids([1, 2, 3, 4]), ids([1]))
+
+
+def test_no_cache_finds_and_keeps_nothing() -> None:
+    cache = NoCache(2)
+    inserted = cache.insert(ids([1, 2, 3, 4, 5]), ids([1, 2, 3]))
+    assert inserted.num_cached == 4
+    cache.lock(inserted.handle)
+    cache.unlock(inserted.handle)
+    assert cache.match(ids([1, 2, 3, 4])).num_tokens == 0
+    assert cache.num_evictable == cache.num_locked == len(cache.evict(3)) == len(cache.reset()) == 0
+    cache.check_integrity()
