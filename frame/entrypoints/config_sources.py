@@ -180,6 +180,7 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
                 yield setting.path, meaning, source
         elif name in known:
             setting = known[name]
+            source = f"flag --no-{name}" if value is False else source
             yield from (_from_text(setting, value, source) if isinstance(value, str) else ((setting.path, value, source),))
         else:
             raise ConfigError(f"Unknown flag --{name}{did_you_mean(name, [*known, *ALIASES]) or '.'}")

@@ -1,0 +1,217 @@
+"""The `frame` command as a user meets it: what is printed, and the exit codes 0, 2 and 78. How fast it is stands in test_startup."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from frame.core.config import FrameConfig
+from frame.entrypoints.cli.main import COMMANDS, cli
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.settings import settings
+from frame.plugins.kinds import KINDS
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+}
+
+
+def frame(*arguments: object, **environ: str) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], env={"FRAME_CONFIG": "", **environ})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DENSE))
+    return folder
+
+
+def test_help_lists_commands_and_exit_codes() -> None:
+    result = frame("--help")
+    assert result.exit_code == 0
+    assert "78 wrong" in result.output
+    for name in ("config", "plugins"):
+        assert COMMANDS[name][1] in result.output
+
+
+def test_every_listed_command_has_help() -> None:
+    for name in cli.list_commands(None):  # type: ignore[arg-type]
+        result = frame(name, "--help")
+        assert result.exit_code == 0, (name, result.output, result.exception)
+
+
+def test_wrong_usage_is_2() -> None:
+    assert frame("no-such-command").exit_code == 2
+    assert frame("config", "show", "--no-such-flag").exit_code == 2
+
+
+def test_every_setting_has_a_flag_in_help() -> None:
+    text = frame("config", "check", "--help").output
+    for setting in settings():
+        assert setting.shape == "table" or f"--{setting.flag}" in text, setting.key
+    assert "--disable-radix-cache" in text
+    assert "Settings: cache" in text
+
+
+def test_plugins_list_in_words_and_json() -> None:
+    words = frame("plugins", "list")
+    assert words.exit_code == 0
+    assert "fcfs" in words.output
+    data = json.loads(frame("plugins", "list", "--json").output)
+    by_name = {(each["kind"], each["name"]): each for each in data["plugins"]}
+    assert by_name["scheduling_policy", "fcfs"]["distribution"] == "frame-serve"
+    assert {each["kind"] for each in data["plugins"]} <= set(KINDS)
+    only = json.loads(frame("plugins", "list", "--json", "--kind", "eviction_policy").output)
+    assert {each["kind"] for each in only["plugins"]} == {"eviction_policy"}
+
+
+def test_every_plugin_has_a_summary_and_is_shown() -> None:
+    for each in json.loads(frame("plugins", "list", "--json").output)["plugins"]:
+        assert each["summary"], each["name"]
+        shown = frame("plugins", "info", f"{each['kind']}/{each['name']}")
+        assert shown.exit_code == 0
+        assert each["target"] in shown.output
+
+
+def test_plugins_info_of_an_unknown_name() -> None:
+    result = frame("plugins", "info", "fcsf")
+    assert result.exit_code == 78
+    assert "No plugin is called 'fcsf'; did you mean 'fcfs'?" in result.output
+
+
+def test_plugins_check_loads_it_elsewhere() -> None:
+    result = frame("plugins", "check", "scheduling_policy/fcfs")
+    assert (result.exit_code, result.output.strip()) == (0, "scheduling_policy/fcfs: loads (frame.plugins.scheduling_policies.fcfs:Fcfs)")
+
+
+def test_plugins_new_writes_a_package(tmp_path: Path) -> None:
+    result = frame("plugins", "new", "scheduling_policy", "mine", "--dir", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "frame-mine" / "pyproject.toml").is_file()
+    assert "frame plugins check scheduling_policy/mine" in result.output
+    assert frame("plugins", "new", "scheduling_policy", "mine", "--dir", tmp_path).exit_code == 78
+    assert frame("plugins", "new", "policy", "mine").exit_code == 2
+
+
+def test_config_check_says_what_would_run(model: Path) -> None:
+    result = frame("config", "check", "--model", model, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("ok: dense (LlamaForCausalLM) on cpu in float32")
+    assert "scheduling_policy: fcfs" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--page-size", "many"), "flag --page-size: cache.page_size is 'many'"),
+        (("--tp", "3"), "Nearest change: parallel.tp: 2"),
+        (("--max-model-len", "4096"), "Nearest change: model.max_context: 512"),
+        (("--schedule-policy", "fcsf"), "did you mean 'fcfs'"),
+        (("--set", "cache.pagesize=1"), "did you mean 'page_size'"),
+        (("--quantization", "no-such"), "Unknown quantization_method 'no-such'"),
+        (("--config", "no-such.yaml"), "no-such.yaml cannot be read"),
+        (("--model", "no-such-folder"), "no-such-folder' is no folder"),
+    ],
+)
+def test_configuration_errors_are_78_and_a_sentence(arguments: tuple[str, ...], words: str, model: Path) -> None:
+    result = frame("config", "check", "--model", model, "--device", "cpu", *arguments)
+    assert result.exit_code == 78, result.output
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_explain_gives_value_source_reason_and_everyone_turned_down(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(f"model:\n  path: {model}\nexecution:\n  device: cpu\n")
+    common = ("config", "explain", "--config", tmp_path / "x.yaml")
+    assert frame(*common, "model.path").output.strip() == f"model.path = {model}  ({tmp_path}/x.yaml:2)"
+    page = frame(*common, "--page-size", "4", "page_size").output
+    assert page.strip() == "cache.page_size = 4  (flag --page-size)"
+    dtype = frame(*common, "dtype").output
+    assert dtype.startswith("model.dtype = float32  (chosen: exact")
+    architecture = frame(*common, "model.implementation").output
+    assert "(chosen: llama is" in architecture
+    assert "not qwen3: implements Qwen3ForCausalLM, not LlamaForCausalLM" in architecture
+    everything = frame(*common).output
+    assert all(f"{setting.key} = " in everything for setting in settings())
+
+
+def test_explain_of_an_impossible_configuration_still_shows_the_value(model: Path) -> None:
+    result = frame("config", "explain", "--model", model, "--tp", "3", "tp")
+    assert result.exit_code == 78
+    assert "parallel.tp = 3  (flag --tp)" in result.output
+    assert "does not divide" in result.output
+    assert "did you mean" in frame("config", "explain", "pagesize").output
+
+
+def test_show_is_a_configuration_file_again(tmp_path: Path, model: Path) -> None:
+    shown = frame("config", "show", "--page-size", "8", "--disable-radix-cache", "--set", "plugins.options.a/b.c=off")
+    assert "page_size: 8  # flag --page-size" in shown.output
+    file = tmp_path / "again.yaml"
+    file.write_text(shown.output)
+    assert frame("config", "show", "--config", file, "--json").output == frame(
+        "config", "show", "--page-size", "8", "--disable-radix-cache", "--set", "plugins.options.a/b.c=off", "--json"
+    ).output  # fmt: skip
+    resolved = frame("config", "show", "--resolved", "--model", model, "--device", "cpu")
+    values = yaml.safe_load(resolved.output)
+    assert values["cache"]["page_size"] is not None
+    assert values["attention"]["backend"]
+    file.write_text(resolved.output)
+    again = frame("config", "show", "--resolved", "--config", file, "--json")
+    assert FrameConfig.model_validate_json(again.output) == FrameConfig.model_validate(values)
+
+
+def test_secrets_are_not_shown() -> None:
+    for arguments in (("config", "show"), ("config", "show", "--json"), ("config", "explain", "api-key", "--model", "no-such")):
+        result = frame(*arguments, FRAME_SERVER__API_KEY="hunter2")
+        assert "***" in result.output
+        assert "hunter2" not in result.output
+
+
+def test_schema_is_valid_complete_and_takes_auto() -> None:
+    schema = json.loads(frame("config", "schema").output)
+    assert schema["$schema"].endswith("2020-12/schema")
+    for setting in settings():
+        section, name = setting.path
+        definition = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+        assert definition["additionalProperties"] is False
+        assert definition["properties"][name]["description"], setting.key
+    page_size = schema["$defs"]["CacheSection"]["properties"]["page_size"]
+    assert {"const": "auto"} in page_size["anyOf"]
+    options = schema["$defs"]["PluginsSection"]["properties"]["options"]["properties"]
+    listed = json.loads(frame("plugins", "list", "--json").output)["plugins"]
+    assert set(options) == {f"{each['kind']}/{each['name']}" for each in listed}
+    assert "fcfs" in schema["$defs"]["SchedulerSection"]["properties"]["policy"]["examples"]
+
+
+def test_a_command_of_ones_own_gets_all_flags() -> None:
+    seen: list[tuple[LoadedConfig, dict[str, Any]]] = []
+
+    @config_command(help="Test.")
+    def mine(loaded: LoadedConfig, **own: Any) -> None:
+        seen.append((loaded, own))
+
+    result = CliRunner().invoke(
+        mine, ["--tp", "2", "--no-overlap", "--trust-remote-code", "--plugins-deny", "a,b"], env={"FRAME_CONFIG": ""}
+    )
+    assert result.exit_code == 0, result.output
+    ((loaded, own),) = seen
+    assert own == {}
+    assert (loaded.config.parallel.tp, loaded.config.scheduler.overlap, loaded.config.model.trust_remote_code) == (2, False, True)
+    assert loaded.config.plugins.deny == ("a", "b")
+    assert loaded.source("scheduler.overlap") == "flag --no-overlap"
