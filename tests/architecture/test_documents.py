@@ -12,10 +12,11 @@ from pathlib import Path
 import click
 import pytest
 
+import frame
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.config_sources import load_config
 from scripts import generate_docs
-from tests.architecture.source import ROOT
+from tests.architecture.source import ROOT, classes, functions, package
 
 PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "changelog/*.md")
 DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
@@ -104,6 +105,34 @@ def test_examples_are_valid(path: Path) -> None:
     load_config(str(path), environ={})
 
 
+def unknown_names(text: str) -> list[str]:
+    """Words in backticks that look like our files, modules or methods, and are none."""
+    files = {each.path for each in package()} | {each.path.removeprefix("frame/") for each in package()}
+    names = {node.name: node for each in package() for node in classes(each.tree)}
+    found = []
+    for word in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"[\w/]+\.py", word) and "/" in word and word not in files:
+            found.append(word)
+        elif (match := re.fullmatch(r"([A-Z]\w+)\.(_?\w+)", word)) and match[1] in names:
+            members = {getattr(node, "name", None) or ast.unparse(getattr(node, "target", node)) for node in names[match[1]].body}
+            if match[2] not in members:
+                found.append(word)
+        elif re.fullmatch(r"frame(\.\w+)+", word) and not _is_dotted_name(word):
+            found.append(word)
+    return found
+
+
+def _is_dotted_name(word: str) -> bool:
+    modules = {each.name for each in package()}
+    attributes = {f"{each.name}.{node.name}" for each in package() for node in (*classes(each.tree), *functions(each.tree))}
+    return word in modules or word in attributes or word.removeprefix("frame.") in frame.__all__
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_code_that_is_named_exists(path: Path) -> None:
+    assert unknown_names(FENCE.sub("", path.read_text())) == []
+
+
 def test_documents_name_no_machine() -> None:
     found = [ids(path) for path in DOCUMENTS if re.search(r"/(home|root|work|Users)/\w", path.read_text())]
     assert found == []
@@ -122,6 +151,8 @@ def test_the_readme_fits_on_a_screen_or_two() -> None:
 
 
 def test_checks_find() -> None:
+    assert unknown_names("`core/no_such.py` `Scheduler.no_such` `frame.core.no_such`") == ["core/no_such.py", "Scheduler.no_such", "frame.core.no_such"]
+    assert unknown_names("`core/scheduler.py` `Scheduler.next_batch` `frame.core.scheduler` `frame.SamplingParams`") == []
     assert wrong_command(["frame", "serv"])
     assert wrong_command(["frame", "plugins", "lst"])
     assert wrong_command(["frame", "config", "check", "--no-such-flag"])

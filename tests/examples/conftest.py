@@ -1,0 +1,48 @@
+"""A fresh environment with the example plugin installed. It sees all of the running one, which sees nothing of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "frame-attn-example"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment; `frame` runs the command line in it."""
+
+    python: Path
+
+    def run(self, *arguments: str | Path, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        command = [str(self.python), *map(str, arguments)]
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("FRAME_", "PYTHON", "PYTEST_"))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def frame(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "frame", *arguments, check=check)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Installs the example as a user would: `pip install`, by its own build backend."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    outer = sysconfig.get_path("purelib")
+    (site / "outer.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*pip, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return Environment(python)
