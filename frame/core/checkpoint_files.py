@@ -50,7 +50,7 @@ def read_weights(folder: Path, load_format: str = "auto", progress: bool = False
         readers = [_open_safetensors(file, stack) if kind == "safetensors" else _open_pickled(file) for file in files]
         if missing := sorted(set(named) - {name for reader in readers for name in reader}):
             many = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise CheckpointError(f"the index of {folder} names {missing[0]}{many}, which no file holds: download the checkpoint again")
+            raise CheckpointError(f"the index of {folder} names {missing[0]}{many}, which no file holds: download the checkpoint again.")
         with _bar(sum(map(len, readers)), progress and sys.stderr.isatty()) as advance:
             for reader in readers:
                 for name, make in reader.items():
@@ -68,24 +68,24 @@ def find_files(folder: Path, load_format: str) -> tuple[str, list[Path], list[st
             names, shards = _read_index(index)
             for shard in shards:
                 if not (folder / shard).is_file():
-                    raise CheckpointError(f"{shard} is named in {index} but is not there: download the checkpoint again")
+                    raise CheckpointError(f"{shard} is named in {index} but is not there: download the checkpoint again.")
             return kind, [folder / shard for shard in shards], names
         for pattern in patterns:
             if files := sorted(folder.glob(pattern)):
                 return kind, files, []
     wanted = "safetensors or .bin" if load_format == "auto" else load_format
-    raise CheckpointError(f"{folder} holds no {wanted} weights: check model.path, or set model.load_format: dummy for random ones")
+    raise CheckpointError(f"{folder} holds no {wanted} weights: check model.path, or set model.load_format: dummy for random ones.")
 
 
 def _read_index(index: Path) -> tuple[list[str], list[str]]:
     try:
         entries: dict[str, str] = msgspec.convert(msgspec.json.decode(index.read_bytes())["weight_map"], dict[str, str])
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of weights ({error}): download it again") from error
+        raise CheckpointError(f"{index} is not an index of weights ({error}): download it again.") from error
     shards = sorted(set(entries.values()))
     for shard in shards:
         if Path(shard).name != shard:
-            raise CheckpointError(f"{index} names a file outside of its folder ({shard}), which is not read")
+            raise CheckpointError(f"{index} names a file outside of its folder ({shard}), which is not read.")
     return list(entries), shards
 
 
@@ -93,7 +93,7 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]
     try:
         file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({error}): download it again") from error
+        raise CheckpointError(f"{path} is truncated or damaged ({error}): download it again.") from error
     return {name: _Maker(file, name) for name in file.offset_keys()}
 
 
@@ -118,12 +118,12 @@ def _open_pickled(path: Path) -> dict[str, Any]:
                 raise
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than tensors and is not loaded: convert it to safetensors") from error
+        raise CheckpointError(f"{path} holds more than tensors and is not loaded: convert it to safetensors.") from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged: download it again") from error
+        raise CheckpointError(f"{path} is truncated or damaged: download it again.") from error
     tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
     if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{path} is not a dictionary of tensors: convert it to safetensors")
+        raise CheckpointError(f"{path} is not a dictionary of tensors: convert it to safetensors.")
     return {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.model import ModelFacts
 from frame.models.deepseek_v2 import DeepseekV2ForCausalLM
 from frame.models.layers.router import RoutingRule
 
@@ -13,11 +9,10 @@ from frame.models.layers.router import RoutingRule
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """Weights of layers past the last (the multi-token-prediction modules) are left out."""
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
-        super().__init__(facts, context)
-        extra = facts.config.get("num_nextn_predict_layers") or facts.config.get("num_mtp_layers") or 0
-        layers = "|".join(str(facts.num_layers + index) for index in range(max(int(extra), 1)))
-        self.ignored = (*type(self).ignored, rf"model\.layers\.(?:{layers})\.", re.escape("model.mtp."))
+    def left_out(self) -> tuple[str, ...]:
+        extra = self.facts.config.get("num_nextn_predict_layers") or self.facts.config.get("num_mtp_layers") or 0
+        layers = "|".join(str(self.facts.num_layers + index) for index in range(max(int(extra), 1)))
+        return (*super().left_out(), rf"model\.layers\.(?:{layers})\.")
 
     def routing(self) -> RoutingRule:
         config = self.facts.config

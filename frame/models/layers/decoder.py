@@ -87,8 +87,12 @@ class Decoder(CausalLM, nn.Module):
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        return load_parameters(self, weights, self.left_out())
+
+    def left_out(self) -> tuple[str, ...]:
+        """Patterns of checkpoint names that this model has no use for."""
         # A tied checkpoint may hold the head nevertheless; transformers takes the embedding then, and so do we.
-        return load_parameters(self, weights, (*self.ignored, r"lm_head\.weight$") if self.tied else self.ignored)
+        return (*self.ignored, r"lm_head\.weight$") if self.tied else self.ignored
 
     def _layer(self, index: int, prefix: str) -> DecoderLayer:
         return DecoderLayer(

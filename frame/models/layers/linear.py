@@ -113,7 +113,7 @@ class HeadLayout:
         else:
             if ranks % num_kv_heads:
                 raise ConfigurationError(
-                    f"{num_kv_heads} key-value heads cannot be repeated over {ranks} ranks: set parallel.tp to a multiple of {num_kv_heads}"
+                    f"{num_kv_heads} key-value heads cannot be repeated over {ranks} ranks: set parallel.tp to a multiple of {num_kv_heads}."
                 )
             self.keys = Range(num_kv_heads, rank * num_kv_heads // ranks, 1)
         self.num_heads = self.queries.size
@@ -127,7 +127,7 @@ class HeadLayout:
 def share(context: BuildContext, what: str, size: int) -> Range:
     """This rank's share of `size`. Raises ConfigurationError when the ranks do not divide it."""
     if size % context.tp.size:
-        raise ConfigurationError(f"{size} {what} cannot be cut into {context.tp.size} equal parts: set parallel.tp to a divisor of {size}")
+        raise ConfigurationError(f"{size} {what} cannot be cut into {context.tp.size} equal parts: set parallel.tp to a divisor of {size}.")
     return Range.split(size, context.tp.rank, context.tp.size)
 
 

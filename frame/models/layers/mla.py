@@ -56,7 +56,9 @@ class LatentAttention(nn.Module):
             raise TypeError("a model's context needs an attention backend")
         sizes = LatentSizes.of(facts)
         heads = share(context, "attention heads", facts.num_heads).size
-        self.sizes = sizes
+        self.kv_lora_rank = sizes.kv_lora_rank
+        self.qk_nope_head_dim = sizes.nope
+        self.qk_rope_head_dim = sizes.rope
         self.rotary = rotary
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
@@ -66,21 +68,9 @@ class LatentAttention(nn.Module):
         out_bias = bool(facts.config.get("attention_bias", False))
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * sizes.value, facts.hidden_size, out_bias)
 
-    @property
-    def kv_lora_rank(self) -> int:
-        return self.sizes.kv_lora_rank
-
-    @property
-    def qk_nope_head_dim(self) -> int:
-        return self.sizes.nope
-
-    @property
-    def qk_rope_head_dim(self) -> int:
-        return self.sizes.rope
-
     def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q, latent, k_rope = self.projections(x)  # [tokens, heads, nope + rope], [tokens, rank], [tokens, rope]
-        q_nope, q_rope = q.split((self.sizes.nope, self.sizes.rope), -1)
+        q_nope, q_rope = q.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         # queries and the one shared key turn together: fewer operations
         turned = self.rotary.rotate(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), rows)
         row = torch.cat((latent, turned[:, -1]), -1)
@@ -107,7 +97,7 @@ class LatentInputs(nn.Module):
         latent = sizes.kv_lora_rank + sizes.rope
         q_size = facts.num_heads * (sizes.nope + sizes.rope)
         self.q_head_size = sizes.nope + sizes.rope
-        self.splits = (sizes.kv_lora_rank, sizes.rope)
+        self.splits: tuple[int, ...] = (sizes.kv_lora_rank, sizes.rope)
         self.kv_a_layernorm = RMSNorm(context, f"{prefix}.kv_a_layernorm", sizes.kv_lora_rank, _NORM_EPS)
         kv_a = f"{prefix}.kv_a_proj_with_mqa"
         if sizes.q_lora_rank is None:

@@ -114,7 +114,7 @@ class ShardedParameter(nn.Parameter):
         value = tensor[part.read] if part.read else tensor[...]
         if value.is_floating_point() != self.is_floating_point():
             raise CheckpointError(
-                f"{name} is stored as {_kind(value)}, {_kind(self)} is expected: choose the quantization method that reads it"
+                f"{name} is stored as {_kind(value)}, {_kind(self)} is expected: choose the quantization method that reads it."
             )
         if self.data.numel() == 0:
             self.data = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.device)
@@ -168,7 +168,7 @@ def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]]
 
 def _load_plain(name: str, parameter: nn.Parameter, tensor: LazyTensor) -> None:
     if tuple(tensor.shape) != tuple(parameter.shape):
-        raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, {list(parameter.shape)} is expected")
+        raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, {list(parameter.shape)} is expected.")
     parameter.data.copy_(tensor[...])
 
 

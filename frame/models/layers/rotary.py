@@ -119,7 +119,7 @@ def frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
     if kind == "yarn":
         return _yarn(base, dim, parameters)
     known = "default, linear, dynamic, llama3 and yarn"
-    raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: try model.implementation: transformers")
+    raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: try model.implementation: transformers.")
 
 
 def _angles(parameters: Mapping[str, Any], dim: int, positions: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> 
     """Two multiplications over all experts laid side by side; a token's weight for the others is zero."""
     num_experts, hidden, inner = down.shape
     weights = tokens.x.new_zeros(tokens.x.shape[0], num_experts).scatter_add_(1, tokens.ids, tokens.weights.to(tokens.x.dtype))
-    gate, up = F.linear(tokens.x, gate_up.flatten(0, 1)).unflatten(1, (num_experts, 2, inner)).unbind(2)
+    gate, up = F.linear(tokens.x, gate_up.flatten(0, 1)).view(-1, num_experts, 2, inner).unbind(2)
     active = F.silu(gate).mul_(up).mul_(weights.unsqueeze(-1))  # [tokens, experts, inner]
     return F.linear(active.flatten(1), down.transpose(0, 1).reshape(hidden, -1))  # a view when `down` lies hidden first
 
@@ -51,7 +51,8 @@ def run_each(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> t
     order, source = _sorted(tokens)
     counts = torch.bincount(tokens.ids.flatten(), minlength=gate_up.shape[0]).tolist()
     outs = []
-    for expert, part in enumerate(tokens.x.index_select(0, source).split(counts)):
+    parts = torch.split(tokens.x.index_select(0, source), counts)
+    for expert, part in enumerate(parts):
         if part.shape[0]:
             gate, up = F.linear(part, gate_up[expert]).chunk(2, -1)
             outs.append(F.linear(F.silu(gate).mul_(up), down[expert]))

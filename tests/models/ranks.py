@@ -1,0 +1,72 @@
+"""Several ranks in one process: threads that meet at a barrier, so that tensor parallelism is tested without sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """What the ranks of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.given: list[Any] = [None] * size
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor, on every rank."""
+        self.given[rank] = tensor.clone()
+        self.barrier.wait()
+        everybody = list(self.given)
+        self.barrier.wait()
+        return everybody
+
+
+class ThreadGroup:
+    """One rank's `Collective`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self.size = meeting.size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, tensor)).sum(0)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, tensor), dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return self.meeting.exchange(self.rank, tensor)[source]
+
+
+def on_ranks(size: int, act: Callable[[ThreadGroup], T]) -> list[T]:
+    """Run `act` on every rank, each in a thread; results in order of the ranks. Re-raises a rank's error."""
+    meeting = Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(ThreadGroup(meeting, rank))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if errors:
+        raise errors[0]
+    return results
