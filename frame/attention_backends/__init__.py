@@ -5,9 +5,12 @@ Imports no torch and no kernel; a backend's module is imported when it is select
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.attention import API, AttentionCapabilities
+from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
+from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -16,6 +19,29 @@ if TYPE_CHECKING:
 TORCH_NATIVE = AttentionCapabilities(
     devices=("cpu", "cuda"),
     kinds=("mha", "mla"),
+    sliding_window=True,
+    soft_cap=True,
+    sinks=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCapabilities(AttentionCapabilities):
+    """Of kernels that need a GPU, but for Triton's interpreter, in which tests run them on a CPU."""
+
+    def _device(self, needs: AttentionNeeds) -> list[Reason]:
+        if needs.device != "cpu":
+            return AttentionCapabilities._device(self, needs)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return []
+        return [Reason("runs on cuda; on cpu only under TRITON_INTERPRET=1, which is for tests", "execution.device: cuda")]
+
+
+TRITON = KernelCapabilities(
+    devices=("cuda",),
+    compute_capability=((8, 0), (12, 1)),
+    kinds=("mha", "mla"),
+    max_head_dim=512,
     sliding_window=True,
     soft_cap=True,
     sinks=True,
@@ -31,4 +57,13 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=10,
         summary="PyTorch operations only: the reference everywhere and the fast path of a CPU.",
+    )
+    registry.add(
+        "triton",
+        "frame.attention_backends.triton.backend:TritonBackend",
+        capabilities=TRITON,
+        api=API,
+        rank=20,
+        requires=("triton>=3.4",),
+        summary="Triton kernels that read the page table: split decode with grouped heads, flash extend, latent attention.",
     )

@@ -1,0 +1,118 @@
+"""The `triton` backend: multi-head and latent attention in kernels of this folder.
+
+Chooses between the forms of latent attention and hands views of queries and cache to `launch.py`. Knows no request.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import BaseModel
+
+from frame.attention_backends import TRITON
+from frame.attention_backends.triton.launch import Device, Operands, launch_decodes, launch_extends
+from frame.attention_backends.triton.plan import StepPlan
+from frame.attention_backends.triton.scan import INTERPRETED, split_width
+from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
+from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.build import BuildContext
+
+EXPANDED_BYTES = 2 << 30  # latents that would expand to more than this stay absorbed
+
+
+class TritonBackend(AttentionBackend):
+    """Triton kernels over the page table itself. `plan` is a `StepPlan`."""
+
+    capabilities: ClassVar[AttentionCapabilities] = TRITON
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        if context.device.type == "cpu" and not INTERPRETED:
+            raise ValueError("Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend.")
+        self._device = Device.of(context.device)
+
+    def plan(self, batch: ForwardBatch) -> StepPlan:
+        return StepPlan(batch)
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
+        q = _dense(q)
+        first, rest = split_width(spec.head_dim)
+        operands = Operands(
+            q1=q[..., :first],
+            q2=q[..., first:] if rest else None,
+            k1=cached_k[..., :first],
+            k2=cached_k[..., first:] if rest else None,
+            v=cached_v,
+            page_size=batch.kv.page_size,
+        )
+        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+        self._launch(spec, operands, out, batch, extends=True)
+        return out
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        spec, plan, rank = layer.spec, _plan(batch), layer.kv_lora_rank
+        (cached,) = batch.kv.layer(spec.layer)
+        cached = cached.view(-1, cached.shape[-1])
+        expands = self._expands(layer, plan, latent.element_size())
+        absorbed = plan.num_decodes if expands else q_nope.shape[0]  # tokens; decodes come first
+        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+        if absorbed:
+            keys = cached[:, None]
+            q = _dense(layer.absorb(q_nope[:absorbed]))
+            operands = Operands(q, _dense(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
+            attended = q.new_empty(absorbed, spec.num_heads, rank)
+            self._launch(spec, operands, attended, batch, extends=not expands)
+            out[:absorbed] = layer.unabsorb(attended)
+        if expands:
+            self._extend_expanded(layer, q_nope, q_rope, latent, cached, batch, out)
+        return out
+
+    def _launch(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, extends: bool) -> None:
+        plan = _plan(batch)
+        if plan.num_decodes:
+            launch_decodes(spec, operands, out, batch, plan, self._device)
+        if extends and len(plan.query_lens):
+            launch_extends(spec, operands, out, batch, plan, self._device)
+
+    def _extend_expanded(
+        self,
+        layer: LatentProjections,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        cached: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """All extends, over keys and values made of their latents side by side."""
+        plan, rank = _plan(batch), layer.kv_lora_rank
+        places, starts = plan.expanded_keys()
+        rows = latent[plan.num_decodes :] if places is None else cached.index_select(0, places)
+        k_nope, v = layer.expand(rows[:, :rank])
+        k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
+        operands = Operands(_dense(q_nope), _dense(q_rope), _dense(k_nope), k_rope, _dense(v), page_size=0)
+        launch_extends(layer.spec, operands, out, batch, plan, self._device, key_starts=starts)
+
+    def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:
+        """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
+        spec, rank = layer.spec, layer.kv_lora_rank
+        keys, queries = int(plan.key_lens.sum()), int(plan.query_lens.sum())
+        projected = layer.qk_nope_head_dim + spec.v_head_dim
+        if not queries or keys * spec.num_heads * projected * itemsize > EXPANDED_BYTES:
+            return False
+        expanded = keys * rank * projected + plan.num_pairs * (projected + layer.qk_rope_head_dim)
+        absorbed = queries * rank * projected + plan.num_pairs * (2 * rank + layer.qk_rope_head_dim)
+        return expanded <= absorbed
+
+
+def _plan(batch: ForwardBatch) -> StepPlan:
+    plan: StepPlan = batch.plan
+    return plan
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

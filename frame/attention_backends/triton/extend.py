@@ -1,0 +1,130 @@
+"""The extend kernel: tiles of query tokens against all their keys, causal, with cached prefixes of any length.
+
+One program takes a tile of queries together with the heads that share its keys. Knows no splits: extends have queries
+enough to fill a device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from frame.attention_backends.triton.scan import LOG2E, load_rows, scan_keys
+
+
+@triton.jit
+def extend_kernel(
+    q1_pointer,
+    q2_pointer,
+    k1_pointer,
+    k2_pointer,
+    v_pointer,
+    out_pointer,
+    sinks_pointer,
+    tile_rows,  # int32 [tiles]: row of each tile
+    tile_starts,  # int32 [tiles]: first query of each tile within its row
+    query_starts,  # int32 [rows + 1]
+    seq_lens,  # int32 [rows]
+    request_slots,  # int64 [rows]
+    page_table,
+    key_starts,  # int32 [rows]: where each row's keys begin, when they lie side by side
+    table_stride,
+    q1_stride,
+    q1_head,
+    q2_stride,
+    q2_head,
+    k1_stride,
+    k1_head,
+    k2_stride,
+    k2_head,
+    v_stride,
+    v_head,
+    out_stride,
+    out_head,
+    scale,
+    GROUP: tl.constexpr,  # query heads that share keys
+    HEADS: tl.constexpr,  # how many of them one program takes
+    PAGE_SIZE: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK1: tl.constexpr,
+    BLOCK2: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SHARED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: (tiles, kv heads * blocks of `HEADS` query heads)."""
+    tile = tl.program_id(0)
+    blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // blocks
+    row = tl.load(tile_rows + tile)
+    first_query = tl.load(tile_starts + tile)
+    token_start = tl.load(query_starts + row)
+    query_len = tl.load(query_starts + row + 1) - token_start
+    seq_len = tl.load(seq_lens + row)
+    slot = tl.load(request_slots + row)
+    prefix = seq_len - query_len
+
+    places = tl.arange(0, BLOCK_QUERIES)
+    per_tile: tl.constexpr = BLOCK_QUERIES // HEADS
+    query = first_query + places // HEADS
+    in_group = tl.program_id(1) % blocks * HEADS + places % HEADS
+    valid = (places // HEADS < per_tile) & (query < query_len) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+    token = (token_start + query).to(tl.int64)
+
+    q1 = load_rows(q1_pointer, token * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, UPCAST)
+    q2 = load_rows(q2_pointer, token * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, UPCAST)
+    if HAS_SINKS:  # one more logit without a value
+        top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
+    else:
+        top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_QUERIES], tl.float32)
+    acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, prefix + first_query - WINDOW + 1) // BLOCK_KEYS * BLOCK_KEYS
+    last = tl.minimum(seq_len, prefix + first_query + per_tile)
+    top, total, acc = scan_keys(
+        q1,
+        q2,
+        prefix + query,
+        top,
+        total,
+        acc,
+        first,
+        last,
+        scale,
+        page_table + slot * table_stride,
+        tl.load(key_starts + row),
+        k1_pointer + kv_head * k1_head,
+        k2_pointer + kv_head * k2_head,
+        v_pointer + kv_head * v_head,
+        k1_stride,
+        k2_stride,
+        v_stride,
+        PAGE_SIZE,
+        WIDTH1,
+        WIDTH2,
+        VALUE,
+        BLOCK1,
+        BLOCK2,
+        BLOCK_VALUE,
+        BLOCK_KEYS,
+        WINDOW,
+        SOFT_CAP,
+        SHARED,
+        UPCAST,
+    )
+    columns = tl.arange(0, BLOCK_VALUE)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    places = (token * out_stride + head * out_head)[:, None] + columns[None, :]
+    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])

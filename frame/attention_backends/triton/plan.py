@@ -1,0 +1,79 @@
+"""Host part of a step: tile lists for extends, split sizes for decodes, key places for expanded latents.
+
+Reads `batch.host` only and copies from pinned memory, so it never waits for the device. Knows no layer; what depends on a
+layer's shape is made when the first layer of that shape asks, and in the plan itself from the next step on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import ForwardBatch
+
+MIN_SPLIT = 256  # keys: shorter splits spend more on their merge than they gain
+PROGRAMS_PER_PROCESSOR = 4
+PART_BYTES = 256 << 20  # most memory for the parts of split decodes
+
+
+class StepPlan:
+    """What the kernels of one step need, by row: decodes are rows 0 … num_decodes - 1, extends the rest."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        host = batch.host
+        self.num_decodes = batch.num_decodes
+        self._device = batch.token_ids.device
+        self._page_size = batch.kv.page_size
+        self._host = host
+        lengths = host.seq_lens.astype(np.int64)
+        self.decode_lengths = lengths[: self.num_decodes]
+        self.query_lens = host.query_lens[self.num_decodes :].astype(np.int64)
+        self.key_lens = lengths[self.num_decodes :]
+        self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2  # query-key pairs of extends
+        self._tiles: dict[int, torch.Tensor] = {}
+        self._expanded: tuple[torch.Tensor | None, torch.Tensor] | None = None
+
+    def tiles(self, queries: int) -> torch.Tensor:
+        """int32 [2, tiles]: extend row and first query of every tile of `queries` queries; those with most keys first."""
+        found = self._tiles.get(queries)
+        if found is None:
+            counts = -(-self.query_lens // queries)
+            rows = np.repeat(np.arange(len(counts)), counts)
+            starts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+            order = np.argsort(-(self.key_lens - self.query_lens)[rows] - starts, kind="stable")
+            found = self._copy(np.stack((rows[order], starts[order])).astype(np.int32))
+            self._tiles[queries] = found
+        return found
+
+    def splits(self, window: int | None, blocks: int, part_bytes: int, processors: int, multiple: int) -> tuple[int, int]:
+        """(number of splits, keys of each) for decodes with `blocks` programs a row and split, whose parts take `part_bytes`
+        a row. Work is spread over the device; one split when there are rows enough."""
+        lengths = self.decode_lengths if window is None else np.minimum(self.decode_lengths, window)
+        longest = int(lengths.max())
+        share = int(lengths.sum()) * blocks // (PROGRAMS_PER_PROCESSOR * processors)
+        most = max(1, PART_BYTES // (len(lengths) * part_bytes))
+        keys = max(MIN_SPLIT, share, -(-longest // most))
+        keys = -(-keys // multiple) * multiple
+        return -(-longest // keys), keys
+
+    def expanded_keys(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(cache places int64 of all extends' keys, int32 start of each row among them); places None: the step's own tokens
+        are all keys there are, and starts count from the first extend token."""
+        if self._expanded is None:
+            starts = (np.cumsum(self.key_lens) - self.key_lens).astype(np.int32)
+            places = None if (self.key_lens == self.query_lens).all() else self._copy(self._places(starts))
+            self._expanded = places, self._copy(starts)
+        return self._expanded
+
+    def _places(self, starts: np.ndarray) -> np.ndarray:
+        slots = np.repeat(self._host.slots[self.num_decodes :].astype(np.int64), self.key_lens)
+        positions = np.arange(int(self.key_lens.sum())) - np.repeat(starts, self.key_lens)
+        pages = self._host.page_table[slots, positions // self._page_size].astype(np.int64)
+        places: np.ndarray = pages * self._page_size + positions % self._page_size
+        return places
+
+    def _copy(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":  # from pageable memory, the copy would wait for the stream
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
