@@ -1,0 +1,113 @@
+"""`frame chat`: a conversation in the terminal, with a server (`--base-url`) or with a model in this process. Text streams as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+
+Messages = list[dict[str, Any]]
+Answer = Callable[[Messages], Iterator[str]]
+
+HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+@config_command(help=f"Chat in the terminal, with the server at --base-url or with a model in this process. {HELP}")
+@click.option("--base-url", help="Chat with this server, for example http://127.0.0.1:30000.")
+@click.option("--system", help="System message.")
+@click.option("--max-tokens", type=int, default=512, show_default=True, help="Longest answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--message", "-m", help="Send this one message, print the answer and leave.")
+def command(loaded: LoadedConfig, base_url: str | None, system: str | None, max_tokens: int, temperature: float, message: str | None) -> None:
+    parameters = {"max_tokens": max_tokens, "temperature": temperature}
+    if base_url is not None:
+        talk(_server(base_url, loaded.config.server.api_key, parameters), system, message)
+        return
+    from frame.entrypoints.offline import Engine
+
+    click.echo(f"loading {loaded.config.model.path} …", err=True)
+    with Engine(config=loaded.config) as engine:
+        talk(lambda messages: (delta.text for delta in engine.stream(messages, parameters)), system, message)
+
+
+def talk(answer: Answer, system: str | None, only: str | None) -> None:
+    """Ask, print, remember, until the user leaves."""
+    start: Messages = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    is_terminal = sys.stdin.isatty()
+    if only is None and is_terminal:
+        click.echo(HELP, err=True)
+    while True:
+        line = only if only is not None else _read(is_terminal)
+        if line is None or line in ("/exit", "/quit"):
+            return
+        if line == "/clear":
+            messages = list(start)
+            continue
+        if line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _say(answer(messages))})
+        if only is not None:
+            return
+
+
+def _read(is_terminal: bool) -> str | None:
+    try:
+        return input("> " if is_terminal else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _say(pieces: Iterator[str]) -> str:
+    """Print an answer as it comes; Ctrl-C stops it."""
+    parts: list[str] = []
+    try:
+        for piece in pieces:
+            parts.append(piece)
+            click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        close = getattr(pieces, "close", None)
+        if close is not None:
+            close()
+    click.echo()
+    return "".join(parts)
+
+
+def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> Answer:
+    import httpx
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    client = httpx.Client(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)  # noqa: S113 - answers take their time
+
+    def answer(messages: Messages) -> Iterator[str]:
+        body = {"model": "", "messages": messages, "stream": True, **parameters}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise click.ClickException(_complaint(response.text))
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield from _pieces(json.loads(line[6:]))
+
+    return answer
+
+
+def _pieces(event: dict[str, Any]) -> Iterator[str]:
+    if "error" in event:
+        raise click.ClickException(event["error"]["message"])
+    for choice in event["choices"]:
+        delta = choice["delta"]
+        yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+
+
+def _complaint(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]

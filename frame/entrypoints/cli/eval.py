@@ -1,0 +1,60 @@
+"""`frame eval`: the embedded tasks' scores of a server (`--base-url`) or of a model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.eval.evaluate import EvalBackend, Report, evaluate
+from frame.entrypoints.eval.tasks import TASKS, Message
+
+
+@config_command(help="Score a server or an engine on the embedded tasks: recall over long contexts, copying, reversing, sorting, sums, Python.")
+@click.option("--base-url", help="Score this server, for example http://127.0.0.1:30000; else a model in this process.")
+@click.option("--task", "tasks", multiple=True, type=click.Choice(TASKS), help="Only these tasks (may be given several times).")
+@click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Questions of each task.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Questions asked at once.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which questions.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+def command(
+    loaded: LoadedConfig, base_url: str | None, tasks: tuple[str, ...], samples: int, concurrency: int, seed: int, is_json: bool
+) -> None:
+    report = asyncio.run(_evaluate(loaded, base_url, tasks or TASKS, samples, seed, concurrency))
+    click.echo(json.dumps(report.to_json(), indent=2) if is_json else report.table())
+
+
+async def _evaluate(
+    loaded: LoadedConfig, base_url: str | None, tasks: Sequence[str], samples: int, seed: int, concurrency: int
+) -> Report:
+    if base_url is not None:
+        from frame.entrypoints.eval.http_backend import HttpBackend
+
+        async with HttpBackend(base_url, api_key=loaded.config.server.api_key) as server:
+            return await evaluate(server, tasks, samples, seed, concurrency)
+    from frame.entrypoints.offline import Engine
+
+    with Engine(config=loaded.config) as engine:
+        return await evaluate(EngineBackend(engine), tasks, samples, seed, concurrency)
+
+
+class EngineBackend(EvalBackend):
+    """An engine in this process, asked greedily."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def complete_chat(self, messages: Sequence[Message], max_tokens: int) -> str:
+        return await self._complete([dict(message) for message in messages], max_tokens)
+
+    async def complete(self, prompt: str, max_tokens: int) -> str:
+        return await self._complete(prompt, max_tokens)
+
+    async def _complete(self, prompt: Any, max_tokens: int) -> str:
+        output = await self._engine.agenerate(prompt, {"max_tokens": max_tokens, "temperature": 0.0})
+        return str(output.text)

@@ -1,0 +1,26 @@
+"""`frame serve`: resolve, start the processes, serve until a signal. Exit codes: 0 stopped, 1 a process died, 78 wrong configuration."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+
+
+@config_command(help="Serve a model over HTTP: the OpenAI API at /v1, the native one at /generate. Without arguments: the embedded frame-tiny.")
+@click.pass_context
+def command(ctx: click.Context, loaded: LoadedConfig) -> None:
+    from frame.entrypoints.http.server import serve
+    from frame.entrypoints.prepare import prepare
+
+    logging.basicConfig(level=loaded.config.log.level.upper(), format="%(asctime)s %(levelname)s main: %(message)s")
+    prepared = prepare(loaded.config)
+    try:
+        code = serve(prepared)
+    except RuntimeError as error:  # a child that ended during the start
+        click.echo(f"frame: the start failed: {error}", err=True)
+        code = 1
+    ctx.exit(code)

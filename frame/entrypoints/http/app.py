@@ -1,0 +1,119 @@
+"""The ASGI application: guards (key, method, path), the table of routes, and what becomes of errors. Plain ASGI all the way, because every
+wrapper around `send` would be paid for each token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+
+from frame.entrypoints.http import native, openai
+from frame.entrypoints.http.call import Call, Receive, Scope, Send
+from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.services import Services
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Call, Services], Awaitable[None]]
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # no key needed
+
+ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
+    ("/v1/chat/completions", ("POST",), openai.chat_completions),
+    ("/v1/completions", ("POST",), openai.completions),
+    ("/v1/models", ("GET",), openai.models),
+    ("/v1/models/{name:path}", ("GET",), openai.model),
+    ("/generate", ("POST",), native.generate),
+    ("/tokenize", ("POST",), native.tokenize),
+    ("/v1/tokenize", ("POST",), native.tokenize),
+    ("/detokenize", ("POST",), native.detokenize),
+    ("/v1/detokenize", ("POST",), native.detokenize),
+    ("/health", ("GET",), native.ready),
+    ("/health/ready", ("GET",), native.ready),
+    ("/health/live", ("GET",), native.live),
+    ("/health_generate", ("GET",), native.health_generate),
+    ("/flush_cache", ("GET", "POST"), native.flush_cache),
+    ("/server_info", ("GET",), native.server_info),
+    ("/get_server_info", ("GET",), native.server_info),
+    ("/check_integrity", ("POST",), native.check_integrity),
+    ("/pause_generation", ("POST",), native.pause),
+    ("/continue_generation", ("POST",), native.resume),
+    ("/abort_request", ("POST",), native.abort_request),
+    ("/metrics", ("GET",), native.metrics),
+)
+
+
+class Endpoint:
+    """One route: makes the `Call`, and answers for the handler when it raises."""
+
+    def __init__(self, handler: Handler, services: Services) -> None:
+        self._handler = handler
+        self._services = services
+        self._max_body = services.resolved.user.server.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send, self._max_body)
+        try:
+            await self._handler(call, self._services)
+        except ApiError as error:
+            await call.fail(error)
+        except DisconnectedError:
+            pass
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            await call.fail(ApiError(500, "the server failed on this request; its log says why"))
+        finally:
+            await call.close()
+
+
+class App:
+    """The whole application. Every path but the health checks needs the key, if there is one, whether or not a route exists there."""
+
+    def __init__(self, services: Services) -> None:
+        key = services.resolved.user.server.api_key
+        self._key = None if key is None else f"Bearer {key}".encode()
+        self._router = Router([Route(path, Endpoint(handler, services), methods=list(methods)) for path, methods, handler in ROUTES])
+        self._router.redirect_slashes = False
+        self._router.default = _not_found
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        try:
+            if self._key is not None and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+                raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
+            scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
+            await self._router(scope, receive, send)
+        except ApiError as error:
+            await Call(scope, receive, send, 0).fail(error)
+        except HTTPException as error:
+            await Call(scope, receive, send, 0).fail(ApiError(error.status_code, _method_error(scope)))
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return self._key is not None and hmac.compare_digest(given, self._key)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ApiError(404, f"there is no {scope['path']} here; the API is at /v1/chat/completions, /v1/completions and /generate")
+
+
+def _method_error(scope: Scope) -> str:
+    allowed = {path: methods for path, methods, _ in ROUTES}.get(scope["path"], ())
+    return f"{scope['path']} does not take {scope['method']}; use {' or '.join(allowed) or 'another method'}"
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    answers: Mapping[str, str] = {"lifespan.startup": "lifespan.startup.complete", "lifespan.shutdown": "lifespan.shutdown.complete"}
+    while True:
+        kind: Any = (await receive())["type"]
+        await send({"type": answers[kind]})
+        if kind == "lifespan.shutdown":
+            return

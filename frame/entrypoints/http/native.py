@@ -1,0 +1,302 @@
+"""The native API: `/generate` (cumulative text and `meta_info`), tokenizing, health, cache and request control, `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.client import Answer, EngineDeadError, Stream
+from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.metrics import CONTENT_TYPE, exposition
+from frame.entrypoints.http.services import RETRY_AFTER, Chat, Services, failure
+from frame.entrypoints.http.sse import DONE
+from frame.entrypoints.http.openai_schema import check_choices
+
+HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
+
+# names of sampling parameters that clients of /generate know by another name
+_SYNONYMS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed", "custom_params": "custom"}
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """`text` or `input_ids`, one or several; `sampling_params` for all or one each."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    priority: int = 0
+    rid: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    text: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    rid: str | list[str] = ""
+    abort_all: bool = False
+
+
+_generate_decoder = msgspec.json.Decoder(GenerateRequest)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_abort_decoder = msgspec.json.Decoder(AbortRequest)
+
+
+# generate ----------------------------------------------------------------------------------------------------------
+
+
+async def generate(call: Call, services: Services) -> None:
+    request = await call.json(_generate_decoder)
+    prompts, is_single = _prompts(request)
+    params = _sampling(request, len(prompts))
+    check_choices(len(prompts), max((own.n for own in params), default=1))
+    answer = await services.begin(call, prompts, params, priority=request.priority, rid=request.rid)
+    shape = _Shape(services, request, answer, is_single and params[0].n == 1)
+    try:
+        if request.stream:
+            await services.stream(call, answer, shape.write, lambda: DONE)
+        else:
+            await services.complete(answer)
+            results = [shape.result(sequence) for sequence in answer.sequences]
+            await call.respond_json(results[0] if shape.is_single else results)
+    finally:
+        services.client.abandon(answer)
+
+
+class _Shape:
+    """Sequences as `/generate` shows them: all text and tokens so far, every time."""
+
+    def __init__(self, services: Services, request: GenerateRequest, answer: Answer, is_single: bool) -> None:
+        self.is_single = is_single
+        self._services = services
+        self._request = request
+        self._created = answer.created
+        self._texts: dict[int, str] = {}
+        self._ids: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[list[Any]]] = {}
+        self._tops: dict[int, list[Any]] = {}
+
+    def write(self, sequence: Stream) -> bytes:
+        finish = sequence.finish
+        if finish is not None and finish.reason == "error":
+            return b"data: " + failure(finish).body() + b"\n\n"
+        result = self.result(sequence)
+        return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
+
+    def result(self, sequence: Stream) -> dict[str, Any]:
+        text, ids, parts = sequence.take()
+        index = sequence.index
+        self._texts[index] = self._texts.get(index, "") + text
+        self._ids.setdefault(index, []).extend(ids)
+        meta = self._meta(sequence)
+        if self._request.return_logprob:
+            for part in parts:
+                self._logprobs.setdefault(index, []).extend(self._triple(i, p) for i, p in zip(part.token_ids, part.logprobs, strict=True))
+                self._tops.setdefault(index, []).extend([self._triple(i, p) for i, p in top] for top in part.top)
+            meta["output_token_logprobs"] = self._logprobs.get(index, [])
+            meta["output_top_logprobs"] = self._tops.get(index, [])
+            if (prompt := sequence.prompt_logprobs) is not None:
+                meta["input_token_logprobs"] = [self._triple(i, p) for i, p in zip(prompt.token_ids, prompt.logprobs, strict=True)]
+                meta["input_top_logprobs"] = [[self._triple(i, p) for i, p in top] for top in prompt.top]
+        return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
+
+    def _meta(self, sequence: Stream) -> dict[str, Any]:
+        finish, reason = sequence.finish, None
+        if finish is not None:
+            reason = {"type": finish.reason}
+            reason |= {"length": sequence.num_tokens} if finish.reason == "length" else {"matched": finish.matched}
+        return {
+            "id": sequence.rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(sequence.prompt),
+            "completion_tokens": sequence.num_tokens,
+            "cached_tokens": sequence.cached,
+            "e2e_latency": time.perf_counter() - self._created,
+        }
+
+    def _triple(self, token_id: int, logprob: float | None) -> list[Any]:
+        tokenizer = self._services.tokenizer
+        has_text = self._request.return_text_in_logprobs and tokenizer is not None
+        return [logprob, token_id, tokenizer.token_text(token_id) if has_text and tokenizer else None]
+
+
+def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bool]:
+    """(the prompts, whether there was one outside of a list)."""
+    if (request.text is None) == (request.input_ids is None):
+        raise ApiError(400, "send either text or input_ids", "text")
+    if request.text is not None:
+        return ([request.text], True) if isinstance(request.text, str) else (list(request.text), False)
+    ids = request.input_ids or []
+    kinds = {type(part) for part in ids}
+    if len(kinds) > 1:
+        raise ApiError(400, "input_ids mixes ids and lists of ids; send one kind", "input_ids")
+    return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
+
+
+def _sampling(request: GenerateRequest, count: int) -> list[SamplingParams]:
+    given = request.sampling_params or {}
+    several = given if isinstance(given, list) else [given] * count
+    if len(several) != count:
+        raise ApiError(400, f"there are {count} prompts but {len(several)} sampling_params", "sampling_params")
+    return [_params(own, request) for own in several]
+
+
+def _params(given: dict[str, Any], request: GenerateRequest) -> SamplingParams:
+    values = {_SYNONYMS.get(name, name): value for name, value in given.items() if value is not None}
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    if isinstance(values.get("json_schema"), dict):
+        values["json_schema"] = msgspec.json.encode(values["json_schema"]).decode()
+    unknown = sorted(set(values) - set(SamplingParams.__struct_fields__))
+    if unknown:
+        raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}", f"sampling_params.{unknown[0]}")
+    values.setdefault("max_tokens", 128)
+    if request.return_logprob:
+        values["logprobs"] = request.top_logprobs_num
+        if request.logprob_start_len >= 0:
+            values["prompt_logprobs"] = request.top_logprobs_num
+    try:
+        return msgspec.convert(values, SamplingParams, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"sampling_params: {error}", "sampling_params") from None
+
+
+# text --------------------------------------------------------------------------------------------------------------
+
+
+async def tokenize(call: Call, services: Services) -> None:
+    request = await call.json(_tokenize_decoder)
+    tokenizer = services.need_tokenizer()
+    assert services.text_input is not None
+    text = request.text if request.text is not None else request.prompt
+    if (text is None) == (request.messages is None):
+        raise ApiError(400, "send either text (or prompt) or messages", "text")
+    try:
+        if request.messages is not None:
+            ids = await services.text_input.encode_chat(request.messages, request.tools, {})
+        else:
+            ids = await services.text_input.encode(text or "", request.add_special_tokens)
+    except ValueError as error:
+        raise ApiError(400, str(error), "messages") from None
+    result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
+    if request.return_token_strs:
+        result["token_strs"] = [tokenizer.token_text(i) for i in ids]
+    await call.respond_json(result)
+
+
+async def detokenize(call: Call, services: Services) -> None:
+    request = await call.json(_detokenize_decoder)
+    tokenizer = services.need_tokenizer()
+    if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < services.resolved.facts.vocab_size:
+        raise ApiError(400, f"tokens holds an id outside the vocabulary (0 to {services.resolved.facts.vocab_size - 1})", "tokens")
+    text = tokenizer.decode(request.tokens, request.skip_special_tokens)
+    await call.respond_json({"text": text, "prompt": text})
+
+
+# control -----------------------------------------------------------------------------------------------------------
+
+
+async def live(call: Call, services: Services) -> None:
+    """200 as long as the processes are alive, also while draining."""
+    await _health(call, services.health_problem())
+
+
+async def ready(call: Call, services: Services) -> None:
+    """200 when requests are welcome."""
+    await _health(call, "the server is shutting down" if services.draining else services.health_problem())
+
+
+async def _health(call: Call, problem: str | None) -> None:
+    if problem is not None:
+        raise ApiError(503, problem, retry_after=RETRY_AFTER)
+    await call.respond(b"{}")
+
+
+async def health_generate(call: Call, services: Services) -> None:
+    """200 when the model yields a token in time."""
+    prompt = [services.resolved.facts.eos_token_ids[0] if services.resolved.facts.eos_token_ids else 0]
+    await call.body()
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    answer = await services.begin(call, [prompt], [params], rid=f"health-{uuid.uuid4().hex}")
+    try:
+        await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(503, f"the model yielded no token within {HEALTH_TIMEOUT:g} s") from None
+    finally:
+        services.client.abandon(answer)
+    await call.respond(b"{}")
+
+
+async def flush_cache(call: Call, services: Services) -> None:
+    await _control(call, services, "flush_cache")
+
+
+async def server_info(call: Call, services: Services) -> None:
+    """The resolved configuration (without the key), and the engine's own numbers."""
+    reply = await _ask(services, "server_info")
+    config = services.resolved.model_dump(mode="json", exclude={"user": {"server": {"api_key"}}, "facts": {"config"}})
+    await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
+
+
+async def check_integrity(call: Call, services: Services) -> None:
+    await _control(call, services, "check_integrity")
+
+
+async def pause(call: Call, services: Services) -> None:
+    await _control(call, services, "pause")
+
+
+async def resume(call: Call, services: Services) -> None:
+    await _control(call, services, "resume")
+
+
+async def abort_request(call: Call, services: Services) -> None:
+    request = await call.json(_abort_decoder)
+    rids = [request.rid] if isinstance(request.rid, str) else request.rid
+    if request.abort_all:
+        services.client.abort([])
+    elif any(rids):
+        services.client.abort([rid for rid in rids if rid])
+    else:
+        raise ApiError(400, "name a rid, or set abort_all", "rid")
+    await call.respond(b"{}")
+
+
+async def metrics(call: Call, services: Services) -> None:
+    await call.respond(exposition(services), headers=((b"content-type", CONTENT_TYPE),))
+
+
+async def _control(call: Call, services: Services, action: str) -> None:
+    await call.respond_json({"success": True, **await _ask(services, action)})
+
+
+async def _ask(services: Services, action: str) -> dict[str, Any]:
+    try:
+        reply = await services.client.control(action)
+    except (EngineDeadError, TimeoutError) as error:
+        raise ApiError(503, str(error) or "the engine did not answer in time") from None
+    if not reply.ok:
+        raise ApiError(500, reply.error or f"{action} failed")
+    return reply.data

@@ -1,0 +1,275 @@
+"""The OpenAI API: `/v1/chat/completions`, `/v1/completions`, `/v1/models`. Validates, starts, shapes the answer; decides nothing else."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import TokenLogprobs
+from frame.entrypoints.client import Answer, Stream
+from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.logprobs import chat_logprobs, completion_logprobs
+from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
+from frame.entrypoints.http.parsing import AnswerParser
+from frame.entrypoints.http.services import Chat, Services, failure
+from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+class Response:
+    """What both kinds of response share while they are made."""
+
+    def __init__(self, services: Services, request: GenerationRequest, answer: Answer, kind: str) -> None:
+        self.services = services
+        self.request = request
+        self.answer = answer
+        self.created = int(time.time())
+        self.kind = kind
+        self.name = ("chatcmpl-" if kind.startswith("chat") else "cmpl-") + uuid.uuid4().hex
+        options = request.stream_options
+        self.has_usage = bool(request.stream and options and options.include_usage)
+        self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)
+        chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
+        self.chunks = ChunkWriter(self.name, chunk, services.resolved.served_name, self.created, self.has_usage)
+
+    def usage(self) -> dict[str, Any]:
+        """Of the whole answer: each prompt counts once, however many sequences it has."""
+        prompts = {sequence.prompt_index: sequence for sequence in reversed(self.answer.sequences)}
+        completion = sum(sequence.num_tokens for sequence in self.answer.sequences)
+        return usage_of(sum(len(s.prompt) for s in prompts.values()), completion, sum(s.cached for s in prompts.values()))
+
+    def running_usage(self) -> dict[str, Any] | None:
+        return self.usage() if self.has_running_usage else None
+
+    def closing(self) -> bytes:
+        return (self.chunks.usage(self.usage()) if self.has_usage else b"") + DONE
+
+    async def respond(self, call: Call, choices: list[dict[str, Any]]) -> None:
+        await call.respond_json(
+            {
+                "id": self.name,
+                "object": self.kind,
+                "created": self.created,
+                "model": self.services.resolved.served_name,
+                "choices": choices,
+                "usage": self.usage(),
+            }
+        )
+
+
+# chat --------------------------------------------------------------------------------------------------------------
+
+
+async def chat_completions(call: Call, services: Services) -> None:
+    request = await call.json(_chat_decoder)
+    services.check_model(request.model)
+    params = request.params()
+    check_choices(1, params.n)
+    chat = Chat(request.conversation(), _offered_tools(request), request.chat_template_kwargs or {})
+    answer = await services.begin(
+        call, [chat], [params], priority=request.priority or 0, namespace=request.cache_salt or "", rid=request.rid
+    )
+    try:
+        await ChatResponse(services, request, answer).send(call)
+    finally:
+        services.client.abandon(answer)
+
+
+def _offered_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    choice = request.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise ApiError(400, f"tool_choice {choice!r} is not supported; use auto or none", "tool_choice")
+    return None if choice == "none" else request.tools
+
+
+class ChatResponse(Response):
+    """A chat answer, whole or in deltas."""
+
+    request: ChatRequest
+
+    def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
+        super().__init__(services, request, answer, "chat.completion")
+        self._opened: set[int] = set()
+        self._parsers: dict[int, AnswerParser] = {}
+        has_tools = bool(services.tool_calls and _offered_tools(request))
+        reasoning = services.reasoning if request.separate_reasoning else None
+        self._is_parsed = has_tools or reasoning is not None
+        if self._is_parsed:
+            tools = services.tool_calls if has_tools else None
+            for sequence in answer.sequences:
+                self._parsers[sequence.index] = AnswerParser(reasoning and reasoning(), tools and tools())
+        self._is_plain = not (self._is_parsed or request.logprobs or self.has_running_usage)
+
+    async def send(self, call: Call) -> None:
+        if self.request.stream:
+            await self.services.stream(call, self.answer, self.write, self.closing)
+        else:
+            await self.services.complete(self.answer)
+            await self.respond(call, [self._choice(sequence) for sequence in self.answer.sequences])
+
+    def write(self, sequence: Stream) -> bytes:
+        """The events of what is new."""
+        text, _, logprobs = sequence.take()
+        index = sequence.index
+        if sequence.finish is None and self._is_plain and index in self._opened:
+            return self.chunks.text(index, text) if text else b""
+        return self._opening(index) + self._rest(sequence, text, logprobs)
+
+    def _opening(self, index: int) -> bytes:
+        if index in self._opened:
+            return b""
+        self._opened.add(index)
+        return self.chunks.full(index, {"role": "assistant", "content": ""}, usage=self.running_usage())
+
+    def _rest(self, sequence: Stream, text: str, parts: list[TokenLogprobs]) -> bytes:
+        finish = sequence.finish
+        if finish is not None and finish.reason == "error":
+            return b"data: " + failure(finish).body() + b"\n\n"
+        parser = self._parsers.get(sequence.index)
+        deltas = parser.feed(text, finish is not None) if parser else [{"content": text}] if text else []
+        if finish is not None and not deltas:
+            deltas = [{}]
+        if not deltas and parts:
+            deltas = [{"content": ""}]
+        logprobs = chat_logprobs(parts, self.services.need_tokenizer()) if parts else None
+        reason = finish_reason(finish, parser is not None and parser.has_calls)
+        events = []
+        for place, delta in enumerate(deltas):
+            is_last = place == len(deltas) - 1
+            events.append(
+                self.chunks.full(
+                    sequence.index,
+                    delta,
+                    reason if is_last else None,
+                    logprobs if is_last else None,
+                    self.running_usage(),
+                    finish.matched if finish is not None and is_last else None,
+                )
+            )
+        return b"".join(events)
+
+    def _choice(self, sequence: Stream) -> dict[str, Any]:
+        text, _, parts = sequence.take()
+        parser = self._parsers.get(sequence.index)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if parser is not None:
+            parser.feed(text, True)
+            message = parser.message()
+        return {
+            "index": sequence.index,
+            "message": message,
+            "logprobs": chat_logprobs(parts, self.services.need_tokenizer()) if self.request.logprobs else None,
+            "finish_reason": finish_reason(sequence.finish, parser is not None and parser.has_calls),
+            "matched_stop": sequence.finish.matched if sequence.finish else None,
+        }
+
+
+# completions -------------------------------------------------------------------------------------------------------
+
+
+async def completions(call: Call, services: Services) -> None:
+    request = await call.json(_completion_decoder)
+    services.check_model(request.model)
+    params, prompts = request.params(), request.prompts()
+    check_choices(len(prompts), params.n)
+    answer = await services.begin(
+        call,
+        prompts,
+        [params] * len(prompts),
+        priority=request.priority or 0,
+        namespace=request.cache_salt or "",
+        rid=request.rid,
+        add_special_tokens=request.add_special_tokens,
+    )
+    try:
+        await CompletionResponse(services, request, answer).send(call)
+    finally:
+        services.client.abandon(answer)
+
+
+class CompletionResponse(Response):
+    """A text completion, whole or in pieces. With `echo` the prompt comes first; with `max_tokens: 0` it comes alone."""
+
+    request: CompletionRequest
+
+    def __init__(self, services: Services, request: CompletionRequest, answer: Answer) -> None:
+        super().__init__(services, request, answer, "text_completion")
+        self._offsets: dict[int, int] = {}
+        self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
+        self._is_plain = not (request.echo or request.logprobs is not None or self.has_running_usage)
+
+    async def send(self, call: Call) -> None:
+        if self.request.stream:
+            await self.services.stream(call, self.answer, self.write, self.closing)
+        else:
+            await self.services.complete(self.answer)
+            await self.respond(call, [self._choice(sequence) for sequence in self.answer.sequences])
+
+    def write(self, sequence: Stream) -> bytes:
+        finish = sequence.finish
+        if finish is None and self._is_plain:
+            text, _, _ = sequence.take()
+            return self.chunks.text(sequence.index, text) if text else b""
+        if finish is not None and finish.reason == "error":
+            return b"data: " + failure(finish).body() + b"\n\n"
+        text, logprobs = self._new(sequence)
+        if not text and finish is None and logprobs is None:
+            return b""
+        matched = None if finish is None else finish.matched
+        return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), matched)
+
+    def _choice(self, sequence: Stream) -> dict[str, Any]:
+        text, logprobs = self._new(sequence)
+        return {
+            "index": sequence.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(sequence.finish),
+            "matched_stop": sequence.finish.matched if sequence.finish else None,
+        }
+
+    def _new(self, sequence: Stream) -> tuple[str, dict[str, Any] | None]:
+        """What is new of a sequence: text and logprobs, the prompt's before its first."""
+        text, _, parts = sequence.take()
+        if self._is_prompt_only:
+            text, parts = "", []
+        index = sequence.index
+        start = self._offsets.get(index)
+        if start is None:
+            start = self._offsets[index] = 0
+            if self.request.echo:
+                text = self.services.need_tokenizer().decode(sequence.prompt, skip_special_tokens=False) + text
+                parts = ([sequence.prompt_logprobs] if sequence.prompt_logprobs else []) + parts
+        self._offsets[index] = start + len(text)
+        if self.request.logprobs is None:
+            return text, None
+        return text, completion_logprobs(parts, self.services.need_tokenizer(), start)
+
+
+# models ------------------------------------------------------------------------------------------------------------
+
+
+async def models(call: Call, services: Services) -> None:
+    await call.respond_json({"object": "list", "data": [_card(services)]})
+
+
+async def model(call: Call, services: Services) -> None:
+    services.check_model(call.scope["path_params"]["name"])
+    await call.respond_json(_card(services))
+
+
+def _card(services: Services) -> dict[str, Any]:
+    return {
+        "id": services.resolved.served_name,
+        "object": "model",
+        "created": services.created,
+        "owned_by": "frame",
+        "root": services.resolved.model_path,
+        "max_model_len": services.resolved.max_context,
+    }

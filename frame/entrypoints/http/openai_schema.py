@@ -1,0 +1,204 @@
+"""The OpenAI API's request bodies, and how they become `SamplingParams`. Unknown fields are ignored, as that API's servers do; wrong types
+and what cannot be served are errors that name the field. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.http.errors import ApiError
+
+MAX_CHOICES = 128  # sequences of one request: prompts × n
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and completion requests share, with the extensions that clients of vLLM and SGLang send."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+    # beyond OpenAI
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    custom: dict[str, str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    rid: str | None = None
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """The parameters; fields that were left out keep their defaults. Raises ApiError for a logit_bias key that is no token id."""
+        same = ("temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
+                "min_tokens", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+                "prompt_logprobs", "ebnf", "custom")  # fmt: skip
+        values: dict[str, Any] = {name: value for name in same if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            values["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.bad_words is not None:
+            values["bad_words"] = tuple(self.bad_words)
+        if self.logit_bias:
+            values["logit_bias"] = _token_biases(self.logit_bias)
+        values |= _grammar(self)
+        return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool = True
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as templates take them: text parts joined, tool arguments parsed. Raises ApiError."""
+        if not self.messages:
+            raise ApiError(400, "messages is empty; send at least one message", "messages")
+        return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = False
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def params(self) -> SamplingParams:
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported; leave it out", "suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of is not supported; use n", "best_of")
+        limit = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+        if self.echo:
+            limit = max(1, limit)
+        return self.sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts apart. Raises ApiError for a mixture."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt is empty; send a string, a list of strings, token ids, or a list of token-id lists", "prompt")
+        kinds = {type(part) for part in prompt}
+        if len(kinds) > 1:
+            raise ApiError(400, "prompt mixes strings and token ids; send one kind", "prompt")
+        return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    """Bound what one request may start."""
+    if n >= 1 and num_prompts * n > MAX_CHOICES and n > 1:
+        raise ApiError(400, f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; at most {MAX_CHOICES} are allowed", "n")
+
+
+def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise ApiError(400, f"{place}.role: expected a string such as user, got {role!r}", f"{place}.role")
+    result = {**message, "content": _content(content, f"{place}.content")}
+    calls = message.get("tool_calls")
+    if calls is not None:
+        result["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return result
+
+
+def _content(content: Any, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place}: expected a string or a list of parts", place)
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {kind!r}", place)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(call: Any, place: str) -> Any:
+    """A tool call of the history with its arguments as an object, which is what templates print."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ApiError(400, f"{place}.function: expected an object", place)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments else {}
+        except msgspec.DecodeError:
+            pass  # what a model wrote may be no JSON; the template prints it as it is
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _token_biases(biases: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None
+
+
+def _grammar(request: GenerationRequest) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    schema = request.guided_json
+    form = request.response_format or {}
+    kind = form.get("type", "text")
+    if kind == "json_object":
+        values["json_object"] = True
+    elif kind == "json_schema":
+        holder = form.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise ApiError(400, "response_format.json_schema.schema: expected an object", "response_format")
+    elif kind != "text":
+        raise ApiError(400, f"response_format.type is {kind!r}; it must be text, json_object or json_schema", "response_format")
+    if schema is not None:
+        values["json_schema"] = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    if (regex := request.regex or request.guided_regex) is not None:
+        values["regex"] = regex
+    return values

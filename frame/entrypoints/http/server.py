@@ -1,0 +1,205 @@
+"""Runs the HTTP server over a deployment: start, ready line, liveness, drain, exit code. One asyncio loop; uvicorn speaks HTTP.
+
+Imports no torch: the model is in other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from frame.core.detokenizer import Detokenizer
+from frame.core.messages import Abort
+from frame.core.resolved import Resolved
+from frame.core.tokenizer import Tokenizer
+from frame.entrypoints.client import EngineClient
+from frame.entrypoints.http.app import App
+from frame.entrypoints.http.metrics import register
+from frame.entrypoints.http.services import Services
+from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
+from frame.entrypoints.prepare import Prepared
+from frame.entrypoints.processes import Deployment, Layout
+from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_DIED = 1
+WATCH = 0.2  # seconds between two looks at the children
+LAST_WORDS = 0.5  # seconds for error events to leave after a child's death
+FOLD = 5.0  # seconds between two counts of the latency lists
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its own signal handlers: the server decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(prepared: Prepared) -> int:
+    """Serve until a signal or a child's death; returns the exit code. Raises what the start raises."""
+    resolved = prepared.resolved
+    text = resolved.user.text
+    has_text = resolved.tokenizer_path is not None
+    started = time.perf_counter()
+    listener = _listen(resolved)
+    layout = Layout(resolved.user.parallel.tp, has_text and text.detokenizer_workers > 0, text.tokenizer_workers if has_text else 0)
+    report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
+    deployment = Deployment(resolved, layout)
+    try:
+        tokenizer = load_tokenizer(resolved)
+        info = wait_ready(deployment, report)
+        services = _services(prepared, deployment, tokenizer, info)
+        server = Server(services, deployment, listener, started)
+        return _run(server.run())
+    finally:
+        deployment.kill()
+        listener.close()
+
+
+def report(line: str) -> None:
+    """A line of progress for the operator."""
+    sys.stderr.write(f"frame: {line}\n")
+    sys.stderr.flush()
+
+
+def _run(main: Any) -> int:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return int(asyncio.run(main))
+    return int(uvloop.run(main))
+
+
+def _listen(resolved: Resolved) -> socket.socket:
+    """The listening socket, taken before anything slow, so that a taken port is an error at once."""
+    host, port = resolved.user.server.host, resolved.user.server.port
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        from frame.core.errors import ConfigurationError
+
+        listener.close()
+        raise ConfigurationError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --host and --port") from error
+    return listener
+
+
+def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer | None, info: dict[str, Any]) -> Services:
+    resolved, layout = prepared.resolved, deployment.layout
+    local = Detokenizer(tokenizer) if tokenizer is not None and not layout.detokenizer else None
+    client = EngineClient(deployment.transport, limits_of(resolved, info), local, layout.detokenizer)
+    services = Services(resolved, client, tokenizer, info=info)
+    if layout.tokenizers:
+        text_input = ProcessInput(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
+        client.on_tokenized = text_input.answer
+        services.text_input = text_input
+    elif tokenizer is not None:
+        services.text_input = ThreadedInput(tokenizer)
+    for kind, attribute in (("reasoning_parser", "reasoning"), ("tool_call_parser", "tool_calls")):
+        choices = resolved.plugins.get(kind)
+        if choices:
+            parser, options = prepared.registry.choose(choices[0])
+            setattr(services, attribute, parser if options is None else lambda p=parser, o=options: p(o))
+    services.metrics = register(services)
+    return services
+
+
+class Server:
+    """The running server: uvicorn, the client's reader, the watch over the children, the signals."""
+
+    def __init__(self, services: Services, deployment: Deployment, listener: socket.socket, started: float) -> None:
+        self._services = services
+        self._deployment = deployment
+        self._listener = listener
+        self._started = started
+        self._stop = asyncio.Event()
+        self._now = asyncio.Event()  # a second signal: do not wait
+        config = uvicorn.Config(
+            App(services), http="httptools", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=75, ws="none"
+        )
+        self._http = _Uvicorn(config)
+
+    async def run(self) -> int:
+        """-> exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        transport = self._deployment.transport
+        loop.add_reader(transport.fd, self._services.client.drain)
+        self._services.client.drain()  # the descriptor tells of changes only
+        serving = asyncio.create_task(self._http.serve([self._listener]))
+        watching = asyncio.create_task(self._watch())
+        while not self._http.started and not serving.done():
+            await asyncio.sleep(0.01)
+        self._announce()
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
+        died = watching.done()
+        if died:
+            await asyncio.sleep(LAST_WORDS)
+        else:
+            await self._drain()
+        watching.cancel()
+        self._http.should_exit = True
+        self._http.force_exit = died or self._now.is_set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(serving, 2.0)
+        loop.remove_reader(transport.fd)
+        if not died:
+            await asyncio.to_thread(self._deployment.stop, 0.0 if self._now.is_set() else 10.0)
+        return EXIT_DIED if died else EXIT_OK
+
+    def _announce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        report(f"ready on http://{shown}:{port} after {time.perf_counter() - self._started:.1f} s")
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._now.set()
+        self._stop.set()
+
+    async def _watch(self) -> None:
+        """Until a child dies; then every answer has been told so."""
+        folded = time.monotonic()
+        client = self._services.client
+        while client.dead is None:
+            await asyncio.sleep(WATCH)
+            client.drain()
+            dead = self._deployment.dead()
+            if dead is not None:
+                client.drain()  # its own last words say more
+                client.fail(dead)
+            elif time.monotonic() - folded > FOLD:
+                folded = time.monotonic()
+                for collector in list(self._services.metrics._collector_to_names):  # noqa: SLF001
+                    collector.fold()
+        report(f"stopping: {client.dead}")
+
+    async def _drain(self) -> None:
+        """Take no more requests, finish those that run, end the rest."""
+        self._services.draining = True
+        client, timeout = self._services.client, self._services.resolved.user.server.drain_timeout
+        report(f"stopping: {client.num_outstanding} requests have {timeout:g} s to finish")
+        deadline = time.monotonic() + timeout
+        while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead is None:
+            await asyncio.sleep(0.02)
+        if client.num_outstanding:
+            client.link.send(Abort())
+            deadline = time.monotonic() + 1.0
+            while client.num_outstanding and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)  # last bytes leave

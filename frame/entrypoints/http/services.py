@@ -1,0 +1,185 @@
+"""`Services`: what routes share, and the steps that every generating route takes: admit, tokenize, check, submit, watch for a hang-up.
+
+Knows no dialect: the shapes of requests and responses are the routes'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from frame.core.chat_template import ChatTemplateError
+from frame.core.grammars import BAD_GRAMMAR
+from frame.core.messages import Finish
+from frame.core.request import QUEUE_FULL, TIMED_OUT
+from frame.entrypoints.client import Answer, EngineClient, EngineDeadError, InvalidRequestError, QueueFullError, Stream
+from frame.entrypoints.http.errors import ApiError, DisconnectedError
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
+    from frame.core.resolved import Resolved
+    from frame.core.sampling_params import SamplingParams
+    from frame.core.tokenizer import Tokenizer
+    from frame.entrypoints.http.call import Call
+    from frame.entrypoints.tokenizing import TextInput
+
+RETRY_AFTER = 1  # seconds
+SILENT_AFTER = 120.0  # seconds without a heartbeat, which comes at each step's start, after which the engine counts as hung
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to be made a prompt of."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | list[int] | Chat
+
+
+@dataclass(slots=True)
+class Services:
+    """One a server. `reasoning` and `tool_calls` make a parser for a response; None where none is configured."""
+
+    resolved: Resolved
+    client: EngineClient
+    tokenizer: Tokenizer | None = None
+    text_input: TextInput | None = None
+    reasoning: Callable[[], ReasoningParser] | None = None
+    tool_calls: Callable[[], ToolCallParser] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Any = None  # a prometheus registry
+    draining: bool = False
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError 404 for a model that is not served here."""
+        if name and name not in (self.resolved.served_name, self.resolved.user.model.path):
+            raise ApiError(
+                404, f"the model {name!r} does not exist; this server has {self.resolved.served_name!r}", "model", "model_not_found"
+            )
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ApiError(400, "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate")
+        return self.tokenizer
+
+    async def begin(
+        self,
+        call: Call,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+        namespace: str = "",
+        rid: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> Answer:
+        """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError."""
+        vocabulary = self.resolved.facts.vocab_size
+        for own in params:
+            problems = own.problems(vocabulary)
+            if problems:
+                raise ApiError(400, problems[0], problems[0].split(" ", 1)[0])
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
+        count = sum(own.n for own in params)
+        try:
+            self.client.reserve(count)
+        except QueueFullError as error:
+            raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
+        except EngineDeadError as error:
+            raise ApiError(503, str(error)) from None
+        try:
+            ids = [await self._encode(prompt, add_special_tokens) for prompt in prompts]
+            params = [self._with_bad_words(own) for own in params]
+            for prompt, own in zip(ids, params, strict=True):
+                self.client.check(prompt, own)
+            answer = self.client.submit(ids, params, priority=priority, namespace=namespace, rid=rid)
+        except BaseException as error:
+            self.client.release(count)
+            raise _as_api_error(error) from None
+        call.on_disconnect(answer.hang_up)
+        return answer
+
+    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        self.need_tokenizer()
+        assert self.text_input is not None
+        if isinstance(prompt, Chat):
+            return await self.text_input.encode_chat(prompt.messages, prompt.tools, prompt.arguments)
+        return await self.text_input.encode(prompt, add_special_tokens)
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        return self.need_tokenizer().with_bad_words(params) if params.bad_words else params
+
+    async def complete(self, answer: Answer) -> list[Stream]:
+        """Wait for a whole answer. Raises ApiError when a sequence failed, DisconnectedError when nobody waits any more."""
+        await answer.complete()
+        if answer.gone:
+            raise DisconnectedError
+        raise_failed(answer.sequences)
+        return answer.sequences
+
+    async def stream(
+        self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes]
+    ) -> None:
+        """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
+        ordinary error response; a later one is an event of its sequence."""
+        changed = await answer.wait()
+        if not answer.gone:
+            raise_failed(changed)
+            await call.start_events()
+        while not answer.gone:
+            body = b"".join([write(sequence) for sequence in changed])
+            if body:
+                await call.event(body)
+            if not answer.open and not answer.changed:
+                await call.end(close())
+                return
+            changed = await answer.wait()
+        raise DisconnectedError
+
+    def health_problem(self) -> str | None:
+        """Why this server should get no requests; None when it is well."""
+        if self.client.dead is not None:
+            return self.client.dead
+        age = time.monotonic() - self.client.heartbeat_at
+        if age > SILENT_AFTER:
+            return f"the engine has been silent for {age:.0f} s"
+        return None
+
+
+def raise_failed(sequences: Sequence[Stream]) -> None:
+    """Raise ApiError for the first sequence that ended with an error."""
+    for sequence in sequences:
+        if sequence.finish is not None and sequence.finish.reason == "error":
+            raise failure(sequence.finish)
+
+
+def failure(finish: Finish) -> ApiError:
+    """The error of a sequence, with the status that its sentence's beginning stands for."""
+    sentence = finish.error or "the request failed"
+    if sentence.startswith(QUEUE_FULL):
+        return ApiError(503, sentence, code="queue_full", retry_after=RETRY_AFTER)
+    if sentence.startswith(TIMED_OUT):
+        return ApiError(504, sentence, code="deadline_exceeded")
+    if sentence.startswith(BAD_GRAMMAR):
+        return ApiError(400, sentence, "response_format")
+    return ApiError(500, sentence)
+
+
+def _as_api_error(error: BaseException) -> BaseException:
+    if isinstance(error, InvalidRequestError):
+        code = "context_length_exceeded" if error.param in ("prompt", "max_tokens") and "tokens" in str(error) else None
+        return ApiError(400, str(error), error.param, code)
+    if isinstance(error, ChatTemplateError):
+        return ApiError(400, str(error), "messages")
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error))
+    return error

@@ -1,0 +1,70 @@
+"""Server-sent events of OpenAI streams, as bytes: what is equal in every chunk of a response is written once.
+
+Only a chunk's text goes through a JSON encoder. Knows no engine and no socket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import Finish
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+
+
+class ChunkWriter:
+    """The events of one response. `kind` is "chat.completion.chunk" or "text_completion"; `has_usage`: chunks carry `"usage": null`
+    (or numbers), because the client asked for usage."""
+
+    def __init__(self, id: str, kind: str, model: str, created: int, has_usage: bool) -> None:
+        head = {"id": id, "object": kind, "created": created, "model": model}
+        self._head = b"data: " + _encode(head)[:-1]
+        self._open = self._head + b',"choices":[{"index":'
+        self._is_chat = kind.startswith("chat")
+        self._field = b',"delta":{"content":' if self._is_chat else b',"text":'
+        self._middle = b"}" if self._is_chat else b""
+        self._null_usage = b',"usage":null' if has_usage else b""
+        self._plain_end = self._middle + b',"logprobs":null,"finish_reason":null}]' + self._null_usage + b"}\n\n"
+        self._starts: dict[int, bytes] = {}
+
+    def text(self, index: int, text: str) -> bytes:
+        """A piece of text and nothing else: the hot path."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._starts[index] = self._open + b"%d" % index + self._field
+        return start + _encode(text) + self._plain_end
+
+    def full(
+        self, index: int, delta: dict[str, Any] | str, finish: str | None = None, logprobs: Any = None, usage: dict[str, Any] | None = None,
+        matched: Any = None,
+    ) -> bytes:  # fmt: skip
+        """Any chunk: a chat delta or a text, with logprobs, a finish reason, running usage."""
+        body = {"delta" if self._is_chat else "text": delta, "logprobs": logprobs, "finish_reason": finish}
+        if matched is not None:
+            body["matched_stop"] = matched
+        tail = self._null_usage if usage is None else b',"usage":' + _encode(usage)
+        return self._open + b"%d," % index + _encode(body)[1:] + b"]" + tail + b"}\n\n"
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The last chunk before [DONE]: no choices, the numbers of the whole response."""
+        return self._head + b',"choices":[],"usage":' + _encode(usage) + b"}\n\n"
+
+
+def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finish_reason(finish: Finish | None, has_calls: bool = False) -> str | None:
+    """How OpenAI calls the end of a sequence."""
+    if finish is None:
+        return None
+    return "tool_calls" if has_calls and finish.reason == "stop" else finish.reason
