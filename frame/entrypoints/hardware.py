@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -18,7 +19,9 @@ _NVML = "libnvidia-ml.so.1"
 _NAME_BYTES = 96
 
 
-class _Memory(ctypes.Structure):
+class NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
@@ -61,7 +64,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Accelerator, ...], str]:
     if _torch_is_cpu_only():
         return (), "the installed torch is a CPU build; install the CUDA build to use the GPU"
     try:
-        return _nvml_devices(visible), ""
+        return nvml_devices(ctypes.CDLL(_NVML), visible), ""
     except OSError as error:
         return (), f"the NVIDIA driver does not answer: {error}"
 
@@ -73,8 +76,9 @@ def _torch_is_cpu_only() -> bool:
         return False
 
 
-def _nvml_devices(visible: str | None) -> tuple[Accelerator, ...]:
-    nvml = ctypes.CDLL(_NVML)
+def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
+    """The GPUs that NVML (the loaded library) lists and CUDA_VISIBLE_DEVICES (`visible`, None: not set) leaves.
+    Raises OSError when the driver does not answer."""
     _call(nvml.nvmlInit_v2)
     try:
         count = ctypes.c_uint()
@@ -85,9 +89,10 @@ def _nvml_devices(visible: str | None) -> tuple[Accelerator, ...]:
     return tuple(accelerator for accelerator, _ in _visible(found, visible))
 
 
-def _nvml_device(nvml: ctypes.CDLL, index: int) -> tuple[Accelerator, str]:
+def _nvml_device(nvml: Any, index: int) -> tuple[Accelerator, str]:
+    """A device and its UUID."""
     handle, name, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.create_string_buffer(_NAME_BYTES)
-    major, minor, memory = ctypes.c_int(), ctypes.c_int(), _Memory()
+    major, minor, memory = ctypes.c_int(), ctypes.c_int(), NvmlMemory()
     _call(nvml.nvmlDeviceGetHandleByIndex_v2, ctypes.c_uint(index), ctypes.byref(handle))
     _call(nvml.nvmlDeviceGetName, handle, name, ctypes.c_uint(_NAME_BYTES))
     _call(nvml.nvmlDeviceGetUUID, handle, uuid, ctypes.c_uint(_NAME_BYTES))
@@ -97,14 +102,13 @@ def _nvml_device(nvml: ctypes.CDLL, index: int) -> tuple[Accelerator, str]:
 
 
 def _visible(found: list[tuple[Accelerator, str]], visible: str | None) -> list[tuple[Accelerator, str]]:
-    """What CUDA_VISIBLE_DEVICES leaves: indices or the starts of UUIDs; like CUDA, everything after a bad entry is dropped."""
+    """Indices or the starts of UUIDs; like CUDA, everything after a bad entry is dropped."""
     if visible is None:
         return found
-    kept = []
+    kept: list[tuple[Accelerator, str]] = []
     for entry in (part.strip() for part in visible.split(",")):
-        match = (
-            [found[int(entry)]] if entry.isdigit() and int(entry) < len(found) else [f for f in found if entry and f[1].startswith(entry)]
-        )
+        is_index = entry.isdigit() and int(entry) < len(found)
+        match = [found[int(entry)]] if is_index else [device for device in found if entry and device[1].startswith(entry)]
         if len(match) != 1:
             break
         kept += match

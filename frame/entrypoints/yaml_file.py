@@ -29,6 +29,13 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2's core schema."""
 
 
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """`010` is ten: only YAML 1.1 took it for eight."""
+    text = node.value
+    return int(text, 16) if text.lower().startswith("0x") else int(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -58,17 +65,19 @@ def read_yaml(path: str | Path) -> Located:
 
 def parse_yaml(text: str, name: str) -> Located:
     """YAML text, `name` standing for the file in places and errors."""
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         return Located(None, f"{name}:1") if node is None else _value(loader, node, name, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}.") from None
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def plain(located: Located) -> Any:

@@ -56,6 +56,13 @@ def test_every_listed_command_has_help() -> None:
         assert result.exit_code == 0, (name, result.output, result.exception)
 
 
+def test_no_flag_of_a_command_hides_a_setting() -> None:
+    for name in cli.list_commands(None):  # type: ignore[arg-type]
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        flags = [flag for param in command.params for flag in (*param.opts, *param.secondary_opts)]
+        assert len(flags) == len(set(flags)), name
+
+
 def test_wrong_usage_is_2() -> None:
     assert frame("no-such-command").exit_code == 2
     assert frame("config", "show", "--no-such-flag").exit_code == 2
@@ -181,22 +188,6 @@ def test_secrets_are_not_shown() -> None:
         result = frame(*arguments, FRAME_SERVER__API_KEY="hunter2")
         assert "***" in result.output
         assert "hunter2" not in result.output
-
-
-def test_schema_is_valid_complete_and_takes_auto() -> None:
-    schema = json.loads(frame("config", "schema").output)
-    assert schema["$schema"].endswith("2020-12/schema")
-    for setting in settings():
-        section, name = setting.path
-        definition = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
-        assert definition["additionalProperties"] is False
-        assert definition["properties"][name]["description"], setting.key
-    page_size = schema["$defs"]["CacheSection"]["properties"]["page_size"]
-    assert {"const": "auto"} in page_size["anyOf"]
-    options = schema["$defs"]["PluginsSection"]["properties"]["options"]["properties"]
-    listed = json.loads(frame("plugins", "list", "--json").output)["plugins"]
-    assert set(options) == {f"{each['kind']}/{each['name']}" for each in listed}
-    assert "fcfs" in schema["$defs"]["SchedulerSection"]["properties"]["policy"]["examples"]
 
 
 def test_a_command_of_ones_own_gets_all_flags() -> None:

@@ -163,13 +163,17 @@ def test_broken_on_import_is_fatal_when_selected_with_the_cause_chain(environmen
     assert "Traceback" not in done.stderr
 
 
-def test_a_manifest_that_is_broken_is_harmless_until_an_unknown_name_is_asked_for(environment: Environment) -> None:
+def test_a_manifest_that_is_broken_is_harmless_until_an_unknown_name_is_asked_for(environment: Environment, tmp_path: Path) -> None:
     done = environment.frame("plugins", "check", f"{KIND}/hers")
     assert done.returncode == 78
     assert "Unknown scheduling_policy 'hers'" in done.stderr
     assert "may hold it" in done.stderr
     assert "frame-t-manifest 1.2" in done.stderr
     assert "OSError: libfoo.so: cannot open shared object file" in done.stderr
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    resolving = environment.frame("config", "check", "--model", str(tmp_path), "--schedule-policy", "hers")
+    assert resolving.returncode == 78
+    assert "may hold it" in resolving.stderr
 
 
 def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: Environment, tmp_path: Path) -> None:

@@ -14,13 +14,15 @@ from frame.entrypoints.config_sources import LoadedConfig
 from frame.entrypoints.eval.evaluate import EvalBackend, Report, evaluate
 from frame.entrypoints.eval.tasks import TASKS, Message
 
+HELP = "Score a server or an engine on the embedded tasks: recall over long contexts, copying, reversing, sorting, sums, Python."
 
-@config_command(help="Score a server or an engine on the embedded tasks: recall over long contexts, copying, reversing, sorting, sums, Python.")
+
+@config_command(help=HELP)
 @click.option("--base-url", help="Score this server, for example http://127.0.0.1:30000; else a model in this process.")
 @click.option("--task", "tasks", multiple=True, type=click.Choice(TASKS), help="Only these tasks (may be given several times).")
 @click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Questions of each task.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Questions asked at once.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Which questions.")
+@click.option("--question-seed", "seed", type=int, default=0, show_default=True, help="Which questions.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def command(
     loaded: LoadedConfig, base_url: str | None, tasks: tuple[str, ...], samples: int, concurrency: int, seed: int, is_json: bool
