@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -26,7 +26,7 @@ class ChatTemplateError(ValueError):
 class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's turns for training; here it is its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)

@@ -173,7 +173,7 @@ def _load_backend(folder: Path) -> Backend:
         from transformers import AutoTokenizer
 
         slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
-        return slow.backend_tokenizer  # type: ignore[no-any-return]
+        return slow.backend_tokenizer
     except Exception as error:
         raise CheckpointError(
             f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({error}); "

@@ -1,4 +1,4 @@
-"""Builds a rank's engine of a `Resolved` and the registry: loads the chosen plugins, the weights, the scheduler; the inner composition root.
+"""Builds a rank's engine of a `Resolved` and the registry: loads plugins, weights, scheduler; the inner composition root.
 
 Runs where the model runs, so it imports torch; `frame.entrypoints.launch` decides where that is and does not.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frame.core.allocator import PagedAllocator
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.follower import LeadingRunner, follow
 from frame.core.grammars import GrammarCompiler
 from frame.core.model_parts import Loaded, Parts
 from frame.core.model_runner import TorchModelRunner, build_runner
 from frame.core.no_cache import NoCache
-from frame.core.allocator import PagedAllocator
 from frame.core.radix_cache import RadixCache
 from frame.core.scheduler import Scheduler, SchedulerConfig
 from frame.core.tokenizer import Tokenizer
@@ -50,11 +50,9 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         choices = resolved.plugins.get(kind)
         return Loaded(*registry.choose(choices[0])) if choices else None
 
-    attention = only("attention_backend")
-    assert attention is not None
     return Parts(
         model=registry.choose(resolved.choice("model"))[0],
-        attention=attention,
+        attention=Loaded(*registry.choose(resolved.choice("attention_backend"))),
         quantization=only("quantization_method"),
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from frame.core.detokenizer import PROMPT_TAIL, Detokenizer
 from frame.core.messages import (
     Abort,
@@ -34,35 +32,10 @@ from frame.core.messages import (
     Watch,
 )
 from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
 
 CONTROL_TIMEOUT = 30.0  # seconds
-
-
-class QueueFullError(Exception):
-    """As many requests wait as may; the client may come back later."""
-
-
-class InvalidRequestError(ValueError):
-    """The request cannot be served; one sentence for the client. `param` names the offending field."""
-
-    def __init__(self, sentence: str, param: str | None = None) -> None:
-        super().__init__(sentence)
-        self.param = param
-
-
-class EngineDeadError(Exception):
-    """The engine or another process is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """`max_outstanding`: requests running and waiting together. `max_context`: prompt plus output, tokens; `capacity`: tokens of KV cache."""
-
-    max_outstanding: int
-    max_context: int
-    vocab_size: int
-    capacity: int
-    grammar: bool = False
 
 
 @dataclass(slots=True)
@@ -77,87 +50,6 @@ class ClientStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
-
-
-class Stream:
-    """One sequence of an answer: what came since the last `take`, and totals. `index` is its place in the answer."""
-
-    __slots__ = (
-        "answer", "cached", "changed", "finish", "index", "last", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
-        "prompt_logprobs", "rid", "texts", "token_ids",
-    )  # fmt: skip
-
-    def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
-        self.answer = answer
-        self.index = index
-        self.prompt_index = prompt_index
-        self.rid = rid
-        self.prompt = prompt
-        self.params = params
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: TokenLogprobs | None = None
-        self.finish: Finish | None = None
-        self.cached = 0
-        self.num_tokens = 0
-        self.last = 0.0  # when the last token came
-        self.changed = False
-
-    def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
-        """The text, tokens and logprobs since the last call."""
-        texts, ids, logprobs = self.texts, self.token_ids, self.logprobs
-        self.texts, self.token_ids = [], []
-        if logprobs:
-            self.logprobs = []
-        return (texts[0] if len(texts) == 1 else "".join(texts)), ids, logprobs
-
-
-class Answer:
-    """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
-
-    __slots__ = ("_waiter", "callback", "changed", "created", "gone", "open", "sequences")
-
-    def __init__(self) -> None:
-        self.sequences: list[Stream] = []
-        self.changed: list[Stream] = []
-        self.open = 0  # sequences without a finish
-        self.created = time.perf_counter()
-        self.gone = False  # the client hung up
-        self.callback: Callable[[], None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def wait(self) -> list[Stream]:
-        """The sequences with something new; empty when the client is gone or all is over."""
-        while not self.changed and not self.gone and self.open:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self.take_changed()
-
-    def take_changed(self) -> list[Stream]:
-        changed, self.changed = self.changed, []
-        for sequence in changed:
-            sequence.changed = False
-        return changed
-
-    async def complete(self) -> None:
-        """Until every sequence ended, or the client is gone. Deltas stay in the sequences, for one `take`."""
-        while self.open and not self.gone:
-            await self.wait()
-
-    def hang_up(self) -> None:
-        """The client is gone: let the handler wake."""
-        self.gone = True
-        self.wake()
-
-    def wake(self) -> None:
-        if self.callback is not None:
-            self.callback()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Link(Protocol):
@@ -224,8 +116,8 @@ class EngineClient:
         base = rid or uuid.uuid4().hex
         alone = len(prompts) == 1 and params[0].n == 1
         for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            for sibling in range(wanted.n):
-                own = wanted if wanted.n == 1 else sibling(wanted, sibling)
+            for number in range(wanted.n):
+                own = wanted if wanted.n == 1 else sibling(wanted, number)
                 index = len(answer.sequences)
                 sequence = Stream(answer, index, prompt_index, base if alone else f"{base}-{index}", prompt, own)
                 if sequence.rid in self._sequences:
@@ -389,42 +281,6 @@ class EngineClient:
         for future in self._controls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(error))
-
-
-def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
-    """Raise InvalidRequestError when a sequence cannot be served, with the sentence for the client."""
-    problems = params.problems(limits.vocab_size)
-    if problems:
-        raise InvalidRequestError(problems[0], problems[0].split(" ", 1)[0])
-    if not prompt:
-        raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
-    if len(prompt) >= limits.max_context:
-        raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens, and the context of {limits.max_context} must hold at least one more;"
-            " shorten the prompt, or serve with a larger --max-model-len",
-            "prompt",
-        )
-    room = min(limits.max_context, limits.capacity + 1) - len(prompt)
-    if (params.max_tokens or 1) > room:
-        remedy = f"lower max_tokens to {room}" if room > 0 else "enlarge cache.max_total_tokens"
-        raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}, more than the {room + len(prompt)} that a request"
-            f" may have; {remedy}, or shorten the prompt",
-            "max_tokens",
-        )
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
-    if params.has_grammar and not limits.grammar:
-        raise InvalidRequestError(
-            "this server has no grammar backend; start it with --grammar-backend NAME (`frame plugins list` names them)",
-            "response_format",
-        )
-
-
-def sibling(params: SamplingParams, number: int) -> SamplingParams:
-    # Siblings of one seed must differ, and the first is what n=1 would give.
-    seed = None if params.seed is None else (params.seed + number if params.seed + number < 2**63 else number)
-    return msgspec.structs.replace(params, n=1, seed=seed)
 
 
 def _joined(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs:

@@ -18,8 +18,8 @@ from frame.core.messages import Control, Heartbeat, Message, Ready
 from frame.core.resolved import Resolved
 from frame.core.tokenizer import Tokenizer
 from frame.core.transport import InProcessTransport
-from frame.entrypoints.client import ClientLimits
 from frame.entrypoints.collector import Collector
+from frame.entrypoints.limits import ClientLimits
 from frame.entrypoints.prepare import Prepared, prepare
 from frame.entrypoints.processes import Deployment, Layout
 
@@ -155,7 +155,7 @@ class ProcessSession:
 
 
 def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str, Any]:
-    """Until every process of a deployment is ready; the engine's data. Raises ConfigurationError or RuntimeError with a child's sentence."""
+    """Until every process is ready; the engine's data. Raises ConfigurationError or RuntimeError with a child's sentence."""
     info: dict[str, Any] = {}
     waiting = set(deployment.names)
     started = time.perf_counter()

@@ -19,8 +19,8 @@ import msgspec
 
 from frame.core.messages import Abort, Control, ControlReply, Generate, Message
 from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.client import InvalidRequestError, check_request, sibling
 from frame.entrypoints.collector import Collected, Collector, Delta, Job, Output, grouped
+from frame.entrypoints.limits import InvalidRequestError, check_request, sibling
 
 if TYPE_CHECKING:
     from frame.core.config import FrameConfig

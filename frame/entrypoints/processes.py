@@ -85,10 +85,10 @@ class Deployment:
             env={**os.environ, **(environment or {})},
         )
         self._children.append(Child(name, process))
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
-            process.stdin.write(self._config)
-            process.stdin.flush()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
+                process.stdin.write(self._config)
+                process.stdin.flush()
 
     @property
     def names(self) -> list[str]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
 from frame.core.messages import Fatal, Forget, Message, Ready, Tokenize, Tokens, Watch
@@ -25,6 +25,9 @@ from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, Zm
 from frame.entrypoints.processes import EXIT_CONFIGURATION
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from frame.core.tokenizer import Tokenizer
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
@@ -42,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     level = resolved.user.log.level.upper()
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {options.role}: %(message)s")
-    name = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}.get(options.role, options.role)
+    numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}
+    name = numbered.get(options.role, options.role)
     transport = _transport(options, name)
     code = 0
     try:
@@ -89,10 +93,8 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.detokenizer import Detokenizer
-    from frame.core.tokenizer import Tokenizer
 
-    assert resolved.tokenizer_path is not None
-    detokenizer = Detokenizer(Tokenizer.load(resolved.tokenizer_path))
+    detokenizer = Detokenizer(_tokenizer(resolved))
     transport.send(Ready(process=name, pid=os.getpid()))
     while True:
         for message in transport.receive(None):
@@ -107,11 +109,9 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
-    from frame.core.tokenizer import Tokenizer
     from frame.entrypoints.tokenizing import tokenize
 
-    assert resolved.tokenizer_path is not None
-    tokenizer = Tokenizer.load(resolved.tokenizer_path, resolved.user.text.chat_template)
+    tokenizer = _tokenizer(resolved)
     transport.send(Ready(process=name, pid=os.getpid()))
     while True:
         for message in transport.receive(None):
@@ -135,6 +135,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--detokenizer", action="store_true")
     return parser.parse_args(arguments)
+
+
+def _tokenizer(resolved: Resolved) -> Tokenizer:
+    from frame.entrypoints.launch import load_tokenizer
+
+    tokenizer = load_tokenizer(resolved)
+    if tokenizer is None:
+        raise ConfigurationError("a text process was started without a tokenizer")
+    return tokenizer
 
 
 def _registry(resolved: Resolved) -> Registry:

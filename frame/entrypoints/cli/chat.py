@@ -15,16 +15,21 @@ from frame.entrypoints.config_sources import LoadedConfig
 Messages = list[dict[str, Any]]
 Answer = Callable[[Messages], Iterator[str]]
 
-HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+COMMANDS = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-@config_command(help=f"Chat in the terminal, with the server at --base-url or with a model in this process. {HELP}")
+HELP = f"Chat in the terminal, with the server at --base-url or with a model in this process. {COMMANDS}"
+
+
+@config_command(help=HELP)
 @click.option("--base-url", help="Chat with this server, for example http://127.0.0.1:30000.")
 @click.option("--system", help="System message.")
 @click.option("--max-tokens", type=int, default=512, show_default=True, help="Longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--message", "-m", help="Send this one message, print the answer and leave.")
-def command(loaded: LoadedConfig, base_url: str | None, system: str | None, max_tokens: int, temperature: float, message: str | None) -> None:
+def command(
+    loaded: LoadedConfig, base_url: str | None, system: str | None, max_tokens: int, temperature: float, message: str | None
+) -> None:
     parameters = {"max_tokens": max_tokens, "temperature": temperature}
     if base_url is not None:
         talk(_server(base_url, loaded.config.server.api_key, parameters), system, message)
@@ -42,7 +47,7 @@ def talk(answer: Answer, system: str | None, only: str | None) -> None:
     messages = list(start)
     is_terminal = sys.stdin.isatty()
     if only is None and is_terminal:
-        click.echo(HELP, err=True)
+        click.echo(COMMANDS, err=True)
     while True:
         line = only if only is not None else _read(is_terminal)
         if line is None or line in ("/exit", "/quit"):

@@ -9,8 +9,10 @@ import click
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_sources import LoadedConfig
 
+HELP = "Serve a model over HTTP: the OpenAI API at /v1, the native one at /generate. Without arguments: the embedded frame-tiny."
 
-@config_command(help="Serve a model over HTTP: the OpenAI API at /v1, the native one at /generate. Without arguments: the embedded frame-tiny.")
+
+@config_command(help=HELP)
 @click.pass_context
 def command(ctx: click.Context, loaded: LoadedConfig) -> None:
     from frame.entrypoints.http.server import serve

@@ -89,7 +89,8 @@ class ServerMetrics(Collector):
         for reason, count in stats.finished.items():
             finished.add_metric([*self._labels, reason], count)
         yield finished
-        yield _gauge("num_outstanding_reqs", "Requests that this server has taken and not finished.", self._services.client.num_outstanding, self._labels)
+        outstanding = self._services.client.num_outstanding
+        yield _gauge("num_outstanding_reqs", "Requests that this server has taken and not finished.", outstanding, self._labels)
         if load is None:
             return
         for name, source, text in GAUGES:
@@ -101,17 +102,11 @@ class ServerMetrics(Collector):
         yield _counter("engine_steps", "Steps of the engine.", load.step, self._labels)
 
 
-def register(services: Services) -> CollectorRegistry:
-    """A registry of its own, so that two servers in one process do not meet."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerMetrics(services))
-    return registry
-
-
-def exposition(services: Services) -> bytes:
+def exposition(metrics: ServerMetrics) -> bytes:
     """The text that a scrape gets."""
-    assert services.metrics is not None
-    return generate_latest(services.metrics)
+    registry = CollectorRegistry(auto_describe=False)  # of its own, so that two servers in one process do not meet
+    registry.register(metrics)
+    return generate_latest(registry)
 
 
 def _gauge(name: str, text: str, value: float, labels: list[str]) -> Metric:

@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 
 from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.client import Answer, EngineDeadError, Stream
+from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.metrics import CONTENT_TYPE, exposition
+from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from frame.entrypoints.http.openai_schema import check_choices
 from frame.entrypoints.http.services import RETRY_AFTER, Chat, Services, failure
 from frame.entrypoints.http.sse import DONE
-from frame.entrypoints.http.openai_schema import check_choices
+from frame.entrypoints.limits import EngineDeadError
 
 HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
 
@@ -123,7 +124,8 @@ class _Shape:
         return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
 
     def _meta(self, sequence: Stream) -> dict[str, Any]:
-        finish, reason = sequence.finish, None
+        finish = sequence.finish
+        reason: dict[str, Any] | None = None
         if finish is not None:
             reason = {"type": finish.reason}
             reason |= {"length": sequence.num_tokens} if finish.reason == "length" else {"matched": finish.matched}
@@ -189,15 +191,14 @@ def _params(given: dict[str, Any], request: GenerateRequest) -> SamplingParams:
 async def tokenize(call: Call, services: Services) -> None:
     request = await call.json(_tokenize_decoder)
     tokenizer = services.need_tokenizer()
-    assert services.text_input is not None
     text = request.text if request.text is not None else request.prompt
     if (text is None) == (request.messages is None):
         raise ApiError(400, "send either text (or prompt) or messages", "text")
     try:
         if request.messages is not None:
-            ids = await services.text_input.encode_chat(request.messages, request.tools, {})
+            ids = await services.need_text_input().encode_chat(request.messages, request.tools, {})
         else:
-            ids = await services.text_input.encode(text or "", request.add_special_tokens)
+            ids = await services.need_text_input().encode(text or "", request.add_special_tokens)
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from None
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
@@ -285,7 +286,7 @@ async def abort_request(call: Call, services: Services) -> None:
 
 
 async def metrics(call: Call, services: Services) -> None:
-    await call.respond(exposition(services), headers=((b"content-type", CONTENT_TYPE),))
+    await call.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
 
 
 async def _control(call: Call, services: Services, action: str) -> None:

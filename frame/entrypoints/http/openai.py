@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from frame.core.messages import TokenLogprobs
-from frame.entrypoints.client import Answer, Stream
+from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.logprobs import chat_logprobs, completion_logprobs
@@ -132,7 +132,7 @@ class ChatResponse(Response):
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
         parser = self._parsers.get(sequence.index)
-        deltas = parser.feed(text, finish is not None) if parser else [{"content": text}] if text else []
+        deltas: list[dict[str, Any]] = parser.feed(text, finish is not None) if parser else [{"content": text}] if text else []
         if finish is not None and not deltas:
             deltas = [{}]
         if not deltas and parts:

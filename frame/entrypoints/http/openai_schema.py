@@ -3,6 +3,7 @@ and what cannot be served are errors that name the field. Knows no engine."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -169,10 +170,8 @@ def _call(call: Any, place: str) -> Any:
         raise ApiError(400, f"{place}.function: expected an object", place)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(msgspec.DecodeError):  # what a model wrote may be no JSON; the template prints it as it is
             arguments = msgspec.json.decode(arguments) if arguments else {}
-        except msgspec.DecodeError:
-            pass  # what a model wrote may be no JSON; the template prints it as it is
     return {**call, "function": {**function, "arguments": arguments}}
 
 

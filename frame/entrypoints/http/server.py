@@ -23,7 +23,7 @@ from frame.core.resolved import Resolved
 from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.metrics import register
+from frame.entrypoints.http.metrics import ServerMetrics
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
 from frame.entrypoints.prepare import Prepared
@@ -36,15 +36,24 @@ EXIT_OK = 0
 EXIT_DIED = 1
 WATCH = 0.2  # seconds between two looks at the children
 LAST_WORDS = 0.5  # seconds for error events to leave after a child's death
+POLL = 0.02  # seconds
 FOLD = 5.0  # seconds between two counts of the latency lists
 
 
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without its own signal handlers: the server decides what a signal means."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
 
 def serve(prepared: Prepared) -> int:
@@ -113,7 +122,7 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
         if choices:
             parser, options = prepared.registry.choose(choices[0])
             setattr(services, attribute, parser if options is None else lambda p=parser, o=options: p(o))
-    services.metrics = register(services)
+    services.metrics = ServerMetrics(services)
     return services
 
 
@@ -142,8 +151,7 @@ class Server:
         self._services.client.drain()  # the descriptor tells of changes only
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
-        while not self._http.started and not serving.done():
-            await asyncio.sleep(0.01)
+        await self._http.listening.wait()
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,8 +193,8 @@ class Server:
                 client.fail(dead)
             elif time.monotonic() - folded > FOLD:
                 folded = time.monotonic()
-                for collector in list(self._services.metrics._collector_to_names):  # noqa: SLF001
-                    collector.fold()
+                if self._services.metrics is not None:
+                    self._services.metrics.fold()
         report(f"stopping: {client.dead}")
 
     async def _drain(self) -> None:
@@ -195,11 +203,14 @@ class Server:
         client, timeout = self._services.client, self._services.resolved.user.server.drain_timeout
         report(f"stopping: {client.num_outstanding} requests have {timeout:g} s to finish")
         deadline = time.monotonic() + timeout
-        while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead is None:
-            await asyncio.sleep(0.02)
+        await self._until_empty(deadline)
         if client.num_outstanding:
             client.link.send(Abort())
-            deadline = time.monotonic() + 1.0
-            while client.num_outstanding and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
+            await asyncio.sleep(LAST_WORDS)
         await asyncio.sleep(0.05)  # last bytes leave
+
+    async def _until_empty(self, deadline: float) -> None:
+        client = self._services.client
+        # four conditions, the clock among them: no single event tells of them
+        while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL)

@@ -14,8 +14,10 @@ from frame.core.chat_template import ChatTemplateError
 from frame.core.grammars import BAD_GRAMMAR
 from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
-from frame.entrypoints.client import Answer, EngineClient, EngineDeadError, InvalidRequestError, QueueFullError, Stream
+from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
     from frame.core.sampling_params import SamplingParams
     from frame.core.tokenizer import Tokenizer
     from frame.entrypoints.http.call import Call
+    from frame.entrypoints.http.metrics import ServerMetrics
     from frame.entrypoints.tokenizing import TextInput
 
+NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
 SILENT_AFTER = 120.0  # seconds without a heartbeat, which comes at each step's start, after which the engine counts as hung
 
@@ -53,7 +57,7 @@ class Services:
     tool_calls: Callable[[], ToolCallParser] | None = None
     info: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
-    metrics: Any = None  # a prometheus registry
+    metrics: ServerMetrics | None = None
     draining: bool = False
 
     def check_model(self, name: str) -> None:
@@ -65,8 +69,13 @@ class Services:
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ApiError(400, "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate")
+            raise ApiError(400, NO_TOKENIZER)
         return self.tokenizer
+
+    def need_text_input(self) -> TextInput:
+        if self.text_input is None:
+            raise ApiError(400, NO_TOKENIZER)
+        return self.text_input
 
     async def begin(
         self,
@@ -100,7 +109,7 @@ class Services:
             for prompt, own in zip(ids, params, strict=True):
                 self.client.check(prompt, own)
             answer = self.client.submit(ids, params, priority=priority, namespace=namespace, rid=rid)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise _as_api_error(error) from None
         call.on_disconnect(answer.hang_up)
@@ -109,11 +118,9 @@ class Services:
     async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        self.need_tokenizer()
-        assert self.text_input is not None
         if isinstance(prompt, Chat):
-            return await self.text_input.encode_chat(prompt.messages, prompt.tools, prompt.arguments)
-        return await self.text_input.encode(prompt, add_special_tokens)
+            return await self.need_text_input().encode_chat(prompt.messages, prompt.tools, prompt.arguments)
+        return await self.need_text_input().encode(prompt, add_special_tokens)
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         return self.need_tokenizer().with_bad_words(params) if params.bad_words else params

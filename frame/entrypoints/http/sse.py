@@ -19,8 +19,8 @@ class ChunkWriter:
     """The events of one response. `kind` is "chat.completion.chunk" or "text_completion"; `has_usage`: chunks carry `"usage": null`
     (or numbers), because the client asked for usage."""
 
-    def __init__(self, id: str, kind: str, model: str, created: int, has_usage: bool) -> None:
-        head = {"id": id, "object": kind, "created": created, "model": model}
+    def __init__(self, name: str, kind: str, model: str, created: int, has_usage: bool) -> None:
+        head = {"id": name, "object": kind, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1]
         self._open = self._head + b',"choices":[{"index":'
         self._is_chat = kind.startswith("chat")

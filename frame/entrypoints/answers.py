@@ -1,0 +1,87 @@
+"""`Answer` and its `Stream`s: what one client request waits for, filled a step at a time by the client. Knows no transport and no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from frame.core.messages import Finish, TokenLogprobs
+from frame.core.sampling_params import SamplingParams
+
+
+class Stream:
+    """One sequence of an answer: what came since the last `take`, and totals. `index` is its place in the answer."""
+
+    __slots__ = (
+        "answer", "cached", "changed", "finish", "index", "last", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
+        "prompt_logprobs", "rid", "texts", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
+        self.answer = answer
+        self.index = index
+        self.prompt_index = prompt_index
+        self.rid = rid
+        self.prompt = prompt
+        self.params = params
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: TokenLogprobs | None = None
+        self.finish: Finish | None = None
+        self.cached = 0
+        self.num_tokens = 0
+        self.last = 0.0  # when the last token came
+        self.changed = False
+
+    def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
+        """The text, tokens and logprobs since the last call."""
+        texts, ids, logprobs = self.texts, self.token_ids, self.logprobs
+        self.texts, self.token_ids = [], []
+        if logprobs:
+            self.logprobs = []
+        return (texts[0] if len(texts) == 1 else "".join(texts)), ids, logprobs
+
+
+class Answer:
+    """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
+
+    __slots__ = ("_waiter", "changed", "created", "gone", "open", "sequences")
+
+    def __init__(self) -> None:
+        self.sequences: list[Stream] = []
+        self.changed: list[Stream] = []
+        self.open = 0  # sequences without a finish
+        self.created = time.perf_counter()
+        self.gone = False  # the client hung up
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> list[Stream]:
+        """The sequences with something new; empty when the client is gone or all is over."""
+        while not self.changed and not self.gone and self.open:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.take_changed()
+
+    def take_changed(self) -> list[Stream]:
+        changed, self.changed = self.changed, []
+        for sequence in changed:
+            sequence.changed = False
+        return changed
+
+    async def complete(self) -> None:
+        """Until every sequence ended, or the client is gone. Deltas stay in the sequences, for one `take`."""
+        while self.open and not self.gone:
+            await self.wait()
+
+    def hang_up(self) -> None:
+        """The client is gone: let the handler wake."""
+        self.gone = True
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,73 @@
+"""What a request may ask of an engine, checked before anything runs, and the errors that say why it may not. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from frame.core.sampling_params import SamplingParams
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may; the client may come back later."""
+
+
+class InvalidRequestError(ValueError):
+    """The request cannot be served; one sentence for the client. `param` names the offending field."""
+
+    def __init__(self, sentence: str, param: str | None = None) -> None:
+        super().__init__(sentence)
+        self.param = param
+
+
+class EngineDeadError(Exception):
+    """The engine or another process is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """`max_outstanding`: requests running and waiting together. Tokens: `max_context` prompt plus output, `capacity` of the KV cache."""
+
+    max_outstanding: int
+    max_context: int
+    vocab_size: int
+    capacity: int
+    grammar: bool = False
+
+
+def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
+    """Raise InvalidRequestError when a sequence cannot be served, with the sentence for the client."""
+    problems = params.problems(limits.vocab_size)
+    if problems:
+        raise InvalidRequestError(problems[0], problems[0].split(" ", 1)[0])
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
+    if len(prompt) >= limits.max_context:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens, and the context of {limits.max_context} must hold at least one more;"
+            " shorten the prompt, or serve with a larger --max-model-len",
+            "prompt",
+        )
+    room = min(limits.max_context, limits.capacity + 1) - len(prompt)
+    if (params.max_tokens or 1) > room:
+        remedy = f"lower max_tokens to {room}" if room > 0 else "enlarge cache.max_total_tokens"
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}, more than the {room + len(prompt)} that a"
+            f" request may have; {remedy}, or shorten the prompt",
+            "max_tokens",
+        )
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
+    if params.has_grammar and not limits.grammar:
+        raise InvalidRequestError(
+            "this server has no grammar backend; start it with --grammar-backend NAME (`frame plugins list` names them)",
+            "response_format",
+        )
+
+
+def sibling(params: SamplingParams, number: int) -> SamplingParams:
+    # Siblings of one seed must differ, and the first is what n=1 would give.
+    seed = None if params.seed is None else (params.seed + number if params.seed + number < 2**63 else number)
+    return msgspec.structs.replace(params, n=1, seed=seed)
