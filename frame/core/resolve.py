@@ -105,12 +105,17 @@ class _Solver:
         self._policies()
         max_context = self._max_context(page_size)
         path = str(find_model(config.model.path))
+        sizes = self._budgets()
+        served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
+        tokenizer = (
+            None if config.model.skip_tokenizer_init else self._value("model.tokenizer", config.model.tokenizer, path, "the model's own")
+        )
         plugins = {kind: [plugin_choice(s.record, config, self.records) for s in found] for kind, found in self.chosen.selected.items()}
         return Resolved(
             user=config,
             model_path=path,
-            served_name=config.model.served_name or (EMBEDDED if config.model.path == EMBEDDED else find_model(path).name),
-            tokenizer_path=None if config.model.skip_tokenizer_init else config.model.tokenizer or path,
+            served_name=served_name,
+            tokenizer_path=tokenizer,
             facts=self.facts,
             device=self.device,
             dtype=self.dtype,
@@ -121,7 +126,7 @@ class _Solver:
             plugins=plugins,
             reasons=self.reasons | self.chosen.reasons,
             rejected=self.chosen.rejected,
-            **self._budgets(),
+            **sizes,
         )
 
     def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
@@ -253,3 +258,7 @@ class _Solver:
     def _budgets(self) -> dict[str, Any]:
         """Sizes that depend on the machine alone."""
         return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in budgets(self.config, self.hardware, self.device)}
+
+
+def _name_of(path: str) -> str:
+    return EMBEDDED if path == EMBEDDED else find_model(path).name

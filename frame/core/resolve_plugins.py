@@ -119,6 +119,8 @@ def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginReco
     for record in candidates:
         if record.distribution == OWN_DISTRIBUTION and record.name not in named and not objections(record, needs):
             chosen.selected[kind].append(Selection(record, "built in"))
+    if not named:
+        chosen.reasons[PROCESSORS_KEY] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
     for name in dict.fromkeys(named):
         found = select(PROCESSORS_KEY, candidates, needs, name) if candidates else None
         if found is None:

@@ -397,4 +397,8 @@ def test_resolving_what_was_resolved_changes_nothing_and_nothing_set_is_rewritte
     for section, values in user.model_dump(exclude={"model": {"path", "tokenizer"}}).items():
         for key, value in values.items():
             assert value is None or flat[section][key] == value, (section, key)
+    for section, values in user.model_dump().items():
+        for key, value in values.items():
+            was_chosen = value is None and flat[section][key] is not None
+            assert not was_chosen or first.reasons.get(f"{section}.{key}"), f"{section}.{key} was chosen without a reason"
     assert type(first).model_validate_json(first.model_dump_json()) == first
