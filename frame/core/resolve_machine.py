@@ -54,7 +54,11 @@ def indivisible(facts: ModelFacts, tp: int) -> list[str]:
     found = [f"{facts.num_heads} attention heads"] if facts.num_heads % tp else []
     if facts.kind == "mha" and facts.num_kv_heads % tp and tp % facts.num_kv_heads:
         found.append(f"{facts.num_kv_heads} KV heads")
-    names = {"intermediate_size": "the inner size", "moe_intermediate_size": "the experts' inner size"}
+    names = {
+        "intermediate_size": "the inner size",
+        "moe_intermediate_size": "the experts' inner size",
+        "shared_expert_intermediate_size": "the shared expert's inner size",
+    }
     for name, words in names.items():
         size = facts.config.get(name)
         if isinstance(size, int) and size % tp:

@@ -37,6 +37,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None) -> Prepared:
     registry = registry_of(config)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
+    for name in registry.unmatched:
+        _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
     facts = read_facts(config.model.path)
     try:
         resolved = resolve(config, hardware or probe(), facts, registry.all_records())

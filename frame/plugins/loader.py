@@ -6,9 +6,9 @@ A broken entry point is recorded and harms nothing else. Also gives the observer
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, distribution, distributions
 from types import MappingProxyType
 from typing import Any
 
@@ -37,49 +37,50 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
     hooks.add_hookspecs(hookspecs)
     registry = Registry()
     registry.hooks = hooks
-    for distribution, entry in _entry_points():
-        name = _normal(distribution.name)
-        is_own = name == OWN_DISTRIBUTION
+    found = _entry_points()
+    for owner, entry in found:
+        name = _normal(owner.name)
         is_allowed = installed and (allowed is None or name in allowed) and name not in denied
-        if is_own or is_allowed:
-            _read(registry, hooks, distribution, entry)
+        if name == OWN_DISTRIBUTION or is_allowed:
+            _read(registry, hooks, owner, entry)
+    registry.unmatched = sorted(((allowed or set()) | denied) - {_normal(owner.name) for owner, _ in found})
     hooks.check_pending()  # nothing misspelt is left: `_read` took such plugins out, with a better text
     return registry
 
 
-def _entry_points() -> Iterable[tuple[Distribution, EntryPoint]]:
-    """Each distribution once (the first on the path wins, as for an import), own before others, then by name."""
-    found: list[tuple[bool, str, Distribution, EntryPoint]] = []
-    seen: set[str] = set()
-    for distribution in distributions():
+def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
+    """Own entry points before others, then by name. Reads the metadata of those distributions only that have any."""
+    names: set[str] = set()
+    for found in distributions():
         try:
-            name = _normal(distribution.metadata["Name"] or "")
-            entries = [entry for entry in distribution.entry_points if entry.group == hookspecs.PROJECT]
+            if any(entry.group == hookspecs.PROJECT for entry in found.entry_points):
+                names.add(_normal(found.name))
         except (OSError, ValueError, TypeError, KeyError) as error:  # a half-removed installation is not our user's concern
-            _log.debug("installed distribution %s is unreadable: %s", distribution, error)
-            continue
-        if name in seen or not name:
-            continue
-        seen.add(name)
-        found += [(name != OWN_DISTRIBUTION, name, distribution, entry) for entry in entries]
-    found.sort(key=lambda item: (item[0], item[1], item[3].name))
-    return [(distribution, entry) for _, _, distribution, entry in found]
+            _log.debug("installed distribution %s is unreadable: %s", found, error)
+    chosen = [
+        distribution(name) for name in sorted(names, key=lambda name: (name != OWN_DISTRIBUTION, name))
+    ]  # first on the path, as imports
+    return [(each, entry) for each in chosen for entry in sorted(each.entry_points, key=_name_of) if entry.group == hookspecs.PROJECT]
 
 
-def _read(registry: Registry, hooks: pluggy.PluginManager, distribution: Distribution, entry: EntryPoint) -> None:
+def _name_of(entry: EntryPoint) -> str:
+    return entry.name
+
+
+def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, entry: EntryPoint) -> None:
     """Load one entry point and take over its records, all or none."""
     plugin: Any = None
     try:
         plugin = entry.load()
-        hooks.register(plugin, name=f"{distribution.name}:{entry.name}")
+        hooks.register(plugin, name=f"{owner.name}:{entry.name}")
         _refuse_unknown_hooks(hooks, plugin)
-        parts = _collect(registry, hooks, plugin, distribution)
+        parts = _collect(registry, hooks, plugin, owner)
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
         if plugin is not None and hooks.is_registered(plugin):
             hooks.unregister(plugin)
-        broken = BrokenPlugin(distribution.name, distribution.version, f"{entry.name} = {entry.value}", cause_chain(error))
+        broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", cause_chain(error))
         registry.broken.append(broken)
         _log.info("plugin not read: %s", broken)  # who starts a server warns once, not every process
         return
@@ -95,14 +96,14 @@ def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
             raise AttributeError(f"unknown hook {caller.name!r}{did_you_mean(caller.name, known) or f'; hooks: {known}'}")
 
 
-def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, distribution: Distribution) -> list[Any]:
+def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Distribution) -> list[Any]:
     """Call the plugin's register hooks one by one, so that what it adds is known to be its own."""
     parts = []
     for caller in hooks.get_hookcallers(plugin) or ():
         kind = _KIND_OF_HOOK.get(caller.name)
         for impl in caller.get_hookimpls():
             if kind is not None and impl.plugin is plugin:
-                part = registry.kind(kind, distribution.name, distribution.version)
+                part = registry.kind(kind, owner.name, owner.version)
                 impl.function(*(part for _ in impl.argnames))
                 parts.append(part)
     return parts

@@ -110,6 +110,7 @@ class Registry:
     def __init__(self) -> None:
         self._records: dict[str, dict[str, list[PluginRecord]]] = {kind: {} for kind in KINDS}
         self.broken: list[BrokenPlugin] = []
+        self.unmatched: list[str] = []  # allowed or denied distributions that bring no plugin: misspelt, or not installed
         self.hooks: Any = None  # the hook relay of the loader, for observers; None: nobody listens
 
     def kind(self, kind: str, distribution: str = "", version: str = "") -> KindRegistry:
