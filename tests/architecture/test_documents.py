@@ -31,9 +31,15 @@ def blocks(path: Path, *languages: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The command lines of a shell block: comments cut, continued lines joined."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+    """The command lines of a shell block: comments cut, continued lines and open quotes joined."""
+    line = ""
+    for part in text.replace("\\\n", " ").splitlines():
+        line += part + "\n"
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quote is open
+            continue
+        line = ""
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if words:
@@ -113,13 +119,20 @@ def dotted_names() -> frozenset[str]:
     return frozenset({each.name for each in package()} | inside | {f"frame.{name}" for name in frame.__all__})
 
 
+@lru_cache(maxsize=1)
+def members() -> dict[str, set[str]]:
+    """Methods and attributes by class; two classes may bear one name."""
+    found: dict[str, set[str]] = {}
+    for node in (node for each in package() for node in classes(each.tree)):
+        parts = (getattr(part, "name", None) or ast.unparse(getattr(part, "target", part)) for part in node.body)
+        found.setdefault(node.name, set()).update(parts)
+    return found
+
+
 def unknown_names(text: str) -> list[str]:
     """Words in backticks that look like our files, modules or methods, and are none."""
     files = {each.path for each in package()} | {each.path.removeprefix("frame/") for each in package()}
-    names: dict[str, set[str]] = {}  # two classes may bear one name
-    for node in (node for each in package() for node in classes(each.tree)):
-        members = (getattr(part, "name", None) or ast.unparse(getattr(part, "target", part)) for part in node.body)
-        names.setdefault(node.name, set()).update(members)
+    names = members()
     found = []
     for word in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"[\w/]+\.py", word) and "/" in word and word not in files:

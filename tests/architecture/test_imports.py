@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import tomllib
 from collections.abc import Iterable
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests.architecture.source import Module, is_under, module, package
+from tests.architecture.source import ROOT, Module, is_under, module, package
 
 DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.sampling_params")
 CONFIGURATION = (
@@ -49,6 +52,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 # What core must not know, and what the parts that touch no tensor must not load when they are imported.
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}  # where the import has another name
 NOT_IN_CORE = ("click", "fastapi", "httpx", "pluggy", "prometheus_client", "starlette", "typer", "uvicorn")
 NO_TORCH = (
     *DATA,
@@ -99,6 +103,23 @@ def forbidden_libraries(modules: Iterable[Module]) -> list[str]:
     return found
 
 
+def undeclared(modules: Iterable[Module], declared: set[str]) -> list[str]:
+    """Third-party libraries that are imported and are no dependency, not even an extra one."""
+    found = set()
+    for each in modules:
+        for use in each.imports:
+            top = use.target.partition(".")[0]
+            if top not in sys.stdlib_module_names and top != "frame" and DISTRIBUTIONS.get(top, top) not in declared:
+                found.add(f"{each.at(use.line)}: {top} is imported, but pyproject.toml does not declare it")
+    return sorted(found)
+
+
+def declared_dependencies() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(text for texts in project["optional-dependencies"].values() for text in texts)]
+    return {Requirement(text).name.lower() for text in texts}
+
+
 def cycles(modules: Iterable[Module]) -> list[str]:
     """Groups of modules that import each other while they are being imported."""
     known = {found.name: found for found in modules}
@@ -147,6 +168,10 @@ def test_core_knows_no_pluggy_and_no_http_and_light_rooms_load_no_torch() -> Non
     assert forbidden_libraries(package()) == []
 
 
+def test_every_library_is_declared() -> None:
+    assert undeclared(package(), declared_dependencies()) == []
+
+
 def test_no_cycles() -> None:
     assert cycles(package()) == []
 
@@ -190,6 +215,8 @@ def test_direction_allows(name: str, text: str) -> None:
 
 
 def test_library_checks_find() -> None:
+    assert undeclared([module("import left_pad.x")], {"torch"})
+    assert not undeclared([module("import os, torch.nn, yaml")], {"torch", "pyyaml"})
     assert forbidden_libraries([module("def f():\n    import pluggy", "frame.core.engine")])
     assert forbidden_libraries([module("from fastapi import FastAPI", "frame.core.engine")])
     assert forbidden_libraries([module("import torch.nn", "frame.core.scheduler")])

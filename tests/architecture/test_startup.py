@@ -10,7 +10,7 @@ import pytest
 
 from tests.architecture.source import is_under, package
 
-HEAVY = ("torch", "transformers", "triton", "fastapi", "uvicorn", "safetensors")
+HEAVY = ("torch", "transformers", "triton", "starlette", "uvicorn", "safetensors")
 NO_TORCH = ("torch", "transformers", "triton")
 CPU_SECONDS = 0.5
 
