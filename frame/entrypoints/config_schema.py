@@ -26,7 +26,7 @@ def _allow_auto(definitions: dict[str, Any]) -> None:
     for setting in settings():
         owner = _section(definitions, setting.path[0])["properties"][setting.path[1]]
         owner.pop("flag", None)
-        if setting.is_optional and "anyOf" in owner:
+        if setting.is_open and "anyOf" in owner:
             owner["anyOf"].append({"const": "auto"})
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from frame.core.config import FrameConfig
+from frame.core.config import Auto, FrameConfig
 
 OPTIONS_KEY = ("plugins", "options")
 
@@ -22,7 +22,8 @@ ALIASES: Mapping[str, tuple[str, Any, str]] = types.MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of the schema. `shape`: "switch" (true or false), "list", "table" or "value"; `choices` when it is one of few words."""
+    """One field of the schema. `shape`: "switch" (true or false), "list", "table" or "value"; `choices` when it is one of few words;
+    `is_optional`: it may be None; `is_open`: None is spelt `auto` and left to `resolve`."""
 
     key: str
     flag: str
@@ -32,6 +33,7 @@ class Setting:
     choices: tuple[str, ...]
     accepts: tuple[type, ...]
     is_optional: bool
+    is_open: bool
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -88,6 +90,7 @@ def _setting(section: str, name: str, field: FieldInfo) -> Setting:
         choices=tuple(word for leaf in leaves if get_origin(leaf) is Literal for word in get_args(leaf)),
         accepts=types_,
         is_optional=type(None) in leaves,
+        is_open=Auto in field.metadata,
     )
 
 

@@ -71,18 +71,24 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flag(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     section = _option_class(setting.path[0])
-    default = "auto" if setting.default is None and setting.is_optional else setting.default
-    shown = {True: "on", False: "off", (): "none", "": "none"}.get(default, default)
-    text = f"{setting.description.replace('`', '')} [{shown}]"
+    text = f"{setting.description.replace('`', '')} [{_shown_default(setting)}]"
     if setting.shape == "switch":
         declaration = f"--{setting.flag}/--no-{setting.flag}"
         return click.option(declaration, _parameter(setting.flag), cls=section, default=None, help=text)
     return click.option(f"--{setting.flag}", _parameter(setting.flag), cls=section, metavar=_metavar(setting), help=text)
 
 
+def _shown_default(setting: Setting) -> str:
+    if setting.default is None:
+        return "auto" if setting.is_open else "not set"
+    if isinstance(setting.default, bool):
+        return "on" if setting.default else "off"
+    return "none" if setting.default == () else str(setting.default)
+
+
 def _metavar(setting: Setting) -> str:
     if setting.choices:
-        return "|".join(("auto", *setting.choices) if setting.is_optional else setting.choices)
+        return "|".join(("auto", *setting.choices) if setting.is_open else setting.choices)
     if setting.shape == "list":
         return "A,B,…"
     return {int: "N", float: "X", str: "TEXT"}.get(setting.accepts[0] if setting.accepts else str, "VALUE")
