@@ -46,7 +46,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((family, (*DATA, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
-    ("frame.testing", ("frame.core", "frame.plugins")),
+    ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),
     ("frame.entrypoints", ("frame.core", "frame.plugins")),
     ("frame", ("frame",)),
 )
