@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.quantization import ExpertsMethod, LayerKind, LinearMethod, QuantizationMethod
+from frame.models.layers.packed import can_pack, pack, packed_linear
 from frame.models.layers.parameter import ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
@@ -16,16 +17,23 @@ if TYPE_CHECKING:
 
 
 class PlainLinear:
-    """`weight` [outputs, inputs]."""
+    """`weight` [outputs, inputs]; where the CPU likes it better, `packed` instead."""
 
     def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=dtype)
         layer.register_parameter("weight", ShardedParameter(weight, ShardRule(output=0, input=1)))
+        layer.register_buffer("packed", None, persistent=False)
 
     def finish(self, layer: nn.Module) -> None:
-        return None
+        """Pack a weight that was loaded since the last time."""
+        weight: ShardedParameter = layer.weight  # type: ignore[assignment]
+        if weight.numel() and can_pack(weight):
+            layer.packed = pack(weight)
+            weight.release()
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.packed is not None:
+            return packed_linear(x, layer.packed, bias)  # type: ignore[arg-type]
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         return F.linear(x, weight, bias)
 

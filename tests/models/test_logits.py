@@ -84,3 +84,16 @@ def test_variants_of_the_config(
 ) -> None:
     folder = checkpoint(architecture, **overrides)
     check(open_session(folder), reference(folder))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
+    """The paths that are taken in bfloat16 alone: packed weights, all experts at once."""
+    folder = checkpoint(architecture)
+    tokens = prompt(60, 4)
+    want = wanted(reference(folder), tokens)
+    session = open_session(folder, dtype=torch.bfloat16)
+    got = torch.cat([session.step([(0, tokens[:50])])[0], *(session.step([(0, [token])])[0] for token in tokens[50:])]).float()
+    distance = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert distance.median() < 0.03
+    assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.85

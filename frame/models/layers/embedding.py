@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, own_parameters
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.quantization import LinearMethod
 
 
 def vocabulary_share(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
@@ -47,15 +48,25 @@ class Head(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.vocab_size = vocab_size
+        self.method: LinearMethod | None = None
         if tied is not None:
             self.weight = tied.weight
             return
+        if context.quantization is None:
+            raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
         rows, span = vocabulary_share(context, vocab_size)
-        self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype), ShardRule(output=0))
-        self.weight.bind(f"{name}.weight", span)
+        self.method = context.quantization.linear(name, "head")
+        self.method.create(self, hidden_size, (rows,), context.dtype)
+        for key, parameter in own_parameters(self):
+            parameter.bind(f"{name}.{key}", span)
+
+    def finish(self) -> None:
+        """Let the method repack what was loaded."""
+        if self.method is not None:
+            self.method.finish(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight)
+        logits = self.method.apply(self, hidden) if self.method is not None else F.linear(hidden, self.weight)
         if self.tp.size == 1:
             return logits
         return self.tp.all_gather(logits)[..., : self.vocab_size]

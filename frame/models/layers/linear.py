@@ -113,7 +113,8 @@ class HeadLayout:
         else:
             if ranks % num_kv_heads:
                 raise ConfigurationError(
-                    f"{num_kv_heads} key-value heads cannot be repeated over {ranks} ranks: set parallel.tp to a multiple of {num_kv_heads}."
+                    f"{num_kv_heads} key-value heads cannot be repeated over {ranks} ranks: "
+                    f"set parallel.tp to a multiple of {num_kv_heads}."
                 )
             self.keys = Range(num_kv_heads, rank * num_kv_heads // ranks, 1)
         self.num_heads = self.queries.size

@@ -15,7 +15,7 @@ from torch import nn
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, share
 from frame.models.layers.norm import RMSNorm
-from frame.models.layers.parameter import ShardedParameter
+from frame.models.layers.parameter import own_parameters
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -131,21 +131,25 @@ class LatentExpansion(nn.Module):
         self.heads = heads
         self.sizes = sizes
         self.dtype = context.dtype
+        self.version = -1  # of the stored numbers that the two weights were derived from
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
     def finish(self) -> None:
         """Derive the two weights and give back the stored one; without a fresh load in between there is nothing to do."""
-        stored = [parameter for parameter in self.stored.parameters() if isinstance(parameter, ShardedParameter)]
-        if stored and all(parameter.numel() == 0 for parameter in stored) and hasattr(self, "w_uk"):
+        stored = [parameter for _, parameter in own_parameters(self.stored)]
+        version = sum(parameter.version for parameter in stored)
+        if version == self.version:
             return
-        device = stored[0].device if stored else next(self.stored.buffers()).device
-        identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=device)
+        self.version = version
+        identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=stored[0].device)
         dense = self.stored(identity).t().unflatten(0, (self.heads, -1))
         w_uk, w_uv = dense.split((self.sizes.nope, self.sizes.value), 1)
         self.register_buffer("w_uk", w_uk.contiguous(), persistent=False)
         self.register_buffer("w_uv", w_uv.contiguous(), persistent=False)
         for parameter in stored:
             parameter.release()
+        for name, _ in list(self.stored.named_buffers(recurse=False)):
+            setattr(self.stored, name, None)
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, nope] -> [tokens, heads, rank]."""

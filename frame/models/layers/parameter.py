@@ -74,6 +74,7 @@ class ShardedParameter(nn.Parameter):
     whole_shape: torch.Size
     sources: dict[str, Part]
     loaded: set[str]
+    version: int  # counts loads, for what is derived from the numbers
 
     def __new__(cls, data: torch.Tensor, rule: ShardRule | None = None) -> ShardedParameter:
         parameter = super().__new__(cls, data, requires_grad=False)
@@ -81,6 +82,7 @@ class ShardedParameter(nn.Parameter):
         parameter.whole_shape = data.shape
         parameter.sources = {}
         parameter.loaded = set()
+        parameter.version = 0
         return parameter
 
     def bind(self, name: str, output: Range | None = None, input: Range | None = None, expert: int | None = None) -> None:  # noqa: A002
@@ -120,6 +122,7 @@ class ShardedParameter(nn.Parameter):
             self.data = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.device)
         self.data[part.write].copy_(value)
         self.loaded.add(name)
+        self.version += 1
 
     def release(self) -> None:
         """Give the memory back once the numbers live in another form; a later `load` allocates again."""
