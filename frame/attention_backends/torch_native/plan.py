@@ -176,7 +176,7 @@ class Grouping:
         if self.window is not None:
             hidden |= keys <= last[..., None] - self.window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        return mask[:, None].to(self.device, non_blocking=True)
+        return self._copy(mask[:, None])
 
     def _cache_slots(self, rows: np.ndarray, key_len: int) -> np.ndarray:
         positions = self.starts[rows, None] + np.minimum(np.arange(key_len), self.keys[rows, None] - 1)
@@ -205,4 +205,9 @@ class Grouping:
         return self._device(flat)
 
     def _device(self, indices: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(indices).reshape(-1)).to(self.device, non_blocking=True)
+        return self._copy(torch.from_numpy(np.ascontiguousarray(indices).reshape(-1)))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":  # from pageable memory, the copy would wait for the stream
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)

@@ -29,7 +29,9 @@ class TritonBackend(AttentionBackend):
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         if context.device.type == "cpu" and not INTERPRETED:
-            raise ValueError("Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend.")
+            raise ValueError(
+                "Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend."
+            )
         self._device = Device.of(context.device)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """The decode kernels: one query token a row, its keys split over programs, and the merge of the parts.
 
 All heads that share keys are taken together, so that keys are read once. A split has a fixed number of keys, the launch's

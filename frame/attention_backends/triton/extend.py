@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """The extend kernel: tiles of query tokens against all their keys, causal, with cached prefixes of any length.
 
 One program takes a tile of queries together with the heads that share its keys. Knows no splits: extends have queries

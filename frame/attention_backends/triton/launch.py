@@ -93,7 +93,13 @@ class Operands:
 
 
 def launch_extends(
-    spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, plan: StepPlan, device: Device, key_starts: torch.Tensor | None = None
+    spec: AttentionSpec,
+    operands: Operands,
+    out: torch.Tensor,
+    batch: ForwardBatch,
+    plan: StepPlan,
+    device: Device,
+    key_starts: torch.Tensor | None = None,
 ) -> None:
     """All extend rows. Queries and `out` are indexed by the step's tokens."""
     rows = slice(plan.num_decodes, None)

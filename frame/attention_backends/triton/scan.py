@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """The inner loop that all kernels share: one tile of queries against a run of keys, with a running softmax in base 2.
 
 Keys lie in pages or side by side. They may come in two parts (latent and rotated, or a width that is no power of two), so

@@ -1,0 +1,139 @@
+"""The conformance suites by plugin family: which laws there are for which kind, and how a suite finds its plugin.
+
+A suite yields named checks; each is a function without arguments that raises AssertionError with a sentence. Knows the
+registry, no plugin by name and no pytest (that is `frame.testing.pytest_plugin`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.plugin import PluginRecord
+from frame.plugins.registry import Registry
+
+
+class Check(NamedTuple):
+    """One law of an interface."""
+
+    name: str
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how thoroughly a plugin is checked; `options` are the plugin's own settings."""
+
+    device: str = "cpu"
+    thorough: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The plugin under test: its record, its class, and how to set it up."""
+
+    record: PluginRecord
+    target: type
+    options: Any  # the validated options, or None
+    setting: Setting
+
+
+class SuiteFunction(Protocol):
+    def __call__(self, subject: Subject) -> Iterable[Check]: ...
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`kind` in the registry, and "module:function" that yields the checks."""
+
+    kind: str
+    function: str
+
+
+_HERE = "frame.testing"
+
+SUITES: Mapping[str, Suite] = MappingProxyType(
+    {
+        "attention": Suite("attention_backend", f"{_HERE}.conformance_attention:suite"),
+        "quantization": Suite("quantization_method", f"{_HERE}.conformance_quantization:suite"),
+        "moe_runner": Suite("moe_runner", f"{_HERE}.conformance_moe:suite"),
+        "scheduling_policy": Suite("scheduling_policy", f"{_HERE}.conformance:scheduling_policy"),
+        "eviction_policy": Suite("eviction_policy", f"{_HERE}.conformance:eviction_policy"),
+        "logits_processor": Suite("logits_processor", f"{_HERE}.conformance:logits_processor"),
+    }
+)
+
+
+def find(registry: Registry, selector: str, setting: Setting) -> Subject:
+    """The plugin that `FAMILY:NAME` names, loaded. Raises PluginError with what to write instead."""
+    family, _, name = selector.partition(":")
+    if family not in SUITES or not name:
+        hint = did_you_mean(family, SUITES) or "."
+        raise PluginError(f"{selector!r} names no conformance suite{hint} Write FAMILY:NAME with a family of {', '.join(SUITES)}.")
+    record = registry.get(SUITES[family].kind, name)
+    return Subject(record, registry.load(record), registry.options(record, setting.options), setting)
+
+
+def checks(family: str, subject: Subject) -> list[Check]:
+    """All checks of a family for one plugin. Raises PluginError when the plugin cannot be checked in this setting."""
+    module, _, name = SUITES[family].function.partition(":")
+    function: SuiteFunction = getattr(importlib.import_module(module), name)
+    found = list(function(subject))
+    if not found:
+        raise PluginError(f"No conformance check of {family!r} fits {subject.record.name!r} on {subject.setting.device}.")
+    return found
+
+
+def scheduling_policy(subject: Subject) -> Iterable[Check]:
+    """`scheduling_policy/1`."""
+    from frame.testing.conformance_policies import check_scheduling_policy
+
+    return [Check(*check) for check in check_scheduling_policy(subject.target)]
+
+
+def eviction_policy(subject: Subject) -> Iterable[Check]:
+    """`eviction_policy/1`."""
+    from frame.testing.conformance_policies import check_eviction_policy
+
+    return [Check(*check) for check in check_eviction_policy(subject.target)]
+
+
+def logits_processor(subject: Subject) -> Iterable[Check]:
+    """`logits_processor/1`, with the parameter sets among `EXAMPLES` (or the class's own `conformance_params`) that it wants."""
+    import torch
+
+    from frame.core.sampling_params import SamplingParams
+    from frame.testing import conformance_processors as suite
+
+    examples = (
+        {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 12, "stop_token_ids": (3, 5)},
+        {"bad_words_ids": ((4,), (1, 2), (2, 3, 1))},
+        {"bad_words_ids": ((7, 8),)},
+        {"logit_bias": {3: 2.0, 9: -50.0}},
+        {"logit_bias": {1: -1.5}},
+        {"min_tokens": 20, "stop_token_ids": (7,)},
+        {"repetition_penalty": 0.8, "presence_penalty": -0.3},
+    )
+    given = getattr(subject.target, "conformance_params", None) or [SamplingParams(**example) for example in examples]  # type: ignore[arg-type]
+
+    def make(vocab_size: int, max_slots: int) -> Any:
+        return subject.target(vocab_size, max_slots, torch.device("cpu"), subject.options)
+
+    def wants_something() -> None:
+        processor = make(suite.VOCAB, suite.SLOTS)
+        assert any(processor.wants(params) for params in given), (
+            "wants() is false for every example; give the class a tuple `conformance_params` of SamplingParams that it wants"
+        )
+
+    yield Check("wants_something", wants_something)
+    wanted = [params for params in given if make(suite.VOCAB, suite.SLOTS).wants(params)]
+    if wanted:
+        for check in (suite.check_wants, suite.check_rows_stand_alone, suite.check_readmission, suite.check_slots_are_reused):
+            yield Check(check.__name__.removeprefix("check_"), lambda check=check: check(make, wanted))  # type: ignore[misc]

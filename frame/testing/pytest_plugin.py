@@ -1,0 +1,142 @@
+"""The pytest side of the conformance suites: `pytest --frame-conformance=FAMILY:NAME`.
+
+Loaded by pytest in every project that has frame installed, so it imports nothing heavy at the top and does nothing
+without its option.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from frame.testing.conformance import Check, Subject
+
+_GROUP = "frame"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup(_GROUP, "frame: conformance of plugins")
+    group.addoption(
+        "--frame-conformance",
+        action="append",
+        default=[],
+        metavar="FAMILY:NAME",
+        help="Run the conformance suite of a plugin that is installed, e.g. attention:torch_native; may be given again.",
+    )
+    group.addoption("--frame-conformance-json", metavar="FILE", help="Write the verdict as JSON.")
+    group.addoption("--frame-conformance-device", default="cpu", metavar="DEVICE", help="Where to check: cpu (default) or cuda.")
+    group.addoption("--frame-conformance-thorough", action="store_true", help="More and larger cases.")
+    group.addoption("--frame-conformance-options", default="{}", metavar="JSON", help="The plugin's own options, as a JSON object.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    selectors = config.getoption("--frame-conformance")
+    if selectors:
+        config.pluginmanager.register(ConformanceRun(config, selectors), "frame-conformance-run")
+
+
+class ConformanceRun:
+    """One run with suites selected: collects nothing but their checks, and writes the verdict."""
+
+    def __init__(self, config: pytest.Config, selectors: list[str]) -> None:
+        self._config = config
+        self._selectors = selectors
+        self._subjects: dict[str, Subject] = {}
+        self._reports: dict[str, dict[str, Any]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool:
+        return True  # the project's own tests are not what was asked for
+
+    def pytest_collection_modifyitems(self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+        items[:] = [item for selector in self._selectors for item in self._collect(session, selector)]
+        session.testscollected = len(items)
+
+    def _collect(self, session: pytest.Session, selector: str) -> Iterable[pytest.Item]:
+        from frame.core.errors import PluginError
+        from frame.plugins.loader import load_registry
+        from frame.testing import conformance
+
+        config = self._config
+        try:
+            setting = conformance.Setting(
+                device=config.getoption("--frame-conformance-device"),
+                thorough=config.getoption("--frame-conformance-thorough"),
+                options=json.loads(config.getoption("--frame-conformance-options")),
+            )
+            subject = conformance.find(load_registry(), selector, setting)
+            found = conformance.checks(selector.partition(":")[0], subject)
+        except (PluginError, json.JSONDecodeError) as error:
+            raise pytest.UsageError(str(error)) from error
+        self._subjects[selector] = subject
+        for check in found:
+            yield ConformanceItem.from_parent(session, name=f"{selector}[{check.name}]", check=check)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        entry = self._reports.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0, "message": None})
+        entry["seconds"] = round(entry["seconds"] + report.duration, 4)
+        if report.outcome != "passed":
+            entry.update(outcome=report.outcome, message=str(report.longrepr))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        path = self._config.getoption("--frame-conformance-json")
+        if path:
+            verdict = [self._verdict(selector, subject) for selector, subject in self._subjects.items()]
+            Path(path).write_text(json.dumps(verdict, indent=2) + "\n")
+
+    def _verdict(self, selector: str, subject: Subject) -> dict[str, Any]:
+        prefix = f"{selector}["
+        entries = {key.partition(prefix)[2][:-1]: entry for key, entry in self._reports.items() if prefix in key}
+        record = subject.record
+        capabilities = record.capabilities
+        return {
+            "plugin": selector,
+            "api": record.api,
+            "target": record.target,
+            "distribution": record.distribution,
+            "version": record.version,
+            "capabilities": asdict(capabilities) if is_dataclass(capabilities) and not isinstance(capabilities, type) else None,
+            "device": subject.setting.device,
+            "machine": _machine(subject.setting.device),
+            "thorough": subject.setting.thorough,
+            "passed": bool(entries) and all(entry["outcome"] == "passed" for entry in entries.values()),
+            "counts": {outcome: sum(e["outcome"] == outcome for e in entries.values()) for outcome in ("passed", "failed", "skipped")},
+            "checks": [{"name": name, **entry} for name, entry in entries.items()],
+        }
+
+
+class ConformanceItem(pytest.Item):
+    """One check as a pytest item."""
+
+    def __init__(self, *, check: Check, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._check = check
+
+    def runtest(self) -> None:
+        self._check.run()
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, AssertionError) and excinfo.value.args:
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:
+        return self.path, None, self.name
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    if device.startswith("cuda"):
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["compute_capability"] = list(torch.cuda.get_device_capability(device))
+    return facts
