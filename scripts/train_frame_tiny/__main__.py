@@ -1,4 +1,4 @@
-"""Trains frame-tiny from nothing to a scored directory: `python -m scripts.train_frame_tiny --minutes 12`.
+"""Trains frame-tiny from nothing to a scored directory: `python -m scripts.train_frame_tiny --minutes 7.6`.
 
 Steps: collect the corpus, train the tokenizer (unless the directory has one), pack, train, export, evaluate. The corpus and its
 manifest are cached under `.cache/frame_tiny`. One GPU is expected; on a CPU it runs, far too slowly to learn much.
@@ -26,7 +26,7 @@ from scripts.train_frame_tiny.samples import pack_texts
 from scripts.train_frame_tiny.train import CodeRows, Recipe, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = Recipe(minutes=12.0)
+DEFAULTS = Recipe(minutes=7.6)
 
 
 def report(line: str) -> None:
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.train_frame_tiny", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "frame/models/frame_tiny", help="directory of the model")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache/frame_tiny", help="directory of the packed corpus")
-    parser.add_argument("--minutes", type=float, default=12.0, help="training time, compilation aside")
+    parser.add_argument("--minutes", type=float, default=7.6, help="training time, compilation aside; 0 only evaluates")
     parser.add_argument("--rows", type=int, default=DEFAULTS.rows, help="rows of a batch")
     parser.add_argument("--workers", type=int, default=DEFAULTS.workers, help="processes that make conversations")
     parser.add_argument("--package-bytes", type=int, default=8_000_000, help="most bytes taken of one package")
@@ -88,13 +88,9 @@ def packed_corpus(options: argparse.Namespace) -> tuple[Tokenizer, np.ndarray, n
     return tokenizer, stream, starts
 
 
-def main() -> None:
-    """Run every step."""
-    options = arguments()
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    """Corpus, tokenizer, training, export."""
     begun = time.monotonic()
-    torch.manual_seed(options.seed)
-    torch.set_float32_matmul_precision("high")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, stream, starts = packed_corpus(options)
     model = (load_model(options.resume) if options.resume else FrameTiny(Shape())).to(device)
     report(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters; ready after {time.monotonic() - begun:.0f} s")
@@ -110,17 +106,29 @@ def main() -> None:
     def save(trained: FrameTiny) -> None:
         report(f"saved {save_model(trained, options.out)} bytes to {options.out}")
 
+    Trainer(model, CodeRows(stream, starts, device), tokenizer, recipe, report).run(save)
+
+
+def score(options: argparse.Namespace, device: torch.device) -> None:
+    """Evaluate the exported weights and print the table and some failures."""
+    backend = CheckpointBackend(load_model(options.out).to(device), tk.load_tokenizer(options.out))
+    result = asyncio.run(evaluate(backend, samples=options.samples, seed=options.seed, concurrency=10_000))
+    report(result.table())
+    for failure in result.failures()[:12]:
+        question = failure.example.messages[-1]["content"] if failure.example.messages else failure.example.prompt
+        report(f"{failure.example.task}: {question!r:.160} -> {failure.answer!r:.80}, not {failure.example.expected!r:.80}")
+
+
+def main() -> None:
+    """Run every step that the options leave in."""
+    options = arguments()
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.minutes > 0:
-        Trainer(model, CodeRows(stream, starts, device), tokenizer, recipe, report).run(save)
+        train(options, device)
     if options.samples:
-        rounded = load_model(options.out).to(device)
-        backend = CheckpointBackend(rounded, tokenizer)
-        result = asyncio.run(evaluate(backend, samples=options.samples, seed=options.seed, concurrency=10_000))
-        report(result.table())
-        (options.out / "scores.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
-        for failure in result.failures()[:12]:
-            question = failure.example.messages[-1]["content"] if failure.example.messages else failure.example.prompt
-            report(f"{failure.example.task}: {question!r:.160} -> {failure.answer!r:.80}, not {failure.example.expected!r:.80}")
+        score(options, device)
 
 
 if __name__ == "__main__":

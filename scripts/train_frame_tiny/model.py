@@ -113,6 +113,8 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Grouped sigmoid routing without auxiliary loss: a bias steers the choice, the plain scores weigh the result."""
 
+    e_score_correction_bias: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape

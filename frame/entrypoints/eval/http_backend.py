@@ -15,13 +15,19 @@ from frame.entrypoints.eval.tasks import Message
 class HttpBackend:
     """An `EvalBackend` for `base_url` (with or without `/v1`); use it as an async context manager."""
 
-    def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 300.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         root = base_url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self.client = httpx.AsyncClient(
-            base_url=root if root.endswith("/v1") else f"{root}/v1", headers=headers, timeout=timeout, limits=limits
-        )
+        url = root if root.endswith("/v1") else f"{root}/v1"
+        self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, transport=transport)
         self.model = model
 
     async def __aenter__(self) -> Self:
