@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,3 +50,26 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     done = subprocess.run([*pip, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return Environment(python)
+
+
+@pytest.fixture(scope="session")
+def server(environment: Environment) -> Iterator[str]:
+    """The base address of a server that runs the example's backend on two ranks, chosen by flags alone."""
+    options = ("--attention-backend", "blockwise", "--set", "plugins.options.attention_backend/blockwise.block_tokens=64")
+    limits = ("--tp", "2", "--threads", "1", "--max-running-requests", "8", "--max-total-tokens", "16384")
+    command = [str(environment.python), "-m", "frame", "serve", "--port", "0", *options, *limits]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    lines: list[str] = []
+    address = ""
+    for line in process.stderr:
+        lines.append(line)
+        if match := re.search(r"ready on (http://\S+)", line):
+            address = match[1]
+            break
+    assert address, "".join(lines)
+    drain = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
+    drain.start()
+    yield address
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, "".join(lines)

@@ -1,0 +1,66 @@
+"""A server that runs on a stranger's backend, and the commands of the README against it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tests.examples.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def chat(server: str, question: str, **fields: object) -> str:
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 32, **fields}
+    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_every_process_runs_on_the_plugin(server: str) -> None:
+    info = httpx.get(f"{server}/server_info", timeout=60).json()
+    assert info["plugins"]["attention_backend"] == ["blockwise"]
+    assert info["tp"] == 2
+    choice = info["config"]["plugins"]["attention_backend"][0]
+    assert choice["distribution"] == "frame-attn-example"
+    assert choice["options"] == {"block_tokens": 64}
+
+
+def test_it_answers_rightly(server: str) -> None:
+    assert chat(server, "What is 17 + 25?") == "42"
+    pairs = "\n".join(f"key{i} = {i * 37 % 1000}" for i in range(60))
+    first = chat(server, f"{pairs}\nReverse this list:\nhouse,river,window,bread")
+    assert chat(server, f"{pairs}\nReverse this list:\nhouse,river,window,bread") == first  # now from the prefix cache
+
+
+def test_the_python_of_the_readme_runs(server: str) -> None:
+    (text,) = (code for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+    text = text.replace("http://127.0.0.1:30000", server)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "green" in done.stdout
+
+
+def test_the_requests_of_the_documents_work(server: str) -> None:
+    """The curl lines, sent by curl's rules: a body makes it a POST."""
+    bodies = []
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        for route, body in re.findall(r"curl http://127\.0\.0\.1:30000(\S+)[^`]*?-d '([^']*)'", path.read_text()):
+            bodies.append((path.name, route, body))
+    assert len(bodies) >= 3
+    for name, route, body in bodies:
+        answer = httpx.post(f"{server}{route}", content=body, headers={"content-type": "application/json"}, timeout=60)
+        assert answer.status_code == 200, f"{name}: {answer.text}"
+
+
+def test_the_python_of_the_quickstart_runs(server: str) -> None:
+    codes = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    assert len(codes) == 2
+    for text in codes:
+        text = text.replace("http://127.0.0.1:30000", server)
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
