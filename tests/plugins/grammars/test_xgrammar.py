@@ -1,0 +1,107 @@
+"""xgrammar behind the interface: what it allows is what the grammar says, and a bad grammar is one sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.tokenizer import Tokenizer
+from frame.plugins.loader import load_registry
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(find_model(EMBEDDED))
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer):
+    registry = load_registry(installed=False)
+    record = registry.get("grammar", "xgrammar")
+    return registry.load(record)(tokenizer, 2048, registry.options(record, {}))
+
+
+def allowed_ids(grammar):
+    mask = np.zeros(64, np.int32)
+    grammar.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
+def wander(grammar, tokenizer, seed):
+    """A random text that the grammar allows."""
+    numbers, ids = random.Random(seed), []
+    for _ in range(400):
+        choices = allowed_ids(grammar).tolist()
+        ends = [token for token in choices if token in tokenizer.eos_token_ids]
+        token = ends[0] if ends and (len(ends) == len(choices) or len(ids) > 60) else numbers.choice(choices)
+        assert grammar.accept(token)
+        if token in tokenizer.eos_token_ids:
+            assert grammar.is_finished()
+            return tokenizer.decode(ids)
+        ids.append(token)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_json_schema_yields_what_the_schema_says(backend, tokenizer, seed):
+    text = wander(backend.compile("json_schema", json.dumps(SCHEMA)), tokenizer, seed)
+    if text is not None:  # a random walk may spend its tokens on whitespace
+        value = json.loads(text)
+        assert set(value) == {"name", "age"} and 0 <= value["age"] <= 99
+
+
+def test_regex_and_ebnf(backend, tokenizer):
+    assert {wander(backend.compile("regex", "(yes|no|maybe)"), tokenizer, seed) for seed in range(12)} == {"yes", "no", "maybe"}
+    assert wander(backend.compile("ebnf", 'root ::= "a" [0-9] "b"'), tokenizer, 1)[::2] == "ab"
+
+
+def test_json_object_starts_with_a_brace(backend, tokenizer):
+    first = {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(backend.compile("json_object", "")).tolist()}
+    assert first <= {"{", ""} and "{" in first
+
+
+def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
+    grammar = backend.compile("regex", "ab")
+    assert not grammar.accept(tokenizer.encode("x", False)[0])
+    assert not grammar.is_finished()
+    for letter in "ab":
+        assert grammar.accept(tokenizer.encode(letter, False)[0])
+    assert grammar.is_finished()
+    assert set(allowed_ids(grammar).tolist()) == set(tokenizer.eos_token_ids)
+    assert grammar.accept(tokenizer.eos_token_ids[0])
+    mask = np.zeros(64, np.int32)
+    assert not grammar.fill(mask) and (mask == -1).all()
+    assert not grammar.accept(5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("json_schema", "{", "is no JSON"),
+        ("json_schema", "[1]", "must be a JSON object"),
+        ("json_schema", '{"type": "nonsense"}', "does not compile"),
+        ("json_schema", '{"a":' * 100 + "1" + "}" * 100, "deeper than 64"),
+        ("regex", "(((", "does not compile"),
+        ("regex", "a" * 70_000, "the limit is 65536"),
+        ("ebnf", "root ::= undefined_rule", "does not compile"),
+        ("lark", "x", "is unknown"),
+    ],
+)
+def test_a_bad_grammar_is_one_sentence(backend, kind, source, words):
+    with pytest.raises(ValueError, match=words) as error:
+        backend.compile(kind, source)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    backend.compile("regex", "ok")
