@@ -26,9 +26,13 @@ class NvmlMemory(ctypes.Structure):
 
 
 def probe(environ: Mapping[str, str] | None = None) -> Hardware:
-    """This machine. GPUs are listed when the driver shows them, CUDA_VISIBLE_DEVICES does not hide them, and torch can use them."""
-    accelerators, note = _gpus(os.environ if environ is None else environ)
-    return Hardware(cpu_cores=_cores(), memory_bytes=_memory_bytes(), cpu_features=_cpu_features(), accelerators=accelerators, note=note)
+    """This machine. GPUs are listed when the driver shows them, CUDA_VISIBLE_DEVICES does not hide them, and torch can use them.
+    OMP_NUM_THREADS is the user's word on how many cores are ours: on a shared machine more threads than that only wait for each other."""
+    environ = os.environ if environ is None else environ
+    accelerators, note = _gpus(environ)
+    own = environ.get("OMP_NUM_THREADS", "")
+    cores = min(_cores(), int(own)) if own.isdigit() and int(own) else _cores()
+    return Hardware(cpu_cores=cores, memory_bytes=_memory_bytes(), cpu_features=_cpu_features(), accelerators=accelerators, note=note)
 
 
 def _cores() -> int:

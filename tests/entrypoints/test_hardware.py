@@ -88,3 +88,9 @@ def test_this_machine() -> None:
 def test_probing_imports_no_torch() -> None:
     code = "import sys; from frame.entrypoints.hardware import probe; probe(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_omp_num_threads_is_a_limit_on_cores() -> None:
+    assert probe({"OMP_NUM_THREADS": "1"}).cpu_cores == 1
+    everything = probe({}).cpu_cores
+    assert [probe({"OMP_NUM_THREADS": value}).cpu_cores for value in ("100000", "0", "two", "")] == [everything] * 4
