@@ -62,7 +62,11 @@ class Admission:
 
     def accept(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
         """The request, or why there is none."""
-        problem = self._problem(message)
+        try:
+            tokens = np.array(message.token_ids, np.int32)
+        except OverflowError:
+            tokens = np.array([-1], np.int32)  # beyond any vocabulary
+        problem = self._problem(message, tokens)
         if problem:
             return Finish("error", error=problem)
         prompt_len = len(message.token_ids) - message.output_len
@@ -72,7 +76,7 @@ class Admission:
         params, config = message.params, self._config
         request = Request(
             rid=message.rid,
-            prompt=np.array(message.token_ids[:prompt_len], np.int32),
+            prompt=tokens[:prompt_len],
             params=params,
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             index=self._arrived,
@@ -85,19 +89,19 @@ class Admission:
             grammar=grammar,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
         )
-        request.output.extend(message.token_ids[prompt_len:])
+        request.output.frombytes(tokens[prompt_len:].tobytes())
         if grammar is not None:
             for token in request.output:
                 grammar.accept(token)
         self._arrived += 1
         return request
 
-    def _problem(self, message: Generate) -> str | None:
+    def _problem(self, message: Generate, tokens: np.ndarray) -> str | None:
         config, count = self._config, len(message.token_ids)
         prompt_len = count - message.output_len
         if prompt_len < 1 or message.output_len < 0:
             return "the prompt is empty; it needs at least one token"
-        if min(message.token_ids) < 0 or max(message.token_ids) >= config.vocab_size:
+        if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             return f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})"
         if len(message.params.stop_token_ids) > MAX_STOP_IDS:
             return f"stop_token_ids has {len(message.params.stop_token_ids)} ids; it may have {MAX_STOP_IDS}"

@@ -134,6 +134,11 @@ class PageLedger:
         self._writes = []
         return writes
 
+    def write_again(self, slots: np.ndarray) -> None:
+        """Note the rows of these slots as writes once more, since it is not known whether the device got the last ones."""
+        for slot in np.unique(slots).tolist():
+            self._write_row(slot, 0, self._table.arrays.page_table[slot, : self._table.arrays.num_pages[slot]])
+
     def private_pages(self, slot: int) -> np.ndarray:
         a = self._table.arrays
         return a.page_table[slot, a.num_shared[slot] : a.num_pages[slot]]

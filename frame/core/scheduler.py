@@ -126,11 +126,13 @@ class Scheduler:
         """The oldest step in flight raised: end all its requests with `error`, and keep nothing of what it computed."""
         record = self._running.begin_commit(batch.step)
         alive = self._running.table.arrays.epoch[record.slots] == record.epochs
-        requests = [self._running.table.request(slot) for slot in record.slots[alive].tolist()]
+        slots = {*record.slots[alive].tolist(), *(setup.slot for setup in batch.setups)}  # a lost setup ends its request too
+        requests = [request for slot in sorted(slots) if (request := self._running.table.requests[slot]) is not None]
         finish = Finish("error", error=error)
         for request in requests:
             self._end_running(request, finish, False)
         self._running.end_commit(record)
+        self._running.ledger.write_again(batch.new_pages[:, 0])
         finishes = dict.fromkeys(range(len(requests)), finish)
         return Tokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests], finishes=finishes)
 

@@ -19,7 +19,7 @@ from frame.core.waiting_queue import WaitingQueue
 
 WINDOW = 128  # waiting requests that a policy sees
 MATCH_WINDOW = 64  # the same, when each must be matched first
-AHEAD_MOST = 1024  # tokens of growth that are kept free for each running request, at most
+AHEAD_MOST = 512  # tokens of growth that are kept free for each running request, at most
 CALM_STEPS = 128  # after so many steps without a retraction the reserve is halved
 
 
@@ -49,7 +49,7 @@ class StepPlanner:
         self._policy = policy
         self._may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
         self._ahead = config.growth_reserve
-        self._last_retraction = 0
+        self._last_retraction = -1
         self._step = 0
 
     def plan(self, step: int, now: float) -> Rows:
@@ -75,8 +75,9 @@ class StepPlanner:
         request.prompt_logprobs = []  # its prompt is computed anew
         self._queue.push_front(request)
         self.num_retracted += 1
-        self._ahead = min(max(1, self._ahead * 2), AHEAD_MOST)
-        self._last_retraction = self._step
+        if self._last_retraction != self._step:  # one shortage retracts several, but is one sign
+            self._ahead = min(max(1, self._ahead * 2), AHEAD_MOST)
+            self._last_retraction = self._step
 
     # decodes ------------------------------------------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class StepPlanner:
             return
         first.tokens = first.all_tokens()
         need = self._pages_for(first) - len(self._ledger.lock_prefix(first))
-        while len(self._running) and not self._would_fit(need):
+        while not self._would_fit(need) and any(self._policy.preempts(first, other) for other in self._running.requests[1:]):
             victim = self._victim(now)
             if victim is None or not self._policy.preempts(first, victim):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
@@ -19,14 +20,15 @@ class WaitingQueue:
     def __init__(self, by_priority: bool = False) -> None:
         self._by_priority = by_priority
         self._levels: dict[int, OrderedDict[str, Request]] = {}
+        self._order: list[int] = []  # the levels' priorities, negated, ascending
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        for priority in sorted(self._levels, reverse=True):
-            yield from self._levels[priority].values()
+        for negated in self._order:
+            yield from self._levels[-negated].values()
 
     def push(self, request: Request) -> None:
         self._level(request).setdefault(request.rid, request)
@@ -37,11 +39,13 @@ class WaitingQueue:
         self._level(request).move_to_end(request.rid, last=False)
 
     def remove(self, request: Request) -> None:
-        level = self._level(request)
+        priority = self._priority(request)
+        level = self._levels[priority]
         del level[request.rid]
         self._size -= 1
         if not level:
-            del self._levels[self._priority(request)]
+            del self._levels[priority]
+            del self._order[bisect_left(self._order, -priority)]
 
     def head(self, count: int) -> list[Request]:
         """The first `count` requests, in order."""
@@ -51,7 +55,12 @@ class WaitingQueue:
         return request.priority if self._by_priority else 0
 
     def _level(self, request: Request) -> OrderedDict[str, Request]:
-        return self._levels.setdefault(self._priority(request), OrderedDict())
+        priority = self._priority(request)
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = OrderedDict()
+            insort(self._order, -priority)
+        return level
 
 
 class Deadlines:

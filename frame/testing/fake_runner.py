@@ -25,11 +25,13 @@ class FakeRunnerError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """A step that is done already."""
+    """A step that is done, but counts as in flight until it is waited for. `ends` is told then."""
 
     result: StepResult
+    ends: Callable[[int], object]
 
     def wait(self) -> StepResult:
+        self.ends(self.result.step)
         return self.result
 
 
@@ -43,6 +45,7 @@ class _Slot:
 class FakeRunner(ModelRunner):
     """Keeps "K and V" (token, position, running hash) for every cached position and checks all that a row reads.
 
+    A page that a step in flight writes to must not be handed to another slot, nor a slot of its rows be set up again.
     `is_invalid(slot tokens) -> bool` makes a row's logits not finite. The chosen token depends on the prefix, and on the seed
     when the temperature is above 0.
     """
@@ -65,13 +68,14 @@ class FakeRunner(ModelRunner):
         self._hash = np.zeros((num_pages, page_size), np.uint64)
         self._slots: dict[int, _Slot] = {}
         self._step = -1
+        self._written: dict[int, dict[int, int]] = {}  # steps in flight -> page -> slot that writes to it
 
     def launch(self, batch: ScheduledBatch) -> DoneStep:
         if batch.step <= self._step:
             raise FakeRunnerError(f"step {batch.step} is launched after step {self._step}")
         self._step = batch.step
         self._enter_and_leave(batch)
-        self._check_writes(batch)
+        self._written[batch.step] = self._check_writes(batch)
         offset = 0
         drawn: list[tuple[int, bool]] = []
         for row, slot in enumerate(batch.slots.tolist()):
@@ -82,10 +86,13 @@ class FakeRunner(ModelRunner):
             prefix = self._compute(slot, int(batch.num_computed[row]), count)
             if batch.samples[row]:
                 drawn.append(self._draw(batch, slot, prefix, len(drawn)))
-        return DoneStep(self._result(batch, drawn))
+        return DoneStep(self._result(batch, drawn), self._end)
 
     def close(self) -> None:
         self._slots.clear()
+
+    def _end(self, step: int) -> None:
+        self._written.pop(step, None)
 
     # one step -----------------------------------------------------------------------------------------------------------
 
@@ -94,12 +101,15 @@ class FakeRunner(ModelRunner):
             if self._slots.pop(slot, None) is None:
                 raise FakeRunnerError(f"slot {slot} is released but empty")
         for setup in batch.setups:
-            if setup.slot in self._slots:
+            if setup.slot in self._slots or any(setup.slot in pages.values() for pages in self._written.values()):
                 raise FakeRunnerError(f"slot {setup.slot} is set up while in use")
             self._slots[setup.slot] = _Slot(setup, setup.token_ids.tolist(), setup.seed)
         for slot, index, page in batch.new_pages.tolist():
             if page == _RESERVED_PAGE:
                 raise FakeRunnerError("the reserved page 0 was handed out")
+            for step, pages in self._written.items():
+                if pages.get(page, slot) != slot:
+                    raise FakeRunnerError(f"page {page} is handed to slot {slot} while step {step}, in flight, writes to it")
             self._table[slot, index] = page
 
     def _check_chunk(self, batch: ScheduledBatch, row: int, given: np.ndarray) -> None:
@@ -111,20 +121,21 @@ class FakeRunner(ModelRunner):
         if bool(batch.samples[row]) != (start + count == len(self._slots[slot].tokens)):
             raise FakeRunnerError(f"slot {slot}: `samples` is wrong for the chunk at {start}")
 
-    def _check_writes(self, batch: ScheduledBatch) -> None:
-        """No two rows of a step may write the same page."""
+    def _check_writes(self, batch: ScheduledBatch) -> dict[int, int]:
+        """No two rows of a step may write the same page. -> the slot that writes each page."""
         if len(set(batch.slots.tolist())) != len(batch.slots):
             raise FakeRunnerError("a slot has two rows in one step")
-        written: set[int] = set()
+        written: dict[int, int] = {}
         for row, slot in enumerate(batch.slots.tolist()):
             first = int(batch.num_computed[row]) // self.page_size
             last = (int(batch.num_computed[row] + batch.num_scheduled[row]) - 1) // self.page_size
             pages = set(self._table[slot, first : last + 1].tolist())
             if _RESERVED_PAGE in pages:
                 raise FakeRunnerError(f"slot {slot} has no page for a position that it computes")
-            if written & pages:
-                raise FakeRunnerError(f"pages {sorted(written & pages)} are written by two rows of one step")
-            written |= pages
+            if written.keys() & pages:
+                raise FakeRunnerError(f"pages {sorted(written.keys() & pages)} are written by two rows of one step")
+            written.update(dict.fromkeys(pages, slot))
+        return written
 
     def _compute(self, slot: int, start: int, count: int) -> int:
         """Read positions [0, start), write [start, start + count); returns the hash of them all, as read back."""

@@ -289,6 +289,22 @@ def test_retraction_changes_no_token_and_spares_the_oldest(overlap: bool, page_s
     assert recomputed < 30 * len(recorder.victims)
 
 
+@pytest.mark.parametrize("reserve", [0, 32])
+def test_the_growth_reserve_prevents_retraction(reserve: int) -> None:
+    made = rig(num_pages=13, max_context=40, growth_reserve=reserve)
+    for i in range(6):
+        made.add(prompt(8, i), params(max_tokens=16))
+    made.run()
+    assert (made.scheduler.load()["retracted"] == 0) == (reserve == 32)
+
+
+def test_long_answers() -> None:
+    made = rig(num_pages=200, max_context=400)
+    for i in range(3):
+        made.add(prompt(6, i), params(max_tokens=150 + 50 * i))
+    made.run()
+
+
 def test_the_retracted_one_comes_back_before_others() -> None:
     ended: list[str] = []
     made = SchedulerRig(config(num_pages=13, max_running=3, max_context=41), policy())
@@ -472,7 +488,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(overlap: bool) -> None:
     made.commit()
     batch = made.scheduler.next_batch(0.0)
     assert batch is not None
-    made.runner.launch(batch)
+    made.runner.launch(batch).wait()
     tokens = made.scheduler.fail(batch, "the device was lost")
     assert sorted(tokens.rids) == ["request-0", "request-1"]
     assert {finish.error for finish in tokens.finishes.values()} == {"the device was lost"}
@@ -481,6 +497,20 @@ def test_a_failed_step_ends_its_requests_and_no_others(overlap: bool) -> None:
     while not made.scheduler.is_idle:
         made.step()
     assert made.requests["request-2"].got == made.requests["request-2"].whole
+
+
+def test_nothing_of_a_broken_step_is_cached() -> None:
+    bad = prompt(9, 3)
+    made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: len(tokens) == 13)
+    broken = made.add(bad, GREEDY)
+    while not made.scheduler.is_idle:
+        made.step()
+    assert len(made.requests[broken].got) == 4
+    again = made.add([*bad, *made.requests[broken].whole], params(max_tokens=1))
+    while not made.scheduler.is_idle:
+        made.step()
+    assert made.requests[again].cached == 8  # the prompt's pages; the third page was computed in the step that failed
+    made.check()
 
 
 # what requests ask for ------------------------------------------------------------------------------------------------------

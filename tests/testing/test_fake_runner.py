@@ -82,17 +82,26 @@ def test_the_token_depends_on_the_seed_when_it_is_drawn() -> None:
 )
 def test_it_notices(batch: ScheduledBatch, sentence: str) -> None:
     fake = runner()
-    fake.launch(extend(0, 0, [3, 1, 4], [5, 2]))
+    fake.launch(extend(0, 0, [3, 1, 4], [5, 2])).wait()
     with pytest.raises(FakeRunnerError, match=sentence):
         fake.launch(batch)
 
 
 def test_it_notices_a_page_that_was_given_away_too_early() -> None:
     fake = runner()
-    fake.launch(extend(0, 0, [3, 1, 4], [5, 2]))
-    fake.launch(extend(1, 1, [7, 7, 7], [5, 3]))  # page 5 is still slot 0's
+    fake.launch(extend(0, 0, [3, 1, 4], [5, 2])).wait()
+    fake.launch(extend(1, 1, [7, 7, 7], [5, 3])).wait()  # page 5 is still slot 0's
     with pytest.raises(FakeRunnerError, match="slot 0 reads a wrong token at position 0"):
         fake.launch(decode(2, 0, 3))
+
+
+def test_it_notices_a_page_or_slot_that_a_step_in_flight_still_uses() -> None:
+    fake = runner()
+    fake.launch(extend(0, 0, [3, 1, 4], [5, 2]))
+    with pytest.raises(FakeRunnerError, match="page 5 is handed to slot 1 while step 0, in flight, writes to it"):
+        fake.launch(extend(1, 1, [7, 7, 7], [5, 3]))
+    with pytest.raises(FakeRunnerError, match="slot 0 is set up while in use"):
+        fake.launch(extend(2, 0, [7, 7, 7], [6, 3], released=[0]))
 
 
 def test_it_notices_two_rows_that_write_one_page() -> None:
