@@ -6,26 +6,21 @@ Runs where the model runs, so it imports torch; `frame.entrypoints.launch` decid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frame.core.allocator import PagedAllocator
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.follower import LeadingRunner, follow
 from frame.core.grammars import GrammarCompiler
 from frame.core.model_parts import Loaded, Parts
 from frame.core.model_runner import TorchModelRunner, build_runner
-from frame.core.no_cache import NoCache
-from frame.core.radix_cache import RadixCache
-from frame.core.scheduler import Scheduler, SchedulerConfig
 from frame.core.tokenizer import Tokenizer
+from frame.entrypoints.scheduling import build_scheduler
 from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
     from frame.core.capacity import Capacity
-    from frame.core.interfaces.cache import PrefixCache
     from frame.core.interfaces.runner import ModelRunner
     from frame.core.messages import Finish
     from frame.core.request import Request
@@ -71,32 +66,6 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
     device = torch.device("cuda", place.rank) if resolved.device == "cuda" else torch.device("cpu")
     tp = connect(place.rank, place.size, place.folder or Path(), device)
     return build_runner(resolved, parts, tp)
-
-
-def build_scheduler(
-    resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
-) -> Scheduler:
-    """The scheduler over `num_pages` pages (the reserved one included)."""
-    user = resolved.user
-    cache: PrefixCache = NoCache(resolved.page_size)
-    if user.cache.prefix == "radix":
-        eviction, _ = registry.choose(resolved.choice("eviction_policy"))
-        cache = RadixCache(resolved.page_size, eviction())
-    policy, _ = registry.choose(resolved.choice("scheduling_policy"))
-    config = SchedulerConfig(
-        page_size=resolved.page_size,
-        num_pages=num_pages,
-        max_running=resolved.max_running_requests,
-        token_budget=resolved.chunked_prefill_size,
-        max_context=resolved.max_context,
-        vocab_size=resolved.facts.vocab_size,
-        max_queued=user.scheduler.max_queued_requests,
-        eos_ids=resolved.facts.eos_token_ids,
-        request_timeout=user.scheduler.request_timeout,
-        seed=user.model.seed,
-        overlap=resolved.overlap,
-    )
-    return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)
 
 
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:

@@ -35,6 +35,7 @@ class Layout:
     tp: int
     detokenizer: bool
     tokenizers: int
+    module: str = "frame.entrypoints.worker"  # what is run; tests put engines with fake models here
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class Deployment:
             self._spawn(f"tokenizer-{i}", "tokenizer", "--rank", str(i))
 
     def _spawn(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "frame.entrypoints.worker", role, "--sockets", str(self._sockets.path), *arguments]
+        command = [sys.executable, "-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments]
         process = subprocess.Popen(
             [*command, "--parent", str(os.getpid()), *_death_signal()],
             stdin=subprocess.PIPE,

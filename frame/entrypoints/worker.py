@@ -15,7 +15,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
@@ -35,8 +37,11 @@ HEARTBEAT = 1.0  # seconds, while idle
 PR_SET_PDEATHSIG = 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one role to its end; returns the exit code."""
+Role = Callable[[Resolved, argparse.Namespace, ZmqTransport, str], None]
+
+
+def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = None) -> int:
+    """Run one role to its end; returns the exit code. `roles` replaces some of the roles (fakes)."""
     options = _options(arguments)
     if options.death_signal:
         _die_with(options.parent)
@@ -50,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     transport = _transport(options, name)
     code = 0
     try:
-        ROLES[options.role](resolved, options, transport, name)
+        {**ROLES, **(roles or {})}[options.role](resolved, options, transport, name)
     except ConfigurationError as error:
         transport.send(Fatal(process=name, error=str(error)))
         code = EXIT_CONFIGURATION
@@ -71,7 +76,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     sockets = SocketDirectory(options.sockets)
     followers = BatchSender([sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]) if options.tp > 1 else None
     place = Place(0, options.tp, Path(options.sockets))
-    engine, info = build_engine(resolved, _registry(resolved), transport, place, followers, HEARTBEAT)
+    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # what is there now stays; later collections need not look at it
@@ -86,7 +91,7 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     from frame.entrypoints.assembly import Place, build_rank
 
     batches = BatchReceiver(SocketDirectory(options.sockets).address(f"batches-{options.rank}"))
-    runner = build_rank(resolved, _registry(resolved), Place(options.rank, options.tp, Path(options.sockets)))
+    runner = build_rank(resolved, registry_of(resolved), Place(options.rank, options.tp, Path(options.sockets)))
     transport.send(Ready(process=name, pid=os.getpid()))
     follow(runner, batches)
 
@@ -119,7 +124,9 @@ def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
                 transport.send(tokenize(tokenizer, message))
 
 
-ROLES = {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
+ROLES: Mapping[str, Role] = MappingProxyType(
+    {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
+)
 
 
 # set-up ------------------------------------------------------------------------------------------------------------
@@ -146,7 +153,8 @@ def _tokenizer(resolved: Resolved) -> Tokenizer:
     return tokenizer
 
 
-def _registry(resolved: Resolved) -> Registry:
+def registry_of(resolved: Resolved) -> Registry:
+    """The plugins that this process may load."""
     plugins = resolved.user.plugins
     return load_registry(allow=plugins.allow, deny=plugins.deny)
 

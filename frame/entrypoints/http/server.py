@@ -56,14 +56,12 @@ class _Uvicorn(uvicorn.Server):
         self.listening.set()
 
 
-def serve(prepared: Prepared) -> int:
-    """Serve until a signal or a child's death; returns the exit code. Raises what the start raises."""
+def serve(prepared: Prepared, layout: Layout | None = None) -> int:
+    """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
     resolved = prepared.resolved
-    text = resolved.user.text
-    has_text = resolved.tokenizer_path is not None
     started = time.perf_counter()
     listener = _listen(resolved)
-    layout = Layout(resolved.user.parallel.tp, has_text and text.detokenizer_workers > 0, text.tokenizer_workers if has_text else 0)
+    layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
     deployment = Deployment(resolved, layout)
     try:
@@ -75,6 +73,13 @@ def serve(prepared: Prepared) -> int:
     finally:
         deployment.kill()
         listener.close()
+
+
+def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.worker") -> Layout:
+    """The processes that a configuration asks for."""
+    text, has_text = resolved.user.text, resolved.tokenizer_path is not None
+    detokenizer = has_text and text.detokenizer_workers > 0
+    return Layout(resolved.user.parallel.tp, detokenizer, text.tokenizer_workers if has_text else 0, module)
 
 
 def report(line: str) -> None:

@@ -1,0 +1,44 @@
+"""Builds the scheduler of a `Resolved`: cache, eviction and scheduling policies by name, limits. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from frame.core.allocator import PagedAllocator
+from frame.core.no_cache import NoCache
+from frame.core.radix_cache import RadixCache
+from frame.core.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.cache import PrefixCache
+    from frame.core.messages import Finish
+    from frame.core.request import Request
+    from frame.core.resolved import Resolved
+    from frame.plugins.registry import Registry
+
+
+def build_scheduler(
+    resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
+) -> Scheduler:
+    """The scheduler over `num_pages` pages (the reserved one included)."""
+    user = resolved.user
+    cache: PrefixCache = NoCache(resolved.page_size)
+    if user.cache.prefix == "radix":
+        eviction, _ = registry.choose(resolved.choice("eviction_policy"))
+        cache = RadixCache(resolved.page_size, eviction())
+    policy, _ = registry.choose(resolved.choice("scheduling_policy"))
+    config = SchedulerConfig(
+        page_size=resolved.page_size,
+        num_pages=num_pages,
+        max_running=resolved.max_running_requests,
+        token_budget=resolved.chunked_prefill_size,
+        max_context=resolved.max_context,
+        vocab_size=resolved.facts.vocab_size,
+        max_queued=user.scheduler.max_queued_requests,
+        eos_ids=resolved.facts.eos_token_ids,
+        request_timeout=user.scheduler.request_timeout,
+        seed=user.model.seed,
+        overlap=resolved.overlap,
+    )
+    return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)

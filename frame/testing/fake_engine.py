@@ -1,0 +1,126 @@
+"""A server whose engine runs a fake model: every process, socket and route is the real one, only the tokens are invented.
+
+`python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder needs config and tokenizer only.
+FRAME_FAKE_STEP: seconds that each step takes; FRAME_FAKE_PLAIN=1: tokens cost nothing and are not checked (for measurements);
+FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.engine import Engine, EngineOptions
+from frame.core.interfaces.batch import StepResult
+from frame.core.interfaces.runner import ModelRunner
+from frame.core.messages import Ready
+from frame.entrypoints import worker
+from frame.entrypoints.scheduling import build_scheduler
+from frame.testing.fake_runner import FakeRunner
+
+if TYPE_CHECKING:
+    import argparse
+
+    from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.runner import PendingStep
+    from frame.core.resolved import Resolved
+    from frame.core.scheduler import Scheduler
+    from frame.core.transport import ZmqTransport
+
+HEARTBEAT = 0.2  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that is done already."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class PlainRunner(ModelRunner):
+    """Tokens at no cost: the same few, in turn."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._tokens = (np.arange(4096, dtype=np.int32) * 7 + 11) % vocab_size
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        return DoneStep(StepResult(step=batch.step, token_ids=self._tokens[: int(batch.samples.sum())]))
+
+    def close(self) -> None:
+        return
+
+
+class PacedRunner(ModelRunner):
+    """Another runner, slowed down to `seconds` a step, that fails once at step `fails_at`. `busy` is the processor time of the other."""
+
+    def __init__(self, runner: ModelRunner, seconds: float, fails_at: int = -1) -> None:
+        self.busy = 0.0
+        self._runner = runner
+        self._seconds = seconds
+        self._fails_at = fails_at
+        self._due = 0.0
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        if batch.step == self._fails_at:
+            raise RuntimeError("the fake model was told to fail")
+        started = time.thread_time()
+        step = self._runner.launch(batch)
+        self.busy += time.thread_time() - started
+        now = time.perf_counter()
+        self._due = max(self._due, now - self._seconds) + self._seconds
+        time.sleep(max(0.0, self._due - now))
+        return step
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
+    """The runner that the environment asks for."""
+    config = scheduler.config
+    if os.environ.get("FRAME_FAKE_PLAIN"):
+        runner: ModelRunner = PlainRunner(config.vocab_size)
+    else:
+        runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
+    return PacedRunner(runner, float(os.environ.get("FRAME_FAKE_STEP", "0")), int(os.environ.get("FRAME_FAKE_FAIL", "-1")))
+
+
+def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    """The scheduler role with a fake model."""
+    tokens = resolved.max_total_tokens or int(os.environ.get("FRAME_FAKE_TOKENS", "65536"))
+    scheduler = build_scheduler(resolved, worker.registry_of(resolved), tokens // resolved.page_size + 1)
+    info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
+    runner = make_runner(resolved, scheduler)
+    engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
+    transport.send(Ready(process=name, pid=os.getpid(), data=info))
+    engine.run()
+
+
+def serve(arguments: list[str]) -> int:
+    """`frame serve` over fake engines."""
+    from frame.entrypoints.cli.options import config_command
+    from frame.entrypoints.config_sources import LoadedConfig
+    from frame.entrypoints.http import server
+    from frame.entrypoints.prepare import prepare
+
+    codes: list[int] = []
+
+    @config_command()
+    def command(loaded: LoadedConfig) -> None:
+        prepared = prepare(loaded.config)
+        codes.append(server.serve(prepared, server.configured_layout(prepared.resolved, "frame.testing.fake_engine")))
+
+    command.main(arguments, standalone_mode=False)
+    return codes[0]
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[2:]) if sys.argv[1] == "serve" else worker.main(sys.argv[1:], {"scheduler": schedule}))

@@ -1,0 +1,87 @@
+"""A server in a subprocess, as users start it, for tests: waits for the ready line, stops by signal, knows its children."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+READY = re.compile(r"ready on (http://\S+)")
+START_TIMEOUT = 90.0
+
+
+class RunningServer:
+    """`fake`: the engine runs a fake model (`frame.testing.fake_engine`), which starts fast and needs no weights."""
+
+    def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None) -> None:
+        module = ["frame.testing.fake_engine", "serve"] if fake else ["frame", "serve"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *module, "--model", str(folder), "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(START_TIMEOUT) or not self.url:
+            self.process.kill()
+            raise AssertionError("the server did not start:\n" + "".join(self.lines))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = READY.search(line)
+            if found:
+                self.url = found.group(1)
+                self._ready.set()
+        self._ready.set()
+
+    def children(self) -> dict[str, psutil.Process]:
+        """By role."""
+        return {child.cmdline()[3]: child for child in psutil.Process(self.process.pid).children()}
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=30).raise_for_status().json()
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self, timeout: float = 30.0) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def wait_until(condition: Any, timeout: float = 20.0) -> None:
+    """Poll a condition of another process."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
