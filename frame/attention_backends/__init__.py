@@ -6,7 +6,7 @@ Imports no torch and no kernel; a backend's module is imported when it is select
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
@@ -27,14 +27,12 @@ TORCH_NATIVE = AttentionCapabilities(
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities(AttentionCapabilities):
-    """Of kernels that need a GPU, but for Triton's interpreter, in which tests run them on a CPU."""
+    """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
 
-    def _device(self, needs: AttentionNeeds) -> list[Reason]:
-        if needs.device != "cpu":
-            return AttentionCapabilities._device(self, needs)
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            return []
-        return [Reason("runs on cuda; on cpu only under TRITON_INTERPRET=1, which is for tests", "execution.device: cuda")]
+    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
+        if needs.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            needs = replace(needs, device="cuda", compute_capability=None)
+        return AttentionCapabilities.unsupported(self, needs)
 
 
 TRITON = KernelCapabilities(

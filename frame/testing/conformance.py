@@ -121,7 +121,7 @@ def logits_processor(subject: Subject) -> Iterable[Check]:
         {"min_tokens": 20, "stop_token_ids": (7,)},
         {"repetition_penalty": 0.8, "presence_penalty": -0.3},
     )
-    given = getattr(subject.target, "conformance_params", None) or [SamplingParams(**example) for example in examples]  # type: ignore[arg-type]
+    given = getattr(subject.target, "conformance_params", None) or [SamplingParams(**example) for example in examples]
 
     def make(vocab_size: int, max_slots: int) -> Any:
         return subject.target(vocab_size, max_slots, torch.device("cpu"), subject.options)

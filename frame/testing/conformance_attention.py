@@ -206,12 +206,9 @@ def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
         _compare(alone, expected[part], case, f"row {row} while all others are NaN")
         if backend.capabilities.batch_invariant:
             lone = replace(case, rows=Rows((case.rows.prefixes[row],), (case.rows.queries[row],), int(row < decodes)))
-            single = Inputs(inputs.spec, _pages_of(inputs.pages, row), [inputs.queries[row]], [inputs.cached[row]], inputs.weight, inputs.shapes)
+            pages = replace(inputs.pages, slots=inputs.pages.slots[row : row + 1], places=[inputs.pages.places[row]])
+            single = replace(inputs, pages=pages, queries=[inputs.queries[row]], cached=[inputs.cached[row]])
             assert torch.equal(compute(backend, lone, single), whole[part]), f"row {row} has other bits alone than in the batch ({case})"
-
-
-def _pages_of(pages: Pages, row: int) -> Pages:
-    return replace(pages, slots=pages.slots[row : row + 1], places=[pages.places[row]])
 
 
 def _compare(got: torch.Tensor, expected: torch.Tensor, case: Case, what: str) -> None:
@@ -243,7 +240,7 @@ def _same_capabilities(subject: Subject) -> None:
 DECODES = Rows.of([5, 37, 300, 1])
 EXTENDS = Rows.of([], [(0, 21), (34, 9), (0, 1), (0, 18)])
 MIXED = Rows.of([5, 70], [(0, 21), (34, 9), (60, 1)])
-LATENT = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24, "heads": 4}
+LATENT: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24, "heads": 4}
 
 
 def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
@@ -316,8 +313,9 @@ def _large_cases() -> Iterator[tuple[str, Case]]:
         yield f"mha-long-width-{width}", Case(long, heads=8, kv_heads=2, head_dim=width, v_head_dim=width)
     yield "mha-long-width-192-values-128", Case(long, heads=4, kv_heads=4, head_dim=192, v_head_dim=128)
     yield "mha-long-window", Case(long, heads=8, kv_heads=2, head_dim=128, v_head_dim=128, window=700)
-    yield "mha-many-rows", Case(Rows.of(list(range(1, 200)), [(n, n % 7 + 1) for n in range(40)]), heads=4, kv_heads=1, head_dim=64, v_head_dim=64)
-    deepseek = {"heads": 16, "rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}
+    many = Rows.of(list(range(1, 200)), [(n, n % 7 + 1) for n in range(40)])
+    yield "mha-many-rows", Case(many, heads=4, kv_heads=1, head_dim=64, v_head_dim=64)
+    deepseek: dict[str, Any] = {"heads": 16, "rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}
     for page_size in (1, 64):
         yield f"mla-512-64-pages-of-{page_size}", Case(long, page_size=page_size, **deepseek)
     yield "mla-512-64-many-heads", Case(Rows.of([700, 90], [(50, 40)]), **{**deepseek, "heads": 128})
@@ -329,7 +327,9 @@ def _fuzzed_cases(count: int) -> Iterator[tuple[str, Case]]:
         rng = np.random.default_rng(seed)
         kv_heads, group = int(rng.integers(1, 5)), int(rng.choice([1, 2, 3, 4, 5, 8]))
         decodes = [int(n) for n in rng.integers(1, int(rng.choice([20, 600])), int(rng.integers(0, 9)))]
-        extends = [(int(rng.integers(0, 300)) * int(rng.integers(0, 2)), int(rng.integers(1, 150))) for _ in range(int(rng.integers(not decodes, 6)))]
+        count_extends = int(rng.integers(not decodes, 6))
+        prefixes = rng.integers(0, 300, count_extends) * rng.integers(0, 2, count_extends)
+        extends = [(int(prefix), int(rng.integers(1, 150))) for prefix in prefixes]
         shared: dict[str, Any] = {
             "rows": Rows.of(decodes, extends),
             "page_size": int(rng.choice([1, 2, 5, 16, 32, 64, 128])),

@@ -49,7 +49,6 @@ class ConformanceRun:
     def __init__(self, config: pytest.Config, selectors: list[str]) -> None:
         self._config = config
         self._selectors = selectors
-        self._subjects: dict[str, Subject] = {}
         self._reports: dict[str, dict[str, Any]] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -62,6 +61,17 @@ class ConformanceRun:
 
     def _collect(self, session: pytest.Session, selector: str) -> Iterable[pytest.Item]:
         from frame.core.errors import PluginError
+        from frame.testing import conformance
+
+        try:
+            found = conformance.checks(selector.partition(":")[0], self._subject(selector))
+        except PluginError as error:
+            raise pytest.UsageError(str(error)) from error
+        for check in found:
+            yield ConformanceItem.from_parent(session, name=f"{selector}[{check.name}]", check=check)
+
+    def _subject(self, selector: str) -> Subject:
+        from frame.core.errors import PluginError
         from frame.plugins.loader import load_registry
         from frame.testing import conformance
 
@@ -72,13 +82,9 @@ class ConformanceRun:
                 thorough=config.getoption("--frame-conformance-thorough"),
                 options=json.loads(config.getoption("--frame-conformance-options")),
             )
-            subject = conformance.find(load_registry(), selector, setting)
-            found = conformance.checks(selector.partition(":")[0], subject)
+            return conformance.find(load_registry(), selector, setting)
         except (PluginError, json.JSONDecodeError) as error:
             raise pytest.UsageError(str(error)) from error
-        self._subjects[selector] = subject
-        for check in found:
-            yield ConformanceItem.from_parent(session, name=f"{selector}[{check.name}]", check=check)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = self._reports.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0, "message": None})
@@ -88,8 +94,8 @@ class ConformanceRun:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         path = self._config.getoption("--frame-conformance-json")
-        if path:
-            verdict = [self._verdict(selector, subject) for selector, subject in self._subjects.items()]
+        if path and not hasattr(self._config, "workerinput"):  # under xdist, the reports meet in the controller
+            verdict = [self._verdict(selector, self._subject(selector)) for selector in self._selectors]
             Path(path).write_text(json.dumps(verdict, indent=2) + "\n")
 
     def _verdict(self, selector: str, subject: Subject) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def decode_kernel(
         q2 = load_rows(q2_pointer, row * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, UPCAST)
         top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
-        if HAS_SINKS:
+        if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation, then a value of the device
             if split == 0:  # the sink belongs to the row, not to each of its parts
                 top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)

@@ -92,6 +92,17 @@ class Operands:
         }
 
 
+def extend_queries(operands: Operands, longest: int) -> int:
+    """Queries times heads that one program of the extend kernel takes, when rows have at most `longest` queries."""
+    most = 64 if max(operands.blocks) > 128 or operands.q1.element_size() == 4 else 128
+    return max(16, min(most, triton.next_power_of_2(longest * operands.group)))
+
+
+def decode_queries(group: int) -> int:
+    """Heads that one program of the decode kernel takes, padded."""
+    return max(16, min(64, triton.next_power_of_2(group)))
+
+
 def launch_extends(
     spec: AttentionSpec,
     operands: Operands,
@@ -104,8 +115,7 @@ def launch_extends(
     """All extend rows. Queries and `out` are indexed by the step's tokens."""
     rows = slice(plan.num_decodes, None)
     group = operands.group
-    most = 64 if max(operands.blocks) > 128 or operands.q1.element_size() == 4 else 128
-    queries = max(16, min(most, triton.next_power_of_2(int(plan.query_lens.max()) * group)))
+    queries = extend_queries(operands, int(plan.query_lens.max()))
     tile = operands.tile(queries, device, is_decode=False)
     constants = operands.constants(spec, tile)
     heads = min(group, queries)
@@ -135,7 +145,7 @@ def launch_decodes(spec: AttentionSpec, operands: Operands, out: torch.Tensor, b
     """All decode rows: row r is token r of queries and `out`."""
     rows, heads, value = plan.num_decodes, operands.q1.shape[1], operands.value_width
     group, kv_heads = operands.group, operands.k1.shape[1]
-    queries = max(16, min(64, triton.next_power_of_2(group)))
+    queries = decode_queries(group)
     tile = operands.tile(queries, device, is_decode=True)
     blocks = kv_heads * -(-group // min(group, queries))
     num_splits, split_keys = plan.splits(spec.sliding_window, blocks, heads * value * 4, device.processors, tile.keys)
