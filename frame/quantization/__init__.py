@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from frame.core.interfaces.quantization import API, QuantizationCapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
+
+
+class Int8Options(BaseModel):
+    """Settings of `int8_weight_only`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ignore: tuple[str, ...] = Field(
+        ("kv_b_proj$",), description="Regular expressions of layers that stay plain; kv_b_proj is rearranged after loading anyway."
+    )
 
 
 @hookimpl
@@ -24,4 +36,12 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         api=API,
         rank=10,
         summary="Plain weights in the model's own type.",
+    )
+    registry.add(
+        "int8_weight_only",
+        "frame.quantization.int8_weight_only:Int8WeightOnly",
+        capabilities=QuantizationCapabilities(devices=("cpu",), checkpoints=(None,)),
+        options=Int8Options,
+        api=API,
+        summary="Int8 weights, one scale an output, quantized while loading; for small batches on the CPU.",
     )
