@@ -76,21 +76,21 @@ class TorchModelRunner(ModelRunner):
         self.capacity = capacity
         self.model = model
         self.forward = Forward(model.forward)
-        self._vocab_size = facts.vocab_size
+        self.vocab_size = facts.vocab_size
         self._tp = context.tp
         self._device = context.device
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         limits = context.limits
         self._table = DeviceTable(limits, context.device)
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
-        self._builder = BatchBuilder(self._table, pool, context.attention, make_staging(context.device, staged))
-        self._sampling = SamplingTable(limits.max_running_requests)
+        self.builder = BatchBuilder(self._table, pool, context.attention, make_staging(context.device, staged))
+        self.sampling = SamplingTable(limits.max_running_requests)
         self._processors = processors
-        self._sampler = Sampler(processors)
+        self.sampler = Sampler(processors)
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
-        self._sampling.update(batch.setups, batch.released)
+        self.sampling.update(batch.setups, batch.released)
         try:
             with torch.inference_mode(), self._on_stream():
                 self._processors.update(batch.setups, batch.released)
@@ -108,16 +108,16 @@ class TorchModelRunner(ModelRunner):
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:
         counts = count_rows(batch)
-        sampling = self._sampling.plan(batch, counts)
+        sampling = self.sampling.plan(batch, counts)
         plans = StepPlans(
-            sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self._sampling)
+            sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self.sampling)
         )
-        forward_batch, tensors = self._builder.build(batch, counts, _riders(plans))
+        forward_batch, tensors = self.builder.build(batch, counts, _riders(plans))
         hidden = self.forward(forward_batch)
         prompts = None
         if plans.prompts is not None:
             own = hidden.index_select(0, forward_batch.logits_indices[sampling.num_rows :])
-            prompts = PromptScores(plans.prompts, own, tensors["prompt_targets"], self.model.logits, self._vocab_size)
+            prompts = PromptScores(plans.prompts, own, tensors["prompt_targets"], self.model.logits, self.vocab_size)
         sampled = self._sample(hidden, forward_batch, plans, tensors)
         return fetch(StepOutput(batch.step, sampled, sampling, prompts))
 
@@ -129,7 +129,7 @@ class TorchModelRunner(ModelRunner):
             return Sampled(hidden.new_empty(0, dtype=torch.int64), hidden.new_empty(0, dtype=torch.float32))
         if rows != batch.num_tokens:  # else every token is a decode that samples, in order
             hidden = hidden.index_select(0, batch.logits_indices[:rows])
-        sampled = self._sampler.sample(self.model.logits(hidden), plans.sampling, plans.processing, tensors)
+        sampled = self.sampler.sample(self.model.logits(hidden), plans.sampling, plans.processing, tensors)
         if self._tp.size > 1:  # ranks' sums may differ in the last bit, their tokens must not
             sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
         slots = tensors.get("sampling_slots", batch.request_slots)

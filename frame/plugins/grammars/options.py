@@ -10,8 +10,8 @@ class XGrammarOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    threads: int = Field(1, ge=1, le=64, description="Threads of one compilation.")
-    cache_bytes: int = Field(256 * 1024 * 1024, ge=0, description="Most memory that compiled grammars keep.")
-    max_source_chars: int = Field(64 * 1024, ge=1, description="Longest schema, expression or grammar.")
-    max_depth: int = Field(64, ge=1, le=512, description="Deepest nesting of a JSON schema.")
-    any_whitespace: bool = Field(True, description="Whether JSON may hold whitespace between its parts.")
+    threads: int = Field(default=1, ge=1, le=64, description="Threads of one compilation.")
+    cache_bytes: int = Field(default=256 * 1024 * 1024, ge=0, description="Most memory that compiled grammars keep.")
+    max_source_chars: int = Field(default=64 * 1024, ge=1, description="Longest schema, expression or grammar.")
+    max_depth: int = Field(default=64, ge=1, le=512, description="Deepest nesting of a JSON schema.")
+    any_whitespace: bool = Field(default=True, description="Whether JSON may hold whitespace between its parts.")

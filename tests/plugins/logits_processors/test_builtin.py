@@ -30,9 +30,11 @@ WANTED = {
 }
 
 
+REGISTRY = load_registry(installed=False)
+
+
 def make(name, vocab=VOCAB, slots=16):
-    registry = load_registry(installed=False)
-    processor = registry.load(registry.get("logits_processor", name))(vocab, slots, CPU, None)
+    processor = REGISTRY.load(REGISTRY.get("logits_processor", name))(vocab, slots, CPU, None)
     processor.eos_token_ids = (1,)
     return processor
 
@@ -43,7 +45,7 @@ def test_conformance(name):
 
 
 def test_all_built_in_ones_are_checked():
-    assert {record.name for record in load_registry(installed=False).records("logits_processor")} == set(WANTED)
+    assert {record.name for record in REGISTRY.records("logits_processor")} == set(WANTED)
 
 
 def setup(slot, params, ids, prompt_len):
@@ -86,9 +88,7 @@ def test_repetition_equals_transformers():
     logits = torch.randn(1, VOCAB)
     processor, each = make("penalties"), setup(2, SamplingParams(repetition_penalty=1.7), ids, 3)
     processor.admit(each)
-    torch.testing.assert_close(
-        apply(processor, logits, [each]), RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), logits.clone())
-    )
+    torch.testing.assert_close(apply(processor, logits, [each]), RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), logits.clone()))
 
 
 def test_bad_words_equal_transformers_as_the_row_grows():

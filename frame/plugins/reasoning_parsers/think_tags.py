@@ -1,0 +1,71 @@
+"""Thinking between tags at the start of an answer: `<think>…</think>`, as DeepSeek-R1, Qwen3 and many others write it.
+
+Whitespace around the tags belongs to neither part. Text that does not start with the tag is all answer, and tags further on are text.
+"""
+
+from __future__ import annotations
+
+from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser
+from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
+
+_START, _THINKING, _GAP, _ANSWER = range(4)
+
+
+class ThinkTags(ReasoningParser):
+    """Holds back only what may turn out to be a tag, or whitespace beside one."""
+
+    def __init__(self, options: ThinkTagsOptions | None = None) -> None:
+        self._options = options or ThinkTagsOptions()
+        self._state = _START
+        self._held = ""
+        self._is_first = True  # nothing of the thinking was given out yet
+
+    def feed(self, text: str) -> ReasoningDelta:
+        self._held += text
+        reasoning = content = ""
+        if self._state == _START:
+            self._begin()
+        if self._state == _THINKING:
+            reasoning = self._think()
+        if self._state == _GAP:
+            self._held = self._held.lstrip()
+            if self._held:
+                self._state = _ANSWER
+        if self._state == _ANSWER:
+            content, self._held = self._held, ""
+        return ReasoningDelta(reasoning, content)
+
+    def finish(self) -> ReasoningDelta:
+        held, self._held = self._held, ""
+        if self._state == _THINKING or (self._state == _START and self._options.starts_open):
+            return ReasoningDelta(reasoning=held)
+        return ReasoningDelta(content=held)
+
+    def _begin(self) -> None:
+        """Decide whether the text starts with the opening tag, once enough of it is there."""
+        tag, text = self._options.open, self._held.lstrip()
+        if tag.startswith(text) and text != tag:
+            return
+        if text.startswith(tag):
+            self._state, self._held = _THINKING, text[len(tag) :]
+        else:
+            self._state = _THINKING if self._options.starts_open else _ANSWER
+
+    def _think(self) -> str:
+        tag = self._options.close
+        if self._is_first:
+            self._held = self._held.lstrip()
+        end = self._held.find(tag)
+        if end >= 0:
+            found = self._held[:end].rstrip()
+            self._state, self._held = _GAP, self._held[end + len(tag) :]
+        else:
+            found = self._held[: len(self._held) - held_back(self._held, tag)].rstrip()
+            self._held = self._held[len(found) :]
+        self._is_first = self._is_first and not found
+        return found
+
+
+def held_back(text: str, tag: str) -> int:
+    """How many characters at the end of `text` may be the start of `tag`."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

@@ -1,0 +1,182 @@
+"""Reads `{"name": …, "arguments": …}` one character at a time, and gives the arguments' text out as it comes.
+
+Knows JSON's outline (strings, nesting) and no tool; further keys are skipped. Arguments that are a JSON string of JSON are unwrapped.
+"""
+
+from __future__ import annotations
+
+import json
+
+_ARGUMENTS = ("arguments", "parameters")
+_SPACE = " \t\r\n"
+
+
+class CallScanner:
+    """`feed` text until `is_closed` or `is_bad`. The call is started when its name is known and its arguments begin (or are missing)."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.raw = ""
+        self.is_started = False
+        self.is_closed = False
+        self.is_bad = False
+        self._read = self._object
+        self._key = ""
+        self._value: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._arguments: str | None = None  # of a call whose name comes later
+        self._out: list[str] = []
+
+    def feed(self, text: str) -> int:
+        """Read as far as the object goes; returns how many characters were read, the one that was wrong included."""
+        for count, char in enumerate(text, 1):
+            self._read(char)
+            if self.is_closed or self.is_bad:
+                self.raw += text[:count]
+                return count
+        self.raw += text
+        return len(text)
+
+    def take(self) -> str:
+        """The arguments' text since the last call."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    # one reader for each place in the object ------------------------------------------------------------------------------
+
+    def _object(self, char: str) -> None:
+        self._expect(char, "{", self._first_key)
+
+    def _first_key(self, char: str) -> None:
+        if char == "}":
+            self._close()
+        else:
+            self._next_key(char)
+
+    def _next_key(self, char: str) -> None:
+        if char == '"':
+            self._begin_value(self._in_key)
+        self._expect(char, '"', self._read)
+
+    def _in_key(self, char: str) -> None:
+        if self._take_string(char):
+            self._key = self._decoded()
+            self._read = self._colon
+
+    def _colon(self, char: str) -> None:
+        self._expect(char, ":", self._value_start)
+
+    def _value_start(self, char: str) -> None:
+        if char in _SPACE:
+            return
+        if char == '"':
+            self._begin_value(self._in_text)
+        elif char in "{[":
+            self._begin_value(self._in_nested)
+            self._in_nested(char)
+        elif char in "}],:":
+            self.is_bad = True
+        else:
+            self._begin_value(self._in_scalar)
+            self._in_scalar(char)
+
+    def _in_text(self, char: str) -> None:
+        if self._take_string(char):
+            text = self._decoded()
+            if self._key == "name":
+                self._named(text)
+            elif self._key in _ARGUMENTS:
+                self._argue(text)
+            self._read = self._after_value
+
+    def _in_nested(self, char: str) -> None:
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            else:
+                self._in_string = char != '"'
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        if self._key in _ARGUMENTS:
+            self._argue(char)
+        if not self._depth:
+            self._read = self._after_value
+
+    def _in_scalar(self, char: str) -> None:
+        if char in _SPACE or char in ",}":
+            self._read = self._after_value
+            self._after_value(char)
+        elif char in "<>{[\"'":
+            self.is_bad = True
+        elif self._key in _ARGUMENTS:
+            self._argue(char)
+
+    def _after_value(self, char: str) -> None:
+        if char == ",":
+            self._read = self._next_key
+        elif char == "}":
+            self._close()
+        elif char not in _SPACE:
+            self.is_bad = True
+
+    # what the readers share ------------------------------------------------------------------------------------------------
+
+    def _expect(self, char: str, wanted: str, then: object) -> None:
+        if char == wanted:
+            self._read = then  # type: ignore[assignment]
+        elif char not in _SPACE:
+            self.is_bad = True
+
+    def _begin_value(self, reader: object) -> None:
+        self._read = reader  # type: ignore[assignment]
+        self._value.clear()
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def _take_string(self, char: str) -> bool:
+        """Whether this was the string's closing quote."""
+        if char == '"' and not self._is_escaped:
+            return True
+        self._is_escaped = char == "\\" and not self._is_escaped
+        self._value.append(char)
+        return False
+
+    def _decoded(self) -> str:
+        try:
+            return str(json.loads('"' + "".join(self._value) + '"', strict=False))
+        except ValueError:
+            self.is_bad = True
+            return ""
+
+    def _named(self, name: str) -> None:
+        if self.is_started or not name:
+            self.is_bad = True
+            return
+        self.name = name
+        if self._arguments is not None:
+            self.is_started = True
+            self._out.append(self._arguments)
+
+    def _argue(self, text: str) -> None:
+        if self.name is None:
+            self._arguments = (self._arguments or "") + text
+        else:
+            self.is_started = True
+            self._out.append(text)
+
+    def _close(self) -> None:
+        if self.name is None:
+            self.is_bad = True
+            return
+        if not self.is_started:
+            self.is_started = True
+            self._out.append("{}")
+        self.is_closed = True
