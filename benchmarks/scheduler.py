@@ -11,44 +11,25 @@ import json
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from frame.core.allocator import PagedAllocator
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.messages import Generate
 from frame.core.radix_cache import RadixCache
 from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import Scheduler, SchedulerConfig
-
-if TYPE_CHECKING:
-    from frame.core.request import Request
+from frame.plugins.loader import load_registry
 
 VOCAB = 32_000
-PARAMS = SamplingParams(max_tokens=100_000, temperature=0.0)
+REGISTRY = load_registry(installed=False)
 
 
-class Oldest(EvictionPolicy):
-    """Least recently used, written out here: a benchmark of the core names no plugin."""
-
-    def key(self, node: EvictableNode) -> tuple[float, ...]:
-        return (node.last_access,)
-
-
-class InOrder(SchedulingPolicy):
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return waiting
-
-
-class ByMatch(SchedulingPolicy):
-    needs_matches: ClassVar[bool] = True
-
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return sorted(waiting, key=lambda request: request.match.num_tokens if request.match else 0, reverse=True)
+def policy(name: str) -> SchedulingPolicy:
+    found: SchedulingPolicy = REGISTRY.load(REGISTRY.get("scheduling_policy", name))()
+    return found
 
 
 class Instant:
@@ -62,21 +43,21 @@ class Instant:
         return StepResult(step=batch.step, token_ids=self._random.integers(10, VOCAB, count, dtype=np.int32))
 
 
-def build(running: int, page_size: int, overlap: bool, policy: SchedulingPolicy, tokens_each: int, queued: int = 0) -> Scheduler:
+def build(running: int, page_size: int, overlap: bool, order: SchedulingPolicy, tokens_each: int, queued: int = 0) -> Scheduler:
     config = SchedulerConfig(
         page_size=page_size,
         num_pages=1 + running * (-(-tokens_each // page_size) + 8),
         max_running=running,
         token_budget=8192,
-        max_context=1_000_000,
+        max_context=tokens_each,
         vocab_size=VOCAB,
         max_queued=queued + running + 1,
         eos_ids=(2,),
         overlap=overlap,
     )
-    config_table_is_small = min(config.max_context, config.capacity)
-    config = SchedulerConfig(**{**{f: getattr(config, f) for f in config.__slots__}, "max_context": config_table_is_small})
-    return Scheduler(config, RadixCache(page_size, Oldest()), PagedAllocator(config.num_pages), policy)
+    return Scheduler(
+        config, RadixCache(page_size, REGISTRY.load(REGISTRY.get("eviction_policy", "lru"))()), PagedAllocator(config.num_pages), order
+    )
 
 
 def drive(scheduler: Scheduler, steps: int, overlap: bool) -> np.ndarray:
@@ -110,7 +91,7 @@ def figures(times: np.ndarray) -> dict[str, float]:
 
 def decoding(running: int, overlap: bool, page_size: int = 16, steps: int = 1500) -> dict[str, float]:
     """All requests decode; none starts or ends."""
-    scheduler = build(running, page_size, overlap, InOrder(), steps + 200)
+    scheduler = build(running, page_size, overlap, policy("fcfs"), steps + 200)
     random = np.random.default_rng(1)
     for i in range(running):
         prompt = random.integers(10, VOCAB, 64).tolist()
@@ -121,15 +102,17 @@ def decoding(running: int, overlap: bool, page_size: int = 16, steps: int = 1500
     return figures(drive(scheduler, steps, overlap))
 
 
-def queued(policy: SchedulingPolicy, running: int, waiting: int, steps: int = 600) -> dict[str, float]:
+def queued(order: str, running: int, waiting: int, steps: int = 600) -> dict[str, float]:
     """`running` on the device, `waiting` in the queue all the time; requests of 32 to 96 tokens come and go."""
-    scheduler = build(running, 16, True, policy, 256, waiting + 10_000)
+    scheduler = build(running, 16, True, policy(order), 256, waiting + 10_000)
     random = np.random.default_rng(2)
     shared = [random.integers(10, VOCAB, 64).tolist() for _ in range(16)]
 
     def add(i: int) -> None:
         prompt = shared[i % 16] + random.integers(10, VOCAB, 32).tolist()
-        refused = scheduler.add(Generate(rid=str(i), token_ids=prompt, params=SamplingParams(max_tokens=int(random.integers(32, 97)))))
+        refused = scheduler.add(
+            Generate(rid=str(i), token_ids=prompt, priority=i % 7, params=SamplingParams(max_tokens=int(random.integers(32, 97))))
+        )
         if refused:
             raise RuntimeError(refused.error)
 
@@ -154,7 +137,7 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(),
         "decoding": {f"{n} running, overlap {o}": decoding(n, o, steps=steps) for n in (1, 64, 256) for o in (False, True)},
         "page_size_1": decoding(256, True, page_size=1, steps=steps),
-        "queued_10000": {name: queued(policy, 256, 10_000) for name, policy in (("in order", InOrder()), ("by match", ByMatch()))},
+        "queued_10000": {name: queued(name, 256, 10_000) for name in ("fcfs", "lpm", "dfs-weight", "priority", "random")},
     }
     print(json.dumps(report, indent=1))
 
