@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.attention import AttentionBackend
-    from frame.core.interfaces.model import CausalLM
+    from frame.core.interfaces.model import CausalLM, ModelFacts
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.quantization import QuantizationMethod
     from frame.core.interfaces.sampling import LogitsProcessor
@@ -69,9 +69,9 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torc
     return replace(base, **built)
 
 
-def build_processors(parts: Parts, vocab_size: int, num_slots: int, device: torch.device, eos_token_ids: tuple[int, ...]) -> list[LogitsProcessor]:
+def build_processors(parts: Parts, facts: ModelFacts, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
     """The logits processors, in the order of `parts`."""
-    built = [part.target(vocab_size, num_slots, device, part.options) for part in parts.processors]
+    built = [part.target(facts.vocab_size, num_slots, device, part.options) for part in parts.processors]
     for processor in built:
-        processor.eos_token_ids = eos_token_ids
+        processor.eos_token_ids = facts.eos_token_ids
     return built

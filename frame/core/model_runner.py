@@ -164,8 +164,8 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     )
     pages = _least_of_ranks(pages, tp, device)
     pool = KVPool(geometry, pages, device)
-    built = build_processors(parts, facts.vocab_size, context.limits.max_running_requests, device, facts.eos_token_ids)
-    processors = Processors(built, context.limits.max_running_requests)
+    slots = context.limits.max_running_requests
+    processors = Processors(build_processors(parts, facts, slots, device), slots)
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
     runner = TorchModelRunner(model, facts, context, pool, processors, capacity)

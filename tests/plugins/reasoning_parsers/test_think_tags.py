@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from frame.plugins.loader import load_registry
 
-
 REGISTRY = load_registry(installed=False)
 RECORD = REGISTRY.get("reasoning_parser", "think-tags")
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from frame.plugins.loader import load_registry
 
-
 REGISTRY = load_registry(installed=False)
 
 
