@@ -1,0 +1,102 @@
+"""The presets of examples/: what they become on the machines they were written for. No weights, no GPU: facts and hardware are data."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from frame.core.config import FrameConfig
+from frame.core.hardware import Accelerator, Hardware
+from frame.core.interfaces.attention import AttentionCapabilities
+from frame.core.interfaces.plugin import PluginRecord
+from frame.core.model_facts import read_facts
+from frame.core.resolve import ResolveError, resolve
+from frame.core.resolved import Resolved
+from frame.entrypoints.config_sources import load_config
+from frame.plugins.loader import load_registry
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GIB = 2**30
+B200 = Hardware(64, 512 * GIB, accelerators=(Accelerator("cuda", "B200", (10, 0), 180 * GIB),) * 8)
+H200 = Hardware(64, 512 * GIB, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 * GIB),) * 8)
+
+# DeepSeek-V3's shape (arXiv 2412.19437, section 4.2), as its config.json states it, with plain weights.
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "max_position_embeddings": 163840, "eos_token_id": 1, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+}  # fmt: skip
+BLACKWELL = PluginRecord(
+    kind="attention_backend",
+    name="trtllm_mla",
+    target="elsewhere:Backend",
+    api="attention/1",
+    capabilities=AttentionCapabilities(
+        devices=("cuda",),
+        compute_capability=((10, 0), (10, 3)),
+        kinds=("mla",),
+        latents=((512, 64),),
+        page_sizes=(32, 64),
+        dtypes=("bfloat16", "float16"),
+    ),
+    rank=100,
+    distribution="elsewhere",
+    version="1",
+)
+
+
+def serve(config: FrameConfig, hardware: Hardware, folder: Path) -> Resolved:
+    """What `config` resolves to where the checkpoint lies in `folder` and the Blackwell backend is installed."""
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK))
+    model = config.model.model_copy(update={"path": str(folder)})
+    records = load_registry(installed=False).all_records()
+    gpu = [replace(record, problems=()) for record in records["attention_backend"]]  # as if every library were there
+    records = {**records, "attention_backend": [*gpu, BLACKWELL]}
+    return resolve(config.model_copy(update={"model": model}), hardware, read_facts(str(folder)), records)
+
+
+def presets() -> tuple[FrameConfig, FrameConfig, Path]:
+    """Both presets of deepseek.yaml: as it stands, and with the commented one in place of the first."""
+    path = EXAMPLES / "deepseek.yaml"
+    return load_config(str(path), environ={}).config, second(path), path
+
+
+def second(path: Path) -> FrameConfig:
+    text = re.sub(r"^attention:\n  backend: .*\n", "", path.read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^# (attention:|  backend: )", r"\1", text, flags=re.MULTILINE)
+    return FrameConfig.model_validate(yaml.safe_load(text))
+
+
+def test_the_first_preset_serves_on_blackwell(tmp_path: Path) -> None:
+    resolved = serve(presets()[0], B200, tmp_path)
+    assert resolved.choice("attention_backend").name == "trtllm_mla"
+    assert (resolved.page_size, resolved.user.parallel.tp, resolved.dtype) == (64, 8, "bfloat16")
+
+
+def test_on_hopper_it_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ResolveError, match=r"needs compute capability 10\.0 to 10\.3, this card has 9\.0"):
+        serve(presets()[0], H200, tmp_path)
+
+
+@pytest.mark.parametrize("hardware", [H200, B200], ids=["hopper", "blackwell"])
+def test_the_second_preset_serves_on_both(hardware: Hardware, tmp_path: Path) -> None:
+    config = presets()[1]
+    assert config.attention.backend is None
+    name = serve(config, hardware, tmp_path).choice("attention_backend").name
+    assert name == ("trtllm_mla" if hardware is B200 else "triton")
+
+
+def test_the_laptop_preset_checks_here() -> None:
+    command = [sys.executable, "-m", "frame", "config", "check", "--config", str(EXAMPLES / "laptop.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "frame-tiny" in done.stdout
