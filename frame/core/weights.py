@@ -108,7 +108,13 @@ def finish(model: nn.Module) -> None:
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Checkpoint name -> whole shape, as far as the parameters know them; a plain parameter is expected under its own name."""
+    """Checkpoint name -> whole shape, as far as the parameters know them; a plain parameter is expected under its own name.
+
+    A model that knows better has a method of this name.
+    """
+    own = getattr(model, "expected_shapes", None)
+    if callable(own):
+        return own()
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         sources = getattr(parameter, "sources", None)

@@ -31,3 +31,11 @@ def register_models(registry: KindRegistry) -> None:
     for name, target, architectures, summary in _MODELS:
         capabilities = ModelCapabilities(architectures)
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10, api=API)
+    registry.add(
+        "transformers",
+        "frame.models.transformers_fallback:TransformersForCausalLM",
+        capabilities=ModelCapabilities(None, tensor_parallel=False),
+        summary="Any decoder of the installed transformers whose attention goes through its interface",
+        rank=-10,
+        api=API,
+    )

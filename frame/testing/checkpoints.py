@@ -36,7 +36,7 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "Phi3ForCausalLM": ("phi3", {}),
         "StableLmForCausalLM": ("stablelm", {}),
         "Olmo2ForCausalLM": ("olmo2", {}),
-        "GPT2LMHeadModel": ("gpt2", {}),
+        "GPT2LMHeadModel": ("gpt2", {"num_key_value_heads": 4}),
     }
 )
 

@@ -113,6 +113,8 @@ class Session:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
 
     def _widths(self) -> list[tuple[int, ...]]:
+        if not any(isinstance(getattr(module, "spec", None), AttentionSpec) for module in self.model.modules()):  # type: ignore[attr-defined]
+            return [(self.facts.num_kv_heads, self.facts.head_dim), (self.facts.num_kv_heads, self.facts.v_head_dim)]
         spec = next(module.spec for module in self.model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec))  # type: ignore[attr-defined]
         if self.facts.latent and self.facts.kind == "mla" and getattr(self.model, "latent_cache", True):
             return [(sum(self.facts.latent),)]

@@ -1,0 +1,253 @@
+"""Any decoder of the installed transformers, run over the paged cache: its attention modules call our backend.
+
+transformers builds the model and reads the checkpoint's names; tokens go in flattened, as one sequence of batch size 1.
+Knows no architecture: those whose attention does not go through transformers' interface are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frame.core.errors import CheckpointError, ConfigurationError
+from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.model import CausalLM
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.model import LazyTensor, ModelFacts
+
+_INTERFACE = "frame_paged"  # our name among transformers' attention functions
+
+
+class TransformersForCausalLM(CausalLM, nn.Module):
+    """A model of transformers. One rank; multi-head attention; weights in the model's own type."""
+
+    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+        super().__init__(facts, context)
+        self.facts = facts
+        self.context = context
+        self.architecture = find_architecture(facts)
+        self.attention = PagedAttention(facts, context)
+        self.parts: tuple[Any, ...] = ()  # (base model, tail): in a tuple, so that they are not registered a second time
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a checkpoint, for random weights."""
+        with torch.device("meta"):
+            model = self._build_config_and(self.architecture._from_config)  # noqa: SLF001
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        state = {name: tensor[...] for name, tensor in weights}
+
+        def load(config: Any) -> Any:
+            return self.architecture.from_pretrained(
+                None, config=config, state_dict=state, dtype=self.context.dtype, output_loading_info=True
+            )
+
+        model, report = self._build_config_and(load)
+        _check(report)
+        self.model = model.to(self.context.device).eval()
+        self.parts = (model.base_model, _tail(model))
+        self.attention.attach(model)
+        return {name for name, _ in self.named_parameters()}
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Run two tokens without a cache: every layer must come to our attention, once, with the cache's shapes."""
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.context.device)
+        with self.attention.during(None):
+            self._hidden(ids, torch.arange(2, device=self.context.device)[None])
+        self.attention.check()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        with self.attention.during(batch):
+            return self._hidden(batch.token_ids[None], batch.positions[None])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.parts[1](inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = self.parts[0](input_ids=ids, position_ids=positions, use_cache=False)
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _build_config_and(self, act: Any) -> Any:
+        from transformers import AutoConfig
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
+        stored = {key: value for key, value in self.facts.config.items() if key not in ("model_type", "quantization_config")}
+        config = AutoConfig.for_model(self.facts.config["model_type"], **stored)
+        config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented so by transformers
+        config.dtype = self.context.dtype
+        return act(config)
+
+
+class PagedAttention:
+    """What the attention modules of one model share: the step's batch, the backend, and the facts of each layer as they show."""
+
+    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+        if context.attention is None:
+            raise TypeError("a model's context needs an attention backend")
+        self.facts = facts
+        self.backend = context.attention
+        self.batch: ForwardBatch | None = None
+        self.specs: dict[int, AttentionSpec] = {}
+
+    def attach(self, model: nn.Module) -> None:
+        """Let every module with a layer number find this object."""
+        for module in model.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.frame_attention = self  # type: ignore[assignment]
+
+    def during(self, batch: ForwardBatch | None) -> _During:
+        """The batch that attention sees inside of this context; None: no cache, shapes are learnt."""
+        return _During(self, batch)
+
+    def check(self) -> None:
+        """Raises ConfigurationError when the layers that were seen are not those that the cache is made for."""
+        facts, name = self.facts, self.facts.architecture
+        if sorted(self.specs) != list(range(facts.num_layers)):
+            raise ConfigurationError(
+                f"{name} computes attention outside of transformers' interface in some layers ({len(self.specs)} of {facts.num_layers} "
+                "use it), so it cannot run over the paged cache."
+            )
+        able = self.backend.capabilities
+        for layer, spec in self.specs.items():
+            shapes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+            if shapes != (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.v_head_dim):
+                raise ConfigurationError(
+                    f"{name} has attention of another shape in layer {layer} {shapes}; the paged cache wants equal layers."
+                )
+            for used, can, what in (
+                (spec.sliding_window, able.sliding_window, "a sliding window"),
+                (spec.soft_cap, able.soft_cap, "a soft cap of scores"),
+                (spec.sinks is not None, able.sinks, "attention sinks"),
+            ):
+                if used and not can:
+                    raise ConfigurationError(f"{name} uses {what}, which the attention backend does not compute: choose another backend.")
+
+    def run(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads, v_dim]."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if self.batch is None:
+            if layer in self.specs and len(self.specs) == self.facts.num_layers:
+                self.specs = {}  # learnt before; new weights may bring new sinks
+            self.specs[layer] = _spec(layer, module, q, k, v, options)
+            return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        spec = self.specs[layer]
+        q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+        if not self.backend.capabilities.stores_kv:
+            self.batch.store_kv(spec, k, v)
+        return self.backend.run(spec, q, k, v, self.batch)[None]
+
+
+class _During:
+    """Sets the batch and takes it away again."""
+
+    def __init__(self, attention: PagedAttention, batch: ForwardBatch | None) -> None:
+        self.attention = attention
+        self.batch = batch
+
+    def __enter__(self) -> None:
+        self.attention.batch = self.batch
+
+    def __exit__(self, *error: object) -> None:
+        self.attention.batch = None
+
+
+class _GivenHidden(nn.Module):
+    """Stands for the base model where only what follows it is wanted."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **options: Any) -> _Given:
+        return _Given(inputs_embeds)
+
+    @property
+    def decoder(self) -> _GivenHidden:
+        """OPT calls its base model's decoder directly."""
+        return self
+
+
+class _Given:
+    """A base model's output: hidden states, and None for whatever else an architecture asks of it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: hands over to the object attached to the module."""
+    attention: PagedAttention = module.frame_attention  # type: ignore[assignment]
+    return attention.run(module, query, key, value, options), None
+
+
+def find_architecture(facts: ModelFacts) -> Any:
+    """The class of transformers, if it can serve. Raises ConfigurationError with the reason if not."""
+    import transformers
+
+    name = facts.architecture
+    found = getattr(transformers, name, None)
+    if found is None or not hasattr(found, "from_pretrained"):
+        version = transformers.__version__
+        raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: install a newer one.")
+    if facts.kind != "mha":
+        raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
+    if not getattr(found, "_supports_attention_backend", False) or getattr(found, "_is_stateful", False):
+        raise ConfigurationError(
+            f"{name} does not compute attention through transformers' interface, so it cannot run over the paged cache."
+        )
+    if facts.config.get("is_encoder_decoder"):
+        raise ConfigurationError(f"{name} is an encoder-decoder model; only decoders are served.")
+    return found
+
+
+def _spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:
+    scale = options.get("scaling")
+    return AttentionSpec(
+        layer=layer,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        sliding_window=options.get("sliding_window"),
+        soft_cap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+
+
+def _tail(model: Any) -> Any:
+    """The causal model with its base model replaced by what it is given: head, soft caps and scales as transformers has them."""
+    tail = copy.copy(model)
+    tail.__dict__["_modules"] = dict(model._modules)  # noqa: SLF001 - a shallow copy shares its children otherwise
+    tail._modules[model.base_model_prefix] = _GivenHidden()  # noqa: SLF001
+    return tail
+
+
+def _check(report: dict[str, Any]) -> None:
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    wrong = sorted(report["mismatched_keys"])
+    if wrong:
+        name, stored, wanted = wrong[0]
+        raise CheckpointError(f"{name} has the shape {list(stored)}, {list(wanted)} is expected: is this checkpoint's config.json its own?")
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {missing[0]} ({len(missing)} parameters in all): is it complete?")
+    if unexpected:
+        raise CheckpointError(
+            f"the checkpoint holds {unexpected[0]}, which the model does not have: is this checkpoint's config.json its own?"
+        )

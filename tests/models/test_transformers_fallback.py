@@ -1,0 +1,81 @@
+"""The fallback gives transformers' own logits over the paged cache, and refuses what it cannot serve, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from frame.core.errors import CheckpointError, ConfigurationError
+from frame.testing.checkpoints import make_checkpoint
+from tests.models.harness import open_session
+from tests.models.test_logits import check, prompt
+
+SERVED = [
+    ("Gemma2ForCausalLM", {"sliding_window": 10, "final_logit_softcapping": 5.0}),
+    ("Gemma3ForCausalLM", {"sliding_window": 10}),
+    ("Phi3ForCausalLM", {}),
+    ("Olmo2ForCausalLM", {}),
+    ("GPT2LMHeadModel", {}),
+    ("LlamaForCausalLM", {}),
+    ("Qwen3MoeForCausalLM", {}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), SERVED, ids=[name for name, _ in SERVED])
+def test_logits(architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
+    folder = checkpoint(architecture, **overrides)
+    check(open_session(folder, model="transformers"), reference(folder))
+
+
+def test_random_weights(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("Phi3ForCausalLM")
+    logits = [open_session(folder, model="transformers", load_format="dummy").step([(0, prompt(20))])[0] for _ in range(2)]
+    assert logits[0].isfinite().all()
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [("StableLmForCausalLM", "does not compute attention through"), ("DeepseekV3ForCausalLM", "uses latent attention")],
+)
+def test_refused(architecture: str, words: str, checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        open_session(checkpoint(architecture), model="transformers")
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "ZebraForCausalLM"))
+    with pytest.raises(ConfigurationError, match="ZebraForCausalLM is neither implemented here nor known to transformers"):
+        open_session(folder, model="transformers")
+
+
+def test_backend_that_lacks_what_the_model_uses(checkpoint: Callable[..., Path]) -> None:
+    from dataclasses import replace
+
+    from tests.models.harness import NaiveAttention
+
+    class NoCap(NaiveAttention):
+        capabilities = replace(NaiveAttention.capabilities, soft_cap=False)
+
+    with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM uses a soft cap"):
+        open_session(checkpoint("Gemma2ForCausalLM"), model="transformers", attention=NoCap)
+
+
+def test_missing_and_unexpected_weights(tmp_path: Path) -> None:
+    folder = make_checkpoint("Phi3ForCausalLM", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kept = tensors.pop("model.layers.0.mlp.down_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks model.layers.0.mlp.down_proj.weight \(1 parameters"):
+        open_session(folder, model="transformers")
+    tensors |= {"model.layers.0.mlp.down_proj.weight": kept, "other": torch.zeros(1)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="holds other, which"):
+        open_session(folder, model="transformers")
