@@ -1,12 +1,13 @@
 """Float32 greedy tokens equal those of transformers, however the batches came about: chunks, cache hits, retraction, pages, overlap.
 
 transformers says which tokens are right (one pass over prompt and output: each output token is the likeliest after what stands
-before it); everything runs in this process, scheduler and runner without a server. Backends and `--tp` have tests of their own.
+before it); everything runs in this process, scheduler and runner without a server. Two ranks are two threads.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 from dataclasses import dataclass, field
 
@@ -14,12 +15,16 @@ import pytest
 import torch
 
 from frame.core.config import FrameConfig
+from frame.core.follower import LeadingRunner, follow
 from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.model_runner import build_runner
 from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.assembly import build_rank, build_scheduler
+from frame.core.transport import decode_batch, encode_batch
+from frame.entrypoints.assembly import build_rank, build_scheduler, load_parts
 from frame.entrypoints.prepare import prepare
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
+from tests.models.ranks import on_ranks
 
 PROMPTS, OUTPUT = 16, 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
@@ -72,14 +77,19 @@ def case(request, tmp_path_factory):
     return Case(str(folder), prompts, load_reference(folder))
 
 
-def make_loop(folder, page_size=16, chunk=512, overlap=True, tokens=POOL, prefix="radix"):
+def prepared_for(folder, page_size=16, chunk=512, overlap=True, tokens=POOL, prefix="radix", tp=1):
     config = {
         "model": {"path": folder, "dtype": "float32"},
         "cache": {"page_size": page_size, "max_total_tokens": tokens, "prefix": prefix},
         "scheduler": {"max_running_requests": PROMPTS, "chunked_prefill_size": chunk, "overlap": overlap},
         "execution": {"device": "cpu", "threads": 1},
+        "parallel": {"tp": tp},
     }
-    prepared = prepare(FrameConfig.model_validate(config))
+    return prepare(FrameConfig.model_validate(config))
+
+
+def make_loop(folder, **settings):
+    prepared = prepared_for(folder, **settings)
     runner = build_rank(prepared.resolved, prepared.registry)
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
 
@@ -123,7 +133,8 @@ EVERYTHING = list(itertools.product((1, 16, 64), (16, 64, 512), (False, True), (
 @pytest.mark.parametrize(("number", "settings"), list(enumerate(EVERYTHING)), ids=str)
 def test_everything_together(case, number, settings):
     page_size, chunk, overlap, tokens = settings
-    loop = make_loop(case.folder, page_size, chunk, overlap, tokens, ("radix", "none")[(number // 2 + number) % 2])
+    prefix = ("radix", "none")[(number // 2 + number) % 2]
+    loop = make_loop(case.folder, page_size=page_size, chunk=chunk, overlap=overlap, tokens=tokens, prefix=prefix)
     run(loop, case)
     if tokens == TIGHT:
         assert loop.scheduler.load()["retracted"] > 0
@@ -143,3 +154,41 @@ def test_logits_are_within_a_ten_thousandth(case):
         (output,) = loop.generate([prompt], GREEDY)
         ours = torch.cat([logits for logits in seen if len(logits)])[:OUTPUT]
         assert (ours - case.logits(prompt, output)).abs().max() < 1e-4
+
+
+class Wire:
+    """What carries batches from rank 0 to rank 1 here: a queue of encoded bytes."""
+
+    def __init__(self):
+        self.batches = queue.Queue()
+
+    def send(self, batch):
+        self.batches.put(encode_batch(batch))
+
+    def receive(self):
+        data = self.batches.get(timeout=60)
+        return None if data is None else decode_batch(data)
+
+    def close(self):
+        self.batches.put(None)
+
+
+@pytest.mark.parametrize("case", WHOLE, indirect=True)
+def test_two_ranks_give_the_tokens_of_one(case):
+    prepared = prepared_for(case.folder, chunk=64, tokens=TIGHT, tp=2)
+    wire = Wire()
+    drawn = [SamplingParams(temperature=1.0, max_tokens=16, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(PROMPTS)]
+
+    def act(group):
+        runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group)
+        if group.rank:
+            return follow(runner, wire)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), LeadingRunner(runner, wire))
+        try:
+            run(loop, case)
+            return loop.generate(case.prompts, drawn)
+        finally:
+            loop.runner.close()
+
+    alone = make_loop(case.folder, chunk=64)
+    assert on_ranks(2, act)[0] == alone.generate(case.prompts, drawn)
