@@ -83,7 +83,7 @@ class Admission:
             arrival=now,
             deadline=now + (config.request_timeout if message.deadline is None else message.deadline),
             max_total=max_total,
-            stop_ids=() if params.ignore_eos else tuple(dict.fromkeys((*config.eos_ids, *params.stop_token_ids))),
+            stop_ids=params.ends(config.eos_ids),
             priority=message.priority,
             namespace=message.namespace,
             grammar=grammar,

@@ -12,7 +12,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters, named as the OpenAI API and SGLang name them.
 
     `max_tokens=None` means up to the context's end. `temperature=0` is greedy. `top_k=-1` and `top_p=1` are off. `seed=None` draws one.
-    `stop` are strings, matched on text; `stop_token_ids` end a request like EOS does, unless `ignore_eos`.
+    `stop` are strings, matched on text; `stop_token_ids` end a request too, also where `ignore_eos` switches the model's own end tokens off.
     `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
     `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. `json_schema`, `regex`, `ebnf` constrain.
     """
@@ -96,6 +96,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             named = [*self.logit_bias, *self.stop_token_ids]
             found += [f"token id {i} is outside the vocabulary (0 to {vocab_size - 1})" for i in named if not 0 <= i < vocab_size]
         return found
+
+    def ends(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The token ids that end this request, each once, given the model's end tokens."""
+        return tuple(dict.fromkeys((*(() if self.ignore_eos else eos_ids), *self.stop_token_ids)))
 
     @property
     def has_grammar(self) -> bool:

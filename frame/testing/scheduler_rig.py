@@ -150,7 +150,7 @@ class SchedulerRig:
         limit = min(self.config.max_context, self.config.capacity + 1) - len(tokens)
         count = limit if params.max_tokens is None else min(limit, params.max_tokens)
         whole = continuation(tokens, params, params.seed or 0, self.config.vocab_size, count)
-        stops = () if params.ignore_eos else (*self.config.eos_ids, *params.stop_token_ids)
+        stops = params.ends(self.config.eos_ids)
         ends = [i + 1 for i, token in enumerate(whole) if token in stops and i + 1 >= params.min_tokens]
         return whole[: ends[0]] if ends else whole
 

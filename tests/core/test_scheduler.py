@@ -134,7 +134,7 @@ def test_stops(overlap: bool) -> None:
     by_eos = made.add(prompt(6), params(ignore_eos=False, max_tokens=40))
     ignoring = made.add(prompt(6), params(max_tokens=12))
     late = made.add(prompt(6), params(ignore_eos=False, max_tokens=12, min_tokens=5))
-    own = made.add(prompt(6), params(ignore_eos=False, max_tokens=12, stop_token_ids=(*range(50, 60), whole[1])))
+    own = made.add(prompt(6), params(max_tokens=12, stop_token_ids=(*range(50, 60), whole[1])))  # they hold where EOS is ignored
     made.run()
     assert made.requests[by_eos].got == whole[:4]
     assert made.requests[by_eos].finish == Finish("stop", matched=whole[3])

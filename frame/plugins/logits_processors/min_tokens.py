@@ -25,10 +25,10 @@ class MinTokens(LogitsProcessor):
         self._state = SlotState(max_slots, device, columns)
 
     def wants(self, params: SamplingParams) -> bool:
-        return params.min_tokens > 0 and not params.ignore_eos
+        return params.min_tokens > 0 and (not params.ignore_eos or bool(params.stop_token_ids))
 
     def admit(self, setup: SlotSetup) -> None:
-        ends = {*self.eos_token_ids, *setup.params.stop_token_ids}
+        ends = setup.params.ends(tuple(self.eos_token_ids))
         ids = torch.tensor(sorted(i for i in ends if 0 <= i < self._vocab_size), dtype=torch.int64)
         self._state.admit(setup.slot, {"until": setup.prompt_len + setup.params.min_tokens, "ids": ids})
 
