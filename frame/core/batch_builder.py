@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -75,12 +75,13 @@ class BatchBuilder:
         if decodes:
             # sampled by a step that may still be in flight: the host does not know these ids
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
+        fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays if name != "new_pages"}
         forward = ForwardBatch(
             num_decodes=decodes,
             page_table=table.pages,
             kv=self._kv,
             host=HostView(batch.slots, batch.num_scheduled, arrays["seq_lens"], table.host_pages),
-            **{name: tensors.pop(name) for name in arrays if name != "new_pages"},
+            **fields,
         )
         return replace(forward, plan=self._backend.plan(forward)), tensors
 

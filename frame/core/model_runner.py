@@ -79,7 +79,7 @@ class TorchModelRunner(ModelRunner):
         self.vocab_size = facts.vocab_size
         self._tp = context.tp
         self._device = context.device
-        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         limits = context.limits
         self._table = DeviceTable(limits, context.device)
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
