@@ -9,6 +9,7 @@ from tests.architecture.source import ROOT, Module, is_under, module, package
 from tests.architecture.test_imports import FAMILIES, LAYERS
 
 PART_OF_SCHEDULER = "a part of Scheduler, which the property tests in tests/core/test_scheduler_property.py drive and check after each step"
+PART_OF_SERVER = "driven over real HTTP, with real processes, by tests/entrypoints/http and tests/examples/test_serving.py"
 # module -> why no test names it.
 UNTESTED: dict[str, str] = {
     "frame.__main__": "run as a program by tests/examples",
@@ -16,6 +17,19 @@ UNTESTED: dict[str, str] = {
         f"frame.core.{part}": PART_OF_SCHEDULER
         for part in ("admission", "page_ledger", "request_table", "running", "step_outcome")
     },
+    **{
+        f"frame.entrypoints.{part}": PART_OF_SERVER
+        for part in ("answers", "client", "processes", "tokenizing", "worker", "cli.chat", "cli.eval", "cli.serve")
+    },
+    **{
+        f"frame.entrypoints.http.{part}": PART_OF_SERVER
+        for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "server", "services", "sse")
+    },
+    "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
+    "frame.core.prompt_logprobs": "tests/core/test_model_runner.py compares its numbers over chunks with those of the whole prompt",
+    "frame.core.step_output": "every StepResult in tests/core/test_model_runner.py comes out of it",
+    "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",
+    "frame.testing.pytest_plugin": "run as a pytest plugin by tests/examples and tests/testing",
 }
 
 

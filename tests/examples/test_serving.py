@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import httpx
 import pytest
 
-from tests.examples.conftest import ROOT
+from tests.examples.conftest import ROOT, Environment
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,15 @@ def test_it_answers_rightly(server: str) -> None:
     pairs = "\n".join(f"key{i} = {i * 37 % 1000}" for i in range(60))
     first = chat(server, f"{pairs}\nReverse this list:\nhouse,river,window,bread")
     assert chat(server, f"{pairs}\nReverse this list:\nhouse,river,window,bread") == first  # now from the prefix cache
+
+
+def test_the_terminal_chat_talks_to_it(server: str, environment: Environment) -> None:
+    assert environment.frame("chat", "--base-url", server, "-m", "What is 17 + 25?").stdout.strip() == "42"
+
+
+def test_its_answers_are_scored(server: str, environment: Environment) -> None:
+    report = environment.frame("eval", "--base-url", server, "--task", "copy", "--samples", "4", "--json").stdout
+    assert json.loads(report)["tasks"]["copy"]["samples"] == 4
 
 
 def test_the_python_of_the_readme_runs(server: str) -> None:
