@@ -22,7 +22,7 @@ class TorchNative(MoERunner):
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
-        if _prefers_dense(tokens, down):
+        if prefers_dense(tokens, down):
             return run_dense(tokens, gate_up, down)
         if _can_group(gate_up, down):
             return run_grouped(tokens, gate_up, down)
@@ -72,7 +72,8 @@ def _gather(tokens: Dispatched, order: torch.Tensor, source: torch.Tensor, out: 
     return total.index_add_(0, source, weighed).to(out.dtype)
 
 
-def _prefers_dense(tokens: Dispatched, down: torch.Tensor) -> bool:
+def prefers_dense(tokens: Dispatched, down: torch.Tensor) -> bool:
+    """Whether small experts, of which this batch uses most, are best multiplied all at once."""
     num_experts, hidden, inner = down.shape
     count, top = tokens.ids.shape
     is_fast = down.device.type == "cpu" and down.dtype == torch.bfloat16  # in float32 the idle experts cost too much

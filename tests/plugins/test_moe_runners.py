@@ -1,0 +1,103 @@
+"""Every way of multiplying experts gives the definition's result, whatever the shapes and the routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.moe import Dispatched, MoENeeds
+from frame.core.parallel import LocalGroup
+from frame.plugins.loader import load_registry
+from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped
+
+
+def definition(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """One token and one expert at a time, in float64."""
+    out = torch.zeros(tokens.x.shape, dtype=torch.float64)
+    for row, x in enumerate(tokens.x.double()):
+        for expert, weight in zip(tokens.ids[row].tolist(), tokens.weights[row].tolist(), strict=True):
+            gate, up = (gate_up[expert].double() @ x).chunk(2)
+            out[row] += weight * (down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+def routed(count: int, experts: int, top: int, hidden: int, dtype: torch.dtype) -> Dispatched:
+    weights, ids = torch.rand(count, experts).topk(top)
+    return Dispatched(torch.randn(count, hidden, dtype=dtype), ids, weights)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    top=st.integers(1, 3),
+    sizes=st.sampled_from([(16, 8), (32, 24), (8, 16)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_all_ways_follow_the_definition(count: int, experts: int, top: int, sizes: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    hidden, inner = sizes
+    tokens = routed(count, experts, min(top, experts), hidden, dtype)
+    gate_up = torch.randn(experts, 2 * inner, hidden, dtype=dtype) * hidden**-0.5
+    down = (torch.randn(hidden, experts, inner, dtype=dtype) * inner**-0.5).transpose(0, 1)
+    want = definition(tokens, gate_up, down)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    for run in (run_dense, run_grouped, run_each):
+        for each in (down, down.contiguous()):
+            out = run(tokens, gate_up, each)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.double(), want, **tolerance)
+
+
+class Plain(nn.Module):
+    def __init__(self, experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(experts, 2 * inner, hidden, dtype=dtype) * hidden**-0.5, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5, requires_grad=False)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5), (4, 16, 16), (3, 7, 8)])
+@pytest.mark.parametrize("count", [1, 20, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_runner_takes_any_shape(shape: tuple[int, int, int], count: int, dtype: torch.dtype) -> None:
+    """Also those that the grouped multiplication refuses."""
+    torch.manual_seed(0)
+    experts = Plain(*shape, dtype)
+    runner = TorchNative(BuildContext(device=torch.device("cpu"), dtype=dtype, tp=LocalGroup(), limits=Limits(8, 512, 512, 4)))
+    tokens = routed(count, shape[0], 2, shape[1], dtype)
+    error = (runner.run(tokens, experts).double() - definition(tokens, experts.gate_up, experts.down)).abs().max()
+    assert error < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_a_token_without_weight_contributes_nothing() -> None:
+    """A dispatcher gives weight 0 for experts that live elsewhere."""
+    experts = Plain(4, 8, 8, torch.float32)
+    tokens = routed(6, 4, 2, 8, torch.float32)
+    none = Dispatched(tokens.x, tokens.ids, torch.zeros_like(tokens.weights))
+    for run in (run_dense, run_grouped, run_each):
+        assert not run(none, experts.gate_up, experts.down).any()
+
+
+def test_dense_is_for_small_experts_in_bfloat16() -> None:
+    small, large = torch.empty(8, 256, 128, dtype=torch.bfloat16), torch.empty(8, 1024, 2048, dtype=torch.bfloat16)
+    few, many = routed(1, 8, 2, 4, torch.float32), routed(32, 8, 2, 4, torch.float32)
+    assert prefers_dense(many, small)
+    assert not prefers_dense(few, small)
+    assert not prefers_dense(many, large)
+    assert not prefers_dense(many, small.float())
+
+
+def test_manifest_says_what_fits() -> None:
+    registry = load_registry(installed=False)
+    runner, dispatcher = registry.get("moe_runner", "torch_native"), registry.get("moe_dispatcher", "all_reduce")
+    needs = MoENeeds("cpu", None, "bfloat16", "standard", tp=2)
+    assert runner.capabilities.unsupported(needs) == []
+    assert dispatcher.capabilities.unsupported(needs) == []
+    assert "expert parallelism" in str(runner.capabilities.unsupported(MoENeeds("cpu", None, "bfloat16", ep=2))[0])
+    assert "batched" in str(runner.capabilities.unsupported(MoENeeds("cpu", None, "bfloat16", "batched"))[0])
