@@ -236,9 +236,10 @@ class Engine:
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """End the requests of a step that raised, and go on, unless the device is gone."""
-        self._failures += 1
         log.error("step %d failed: %s", batch.step, _sentence(error), exc_info=error)
-        self._send(self.scheduler.fail(batch, f"the model failed on this request's batch: {_sentence(error)}"))
+        ended = self.scheduler.fail(batch, f"the model failed on this request's batch: {_sentence(error)}")
+        self._failures += bool(ended.rids)  # a step that was built on a failed one fails for nobody
+        self._send(ended)
         if isinstance(error, DeviceLost) or self._failures >= MAX_FAILURES:
             raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {_sentence(error)}") from error
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.runner import ModelRunner
+from frame.core.interfaces.runner import DeviceLost, ModelRunner
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import PendingStep
     from frame.core.transport import BatchReceiver, BatchSender
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all compute at once."""
+    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all compute at once.
+
+    A step that fails on one rank leaves the others waiting in a collective for good, so every failure means that the device is lost.
+    """
 
     def __init__(self, runner: ModelRunner, followers: BatchSender) -> None:
         self._runner = runner
@@ -24,11 +27,29 @@ class LeadingRunner(ModelRunner):
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         self._followers.send(batch)
-        return self._runner.launch(batch)
+        try:
+            return LedStep(self._runner.launch(batch))
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
     def close(self) -> None:
         self._followers.close()
         self._runner.close()
+
+
+class LedStep:
+    """A step that all ranks run."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: PendingStep) -> None:
+        self._step = step
+
+    def wait(self) -> StepResult:
+        try:
+            return self._step.wait()
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
 
 def follow(runner: ModelRunner, batches: BatchReceiver) -> None:

@@ -5,7 +5,7 @@ A grammar that does not compile ends its own request and nothing else. Knows no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,15 @@ BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP si
 
 
 class GrammarCompiler:
-    """One thread compiles, in order of arrival. `len` is the number of requests that wait."""
+    """One thread compiles, in order of arrival. `len` is the number of requests that wait.
 
-    def __init__(self, backend: GrammarBackend) -> None:
-        self._backend = backend
+    `make` gives the backend; it is called in that thread for the first grammar, because a backend may take seconds to load and most
+    servers never need it.
+    """
+
+    def __init__(self, make: Callable[[], GrammarBackend]) -> None:
+        self._make = make
+        self._backend: GrammarBackend | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, tuple[Generate, Future[Grammar]]] = {}
 
@@ -34,8 +39,13 @@ class GrammarCompiler:
         if not message.params.has_grammar:
             return False
         kind, source = _grammar_of(message.params)
-        self._waiting[message.rid] = (message, self._pool.submit(self._backend.compile, kind, source))
+        self._waiting[message.rid] = (message, self._pool.submit(self._compile, kind, source))
         return True
+
+    def _compile(self, kind: str, source: str) -> Grammar:
+        if self._backend is None:
+            self._backend = self._make()
+        return self._backend.compile(kind, source)
 
     def ready(self) -> list[tuple[Generate, Grammar | Finish]]:
         """Requests whose grammar is there, or why it is not."""

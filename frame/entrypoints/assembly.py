@@ -22,6 +22,7 @@ from frame.plugins.loader import observers as find_observers
 if TYPE_CHECKING:
     from frame.core.capacity import Capacity
     from frame.core.interfaces.runner import ModelRunner
+    from frame.core.interfaces.sampling import GrammarBackend
     from frame.core.messages import Finish
     from frame.core.request import Request
     from frame.core.resolved import Resolved
@@ -69,13 +70,21 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
 
 
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
-    """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it."""
-    choices = resolved.plugins.get("grammar")
-    if not choices or resolved.tokenizer_path is None:
+    """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it. A backend that the user named is loaded
+    now, so that its failure stops the start; one that was chosen for him with the first grammar."""
+    choices, path = resolved.plugins.get("grammar"), resolved.tokenizer_path
+    if not choices or path is None:
         return None
-    backend, options = registry.choose(choices[0])
-    tokenizer = Tokenizer.load(resolved.tokenizer_path)
-    return GrammarCompiler(backend(tokenizer, resolved.facts.vocab_size, options))
+
+    def make() -> GrammarBackend:
+        backend, options = registry.choose(choices[0])
+        built: GrammarBackend = backend(Tokenizer.load(path), resolved.facts.vocab_size, options)
+        return built
+
+    if resolved.user.sampling.grammar is not None:
+        ready = make()
+        return GrammarCompiler(lambda: ready)
+    return GrammarCompiler(make)
 
 
 def build_engine(

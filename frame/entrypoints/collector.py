@@ -90,13 +90,19 @@ class Collector:
                 raise RuntimeError(self.dead)
             job.open = len(job.sequences)
             self._sequences.update((sequence.rid, sequence) for sequence in job.sequences)
+        if not job.open:
+            job.on_done()
 
     def remove(self, job: Job) -> list[str]:
         """Stop listening; returns the rids that still run."""
         return [s.rid for s in job.sequences if self._sequences.pop(s.rid, None) is not None]
 
     def expect(self, name: str, on_reply: Callable[[ControlReply], None]) -> None:
-        self._replies[name] = on_reply
+        """Call `on_reply` with the answer to control `name`. Raises RuntimeError when the engine is dead."""
+        with self._lock:
+            if self.dead is not None:
+                raise RuntimeError(self.dead)
+            self._replies[name] = on_reply
 
     def take(self, message: AnyMessage) -> None:
         """The sink of the transport."""

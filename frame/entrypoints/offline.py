@@ -122,7 +122,10 @@ class Engine:
         """One engine command (`server_info`, `check_integrity`, …); its data. Raises EngineError with the engine's sentence."""
         replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
-        self._collector.expect(control.id, replies.put)
+        try:
+            self._collector.expect(control.id, replies.put)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from None
         self._session.send_all([control])
         reply = replies.get()
         if not reply.ok:
@@ -150,9 +153,12 @@ class Engine:
     ) -> tuple[Job, list[int], bool]:
         """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
         is_single, several = _listed(prompts)
-        wanted = _spread(params, len(several), is_single)
+        wanted = _spread(params, len(several))
         ids = self._encode(several)
         limits = self._session.limits
+        if params is None:
+            rooms = [min(limits.max_context, limits.capacity) - len(prompt) for prompt in ids]
+            wanted = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
         counts = []
         for prompt, own in zip(ids, wanted, strict=True):
             own = self._with_bad_words(own)
@@ -196,14 +202,14 @@ class Engine:
             self._session.send_all([Abort(rids=rids)])
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
-        if self._collector.dead is not None and any(s.output.error == self._collector.dead for s in job.sequences):
+        if self._collector.dead is not None and any(s.output.error is not None for s in job.sequences):
             raise EngineError(self._collector.dead)
         self._collector.finish_text(job)
         outputs = grouped(job, counts)
         return outputs[0] if is_single else outputs
 
     def _checked(self, delta: Delta) -> Delta:
-        if self._collector.dead is not None and delta.output.error == self._collector.dead:
+        if self._collector.dead is not None and delta.output.error is not None:
             raise EngineError(self._collector.dead)
         return delta
 
@@ -217,9 +223,9 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]
     return (True, [prompts]) if isinstance(prompts[0], int | dict) else (False, prompts)  # type: ignore[list-item,return-value]
 
 
-def _spread(params: Params | Sequence[Params] | None, count: int, is_single: bool) -> list[SamplingParams]:
+def _spread(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
     if params is None:
-        return [SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)] * count
+        return [SamplingParams()] * count
     if isinstance(params, SamplingParams | Mapping):
         return [_params(params)] * count
     if len(params) != count:

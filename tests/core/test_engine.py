@@ -1,0 +1,317 @@
+"""The loop with a fake runner: tokens, overlap, controls, failing steps, idleness."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frame.core.allocator import PagedAllocator
+from frame.core.engine import Engine, EngineOptions, Observers
+from frame.core.grammars import BAD_GRAMMAR, GrammarCompiler
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.runner import DeviceLost, ModelRunner
+from frame.core.interfaces.sampling import Grammar, GrammarBackend
+from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
+from frame.core.radix_cache import RadixCache
+from frame.core.sampling_params import SamplingParams
+from frame.core.scheduler import Scheduler, SchedulerConfig
+from frame.core.transport import InProcessTransport
+from frame.plugins.eviction_policies.lru import Lru
+from frame.plugins.scheduling_policies.fcfs import Fcfs
+
+VOCAB = 64
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+class Step:
+    def __init__(self, result: StepResult | Exception) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class Counting(ModelRunner):
+    """Token = 1 + the row's position; `fails` maps a step to what it raises; `in_wait`: whether waiting raises, not launching."""
+
+    def __init__(self, fails: dict[int, Exception] | None = None, in_wait: bool = False) -> None:
+        self.fails = fails or {}
+        self.in_wait = in_wait
+        self.launched: list[int] = []
+        self.masks: list[np.ndarray] = []
+        self.closed = False
+
+    def launch(self, batch: ScheduledBatch) -> Step:
+        self.launched.append(batch.step)
+        if batch.grammar_mask is not None:
+            self.masks.append(batch.grammar_mask.copy())
+        error = self.fails.get(batch.step)
+        if error is not None and not self.in_wait:
+            raise error
+        tokens = ((batch.num_computed + batch.num_scheduled)[batch.samples] % VOCAB).astype(np.int32)
+        return Step(error or StepResult(step=batch.step, token_ids=tokens))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Running:
+    """An engine in a thread, and what it sent."""
+
+    def __init__(self, runner: ModelRunner, overlap: bool = False, grammars: GrammarCompiler | None = None, **more: Any) -> None:
+        config = SchedulerConfig(
+            page_size=4, num_pages=65, max_running=8, token_budget=32, max_context=64, vocab_size=VOCAB, overlap=overlap
+        )
+        self.scheduler = Scheduler(config, RadixCache(4, Lru()), PagedAllocator(65), Fcfs())
+        self.near, far = InProcessTransport.pair()
+        self.runner = runner
+        observers = more.pop("observers", None)
+        self.engine = Engine(self.scheduler, runner, far, EngineOptions(overlap=overlap, **more), observers, grammars)
+        self.error: BaseException | None = None
+        self.seen: list[AnyMessage] = []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except BaseException as error:
+            self.error = error
+
+    def until(self, condition: Callable[[Sequence[AnyMessage]], bool]) -> None:
+        while not condition(self.seen):
+            found = self.near.receive(10.0)
+            assert found, f"nothing more came; so far {self.seen}"
+            self.seen += found
+
+    def finish(self, *rids: str) -> dict[str, tuple[list[int], Any]]:
+        """Until these requests ended: their tokens and finishes."""
+        self.until(lambda seen: set(rids) <= {m.rids[i] for m in seen if isinstance(m, Tokens) for i in m.finishes})
+        result: dict[str, tuple[list[int], Any]] = {rid: ([], None) for rid in rids}
+        for message in self.seen:
+            if isinstance(message, Tokens):
+                for i, rid in enumerate(message.rids):
+                    if rid in result:
+                        result[rid] = (result[rid][0] + message.token_ids[i], message.finishes.get(i))
+        return result
+
+    def ask(self, action: Any) -> ControlReply:
+        self.near.send(Control(id=action, action=action))
+        self.until(lambda seen: any(isinstance(m, ControlReply) and m.id == action for m in seen))
+        return next(m for m in reversed(self.seen) if isinstance(m, ControlReply) and m.id == action)
+
+    def stop(self) -> None:
+        self.near.send(Control(id="stop", action="shutdown"))
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def generate(rid: str, length: int = 5, params: SamplingParams = GREEDY) -> Generate:
+    return Generate(rid=rid, token_ids=[i % VOCAB for i in range(length)], params=params)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def start(overlap: bool) -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def make(runner: ModelRunner | None = None, **more: Any) -> Running:
+        running.append(Running(runner or Counting(), overlap, **more))
+        return running[-1]
+
+    yield make
+    for each in running:
+        each.stop()
+        assert each.runner.closed  # type: ignore[attr-defined]
+
+
+def test_overlap_changes_no_token(start: Callable[..., Running]) -> None:
+    running = start()
+    running.near.send_all([generate(f"r{i}", 3 + i) for i in range(12)])
+    done = running.finish(*(f"r{i}" for i in range(12)))
+    for i in range(12):
+        assert done[f"r{i}"][0] == [(3 + i + k) % VOCAB for k in range(6)]
+        assert done[f"r{i}"][1].reason == "length"
+    running.ask("check_integrity")
+    assert running.ask("server_info").data["used_pages"] == 0
+
+
+def test_controls_are_answered_once(start: Callable[..., Running]) -> None:
+    running = start(info={"model": "m"})
+    running.near.send(generate("x", 9))
+    running.finish("x")
+    assert running.ask("ping").ok
+    info = running.ask("server_info").data
+    assert (info["model"], info["running"], info["waiting"]) == ("m", 0, 0)
+    assert info["evictable_pages"] > 0
+    assert running.ask("flush_cache").data["pages"] == info["evictable_pages"]
+    assert running.ask("check_integrity").ok
+    assert len([m for m in running.seen if isinstance(m, ControlReply)]) == 4
+
+
+def test_pause_and_resume(start: Callable[..., Running]) -> None:
+    running = start()
+    running.ask("pause")
+    running.near.send(generate("x"))
+    assert running.ask("server_info").data["waiting"] == 1
+    steps = len(running.runner.launched)  # type: ignore[attr-defined]
+    assert running.ask("ping").ok
+    assert len(running.runner.launched) == steps  # type: ignore[attr-defined]
+    running.ask("resume")
+    assert len(running.finish("x")["x"][0]) == 6
+
+
+def test_refusals_and_aborts_are_answered(start: Callable[..., Running]) -> None:
+    running = start()
+    running.ask("pause")
+    running.near.send_all([generate("long", 100), generate("gone"), Abort(rids=["gone", "never-seen"])])
+    done = running.finish("long", "gone")
+    assert done["long"][1].reason == "error"
+    assert "context" in done["long"][1].error
+    assert done["gone"][1].reason == "abort"
+
+
+@pytest.mark.parametrize("in_wait", [False, True], ids=["launch", "wait"])
+def test_a_failing_step_ends_its_requests_only(start: Callable[..., Running], in_wait: bool) -> None:
+    runner = Counting({1: RuntimeError("no such kernel\nsecond line")}, in_wait)
+    running = start(runner)
+    running.near.send_all([generate("a"), generate("b")])
+    done = running.finish("a", "b")
+    assert {finish.reason for _, finish in done.values()} == {"error"}
+    assert done["a"][1].error.endswith("RuntimeError: no such kernel")
+    running.near.send(generate("c"))
+    assert len(running.finish("c")["c"][0]) == 6
+    assert running.ask("check_integrity").ok
+    assert running.ask("server_info").data["used_pages"] == 0
+
+
+def test_a_lost_device_ends_the_engine(overlap: bool) -> None:
+    runner = Counting({0: DeviceLost("gone")})
+    running = Running(runner, overlap)
+    running.near.send(generate("a"))
+    assert running.finish("a")["a"][1].reason == "error"
+    running.until(lambda seen: any(isinstance(m, Fatal) for m in seen))
+    running.thread.join(10)
+    assert isinstance(running.error, DeviceLost)
+    assert runner.closed
+
+
+def test_repeated_failures_count_as_a_lost_device(overlap: bool) -> None:
+    runner = Counting(dict.fromkeys(range(100), RuntimeError("always")))
+    running = Running(runner, overlap)
+    for i in range(3):
+        running.near.send(generate(f"r{i}"))
+        running.finish(f"r{i}")
+    running.until(lambda seen: any(isinstance(m, Fatal) and "lost" in m.error for m in seen))
+    running.thread.join(10)
+    assert isinstance(running.error, DeviceLost)
+
+
+def test_shutdown_ends_what_runs(overlap: bool) -> None:
+    running = Running(Counting(), overlap)
+    running.ask("pause")
+    running.near.send(generate("a"))
+    running.stop()
+    assert running.finish("a")["a"][1].reason == "abort"
+
+
+def test_idle_engine_beats_and_waits(start: Callable[..., Running]) -> None:
+    running = start(heartbeat=0.05)
+    running.until(lambda seen: sum(isinstance(m, Heartbeat) for m in seen) >= 3)
+    assert running.runner.launched == []  # type: ignore[attr-defined]
+    beat = next(m for m in running.seen if isinstance(m, Heartbeat))
+    assert (beat.running, beat.total_pages) == (0, 64)
+
+
+def test_idle_self_check(overlap: bool) -> None:
+    running = Running(Counting(), overlap, check_integrity="fatal")
+    running.ask("pause")
+    running.scheduler.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
+    running.until(lambda seen: any(isinstance(m, Fatal) and "page 3 is lost" in m.error for m in seen))
+    running.thread.join(10)
+    assert isinstance(running.error, RuntimeError)
+
+
+def test_idle_self_check_repairs(start: Callable[..., Running]) -> None:
+    running = start(check_integrity="repair")
+    repaired = threading.Event()
+    running.scheduler.repair = lambda: repaired.set() or []  # type: ignore[method-assign,func-returns-value]
+    running.scheduler.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
+    running.near.send(generate("a"))
+    running.finish("a")
+    assert repaired.wait(10)
+    running.near.send(generate("b"))
+    assert len(running.finish("b")["b"][0]) == 6
+
+
+def test_observers_hear_of_steps(start: Callable[..., Running]) -> None:
+    steps: list[dict[str, Any]] = []
+    stopped = threading.Event()
+    running = start(observers=Observers(on_step=lambda **facts: steps.append(facts), on_stop=stopped.set))
+    running.near.send(generate("a"))
+    running.finish("a")
+    running.stop()
+    assert stopped.is_set()
+    assert [facts["num_tokens"] for facts in steps][:2] == [5, 1]
+    assert all(set(facts) == {"step", "num_running", "num_waiting", "num_tokens", "seconds"} for facts in steps)
+
+
+# grammars ----------------------------------------------------------------------------------------------------------
+
+
+class EvenOnly:
+    """Allows even tokens; ends after three."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fill(self, mask: np.ndarray) -> bool:
+        mask[:] = 0x55555555
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        self.count += 1
+        return True
+
+    def is_finished(self) -> bool:
+        return self.count >= 3
+
+
+class Backend(GrammarBackend):
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def compile(self, kind: str, source: str) -> Grammar:
+        assert self.gate.wait(10)
+        if source == "bad":
+            raise ValueError("unbalanced bracket")
+        return EvenOnly()
+
+
+def test_grammars_are_compiled_off_the_loop(start: Callable[..., Running]) -> None:
+    backend = Backend()
+    running = start(grammars=GrammarCompiler(lambda: backend))
+    constrained = SamplingParams(max_tokens=6, temperature=0.0, regex="x")
+    bad = SamplingParams(max_tokens=6, regex="bad")
+    running.near.send_all([generate("g", params=constrained), generate("b", params=bad), generate("c", params=bad), generate("plain")])
+    assert len(running.finish("plain")["plain"][0]) == 6  # others do not wait for the compiler
+    running.near.send(Abort(rids=["c"]))
+    assert running.finish("c")["c"][1].reason == "abort"
+    backend.gate.set()
+    done = running.finish("g", "b")
+    assert len(done["g"][0]) == 3
+    assert done["g"][1].reason == "stop"
+    assert done["b"][1].error == f"{BAD_GRAMMAR}: unbalanced bracket"
+    masks = running.runner.masks  # type: ignore[attr-defined]
+    assert len(masks) == 3
+    assert all((mask == 0x55555555).all() for mask in masks)

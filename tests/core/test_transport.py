@@ -1,0 +1,199 @@
+"""Transports: order, batches, waiting; the codec of scheduled batches; the private directory."""
+
+from __future__ import annotations
+
+import stat
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frame.core.follower import LeadingRunner, follow
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, StepResult
+from frame.core.interfaces.runner import ModelRunner
+from frame.core.messages import Abort, Heartbeat, Tokens
+from frame.core.sampling_params import SamplingParams
+from frame.core.transport import (
+    BatchReceiver,
+    BatchSender,
+    InProcessTransport,
+    SocketDirectory,
+    ZmqSender,
+    ZmqTransport,
+    decode_batch,
+    encode_batch,
+)
+
+
+def test_in_process_keeps_order_and_wakes() -> None:
+    near, far = InProcessTransport.pair()
+    assert far.receive() == []
+    near.send_all([Abort(rids=[str(i)]) for i in range(3)])
+    near.send(Abort(rids=["3"]))
+    assert [m.rids for m in far.receive(None) if isinstance(m, Abort)] == [["0"], ["1"], ["2"], ["3"]]
+    started = time.perf_counter()
+    assert far.receive(0.05) == []
+    assert time.perf_counter() - started >= 0.04
+    threading.Timer(0.02, near.send, [Abort()]).start()
+    assert far.receive(10.0) == [Abort()]
+
+
+def test_in_process_sink_is_called_by_the_sender() -> None:
+    seen: list[tuple[object, str]] = []
+    near, far = InProcessTransport.pair(lambda message: seen.append((message, threading.current_thread().name)))
+    far.send(Abort())
+    assert seen == [(Abort(), threading.current_thread().name)]
+    near.close()
+    assert near.receive(None) == []
+
+
+def test_zmq_routes_by_type() -> None:
+    sockets = SocketDirectory()
+    a, b, c = (sockets.address(name) for name in "abc")
+    first = ZmqTransport(a, b, {Tokens: c})
+    second, third = ZmqTransport(b, a), ZmqTransport(c, None)
+    alone = ZmqSender(b)
+    try:
+        first.send_all([Abort(rids=["x"]), Tokens(rids=["r"], token_ids=[[1, 2]]), Abort(rids=["y"])])
+        found = second.receive(10.0)
+        while len(found) < 2:
+            found += second.receive(10.0)
+        assert found == [Abort(rids=["x"]), Abort(rids=["y"])]
+        assert third.receive(10.0) == [Tokens(rids=["r"], token_ids=[[1, 2]])]
+        third.send(Heartbeat(process="p", step=1))  # nowhere to go: dropped
+        alone.send(Abort(rids=["z"]))
+        assert second.receive(10.0) == [Abort(rids=["z"])]
+        assert second.receive(0.01) == []
+        assert isinstance(first.fd, int)
+    finally:
+        alone.close()
+        for transport in (first, second, third):
+            transport.close()
+        sockets.remove()
+    assert not sockets.path.exists()
+
+
+def test_many_messages_come_in_order() -> None:
+    sockets = SocketDirectory()
+    one, two = ZmqTransport(sockets.address("1"), sockets.address("2")), ZmqTransport(sockets.address("2"), None)
+    try:
+        for i in range(2000):
+            one.send(Heartbeat(process="p", step=i))
+        steps: list[int] = []
+        while len(steps) < 2000:
+            steps += [m.step for m in two.receive(10.0) if isinstance(m, Heartbeat)]
+        assert steps == list(range(2000))
+    finally:
+        one.close()
+        two.close()
+        sockets.remove()
+
+
+def test_directory_is_private(tmp_path: Path) -> None:
+    sockets = SocketDirectory()
+    assert stat.S_IMODE(sockets.path.stat().st_mode) == 0o700
+    sockets.remove()
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionError, match="0700"):
+        SocketDirectory(str(tmp_path))
+
+
+# batches -----------------------------------------------------------------------------------------------------------
+
+
+def make_batch(step: int = 3, rows: int = 4, seed: int = 0, full: bool = True) -> ScheduledBatch:
+    r = np.random.default_rng(seed)
+    ints = lambda *shape: r.integers(0, 99, shape, dtype=np.int32)  # noqa: E731
+    setup = SlotSetup(1, SamplingParams(stop=("x",), logit_bias={3: 0.5}), 2**63 - 1, 2, ints(5))
+    return ScheduledBatch(
+        step=step,
+        num_decodes=rows // 2,
+        slots=ints(rows),
+        num_computed=ints(rows),
+        num_scheduled=ints(rows),
+        token_ids=ints(rows * 3),
+        samples=r.random(rows) < 0.5,
+        new_pages=ints(rows, 3),
+        setups=[setup] if full else [],
+        released=[1, 2],
+        prompt_logprobs=r.random(rows) < 0.5 if full else None,
+        grammar_mask=ints(rows, 4) if full else None,
+    )
+
+
+def assert_equal(left: object, right: object) -> None:
+    if isinstance(left, np.ndarray):
+        assert isinstance(right, np.ndarray)
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert (left == right).all()
+    elif isinstance(left, msgspec.Struct):
+        for name in left.__struct_fields__:
+            assert_equal(getattr(left, name), getattr(right, name))
+    elif isinstance(left, list):
+        assert isinstance(right, list)
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b)
+    else:
+        assert left == right
+
+
+@given(rows=st.integers(0, 9), seed=st.integers(0, 99), full=st.booleans())
+def test_batches_survive_the_wire(rows: int, seed: int, full: bool) -> None:
+    batch = make_batch(rows=rows, seed=seed, full=full)
+    back = decode_batch(encode_batch(batch))
+    assert_equal(batch, back)
+    assert back.slots.flags.writeable
+
+
+def test_foreign_bytes_are_refused() -> None:
+    good = msgspec.msgpack.decode(encode_batch(make_batch()))
+    good["slots"] = ["O", [1], b"12345678"]
+    with pytest.raises((msgspec.ValidationError, TypeError), match="plain data"):
+        decode_batch(msgspec.msgpack.encode(good))
+    with pytest.raises(msgspec.ValidationError):
+        decode_batch(msgspec.msgpack.encode({"step": 1}))
+    with pytest.raises(TypeError, match="cannot cross"):
+        encode_batch(msgspec.structs.replace(make_batch(), released=[object()]))  # type: ignore[list-item]
+
+
+class Recorder(ModelRunner):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+
+    def launch(self, batch: ScheduledBatch) -> Recorder:
+        self.steps.append(batch.step)
+        return self
+
+    def wait(self) -> StepResult:
+        return StepResult(step=self.steps[-1], token_ids=np.empty(0, np.int32))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_followers_run_what_rank_0_runs() -> None:
+    sockets = SocketDirectory()
+    addresses = [sockets.address(f"batches-{i}") for i in (1, 2)]
+    runners = [Recorder(), Recorder()]
+    receivers = [BatchReceiver(address) for address in addresses]
+    threads = [threading.Thread(target=follow, args=pair) for pair in zip(runners, receivers, strict=True)]
+    for thread in threads:
+        thread.start()
+    own = Recorder()
+    leader = LeadingRunner(own, BatchSender(addresses))
+    for step in range(20):
+        leader.launch(make_batch(step)).wait()
+    leader.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert own.steps == runners[0].steps == runners[1].steps == list(range(20))
+    assert own.closed
+    assert all(runner.closed for runner in runners)
+    sockets.remove()

@@ -1,0 +1,171 @@
+"""The native API over a real server: `/generate`, tokenizing, control, health, metrics, errors of the HTTP layer itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from frame.core.tokenizer import Tokenizer
+from tests.entrypoints.serving import RunningServer
+
+GREEDY = {"max_new_tokens": 8, "temperature": 0}
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_generate_shows_all_so_far(server: RunningServer, checkpoint: Path) -> None:
+    whole = server.post("/generate", {"text": "The quick", "sampling_params": GREEDY}).json()
+    streamed = events(server.post("/generate", {"text": "The quick", "sampling_params": GREEDY, "stream": True}))
+    assert streamed[-1]["text"] == whole["text"]
+    assert streamed[-1]["output_ids"] == whole["output_ids"]
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in zip(streamed, streamed[1:], strict=False))
+    assert [event["meta_info"]["completion_tokens"] for event in streamed][-1] == 8
+    meta = whole["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert meta["prompt_tokens"] == len(Tokenizer.load(checkpoint).encode("The quick"))
+    assert {"id", "cached_tokens", "e2e_latency"} <= set(meta)
+
+
+def test_generate_of_ids_and_batches(server: RunningServer, checkpoint: Path) -> None:
+    ids = Tokenizer.load(checkpoint).encode("The quick")
+    one = server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()
+    two = server.post("/generate", {"input_ids": [ids, ids], "sampling_params": [GREEDY, {**GREEDY, "max_new_tokens": 3}]}).json()
+    assert [result["output_ids"] for result in two] == [one["output_ids"], one["output_ids"][:3]]
+    assert server.post("/generate", {"text": ["The quick"], "sampling_params": GREEDY}).json()[0]["text"] == one["text"]
+    pair = server.post("/generate", {"text": "The", "sampling_params": {**GREEDY, "n": 2, "temperature": 1, "sampling_seed": 3}}).json()
+    assert pair[0]["text"] != pair[1]["text"]
+
+
+def test_generate_logprobs(server: RunningServer) -> None:
+    body = {"text": "The quick", "sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+    whole = server.post("/generate", {**body, "return_text_in_logprobs": True}).json()
+    meta = whole["meta_info"]
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == whole["output_ids"]
+    assert all(isinstance(entry[2], str) for entry in meta["output_token_logprobs"])
+    assert all(len(top) == 2 for top in meta["output_top_logprobs"])
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+    assert meta["input_token_logprobs"][0][0] is None
+    last = events(server.post("/generate", {**body, "stream": True}))[-1]["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in last] == whole["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({}, "either text or input_ids"),
+        ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+        ({"text": "a", "sampling_params": {"nonsense": 1}}, "nonsense"),
+        ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "2 prompts but 1"),
+        ({"input_ids": [1, [2]]}, "mixes"),
+        ({"input_ids": [-1]}, "vocabulary"),
+        ({"text": ""}, "empty"),
+    ],
+)
+def test_generate_refusals(server: RunningServer, body: dict[str, Any], part: str) -> None:
+    response = server.post("/generate", body)
+    assert response.status_code == 400
+    assert part in response.json()["error"]["message"]
+
+
+def test_tokenize_and_back(server: RunningServer) -> None:
+    found = server.post("/tokenize", {"text": "größe", "return_token_strs": True}).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json()["text"] == "größe"
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert chat["count"] > 1
+    assert server.post("/detokenize", {"tokens": [10**6]}).status_code == 400
+    assert server.post("/tokenize", {}).status_code == 400
+
+
+def test_health_info_and_control(server: RunningServer) -> None:
+    for path in ("/health", "/health/live", "/health/ready", "/health_generate"):
+        assert httpx.get(server.url + path, timeout=30).status_code == 200
+    info = server.get("/server_info")
+    assert info["config"]["served_name"] == "tiny-llama"
+    assert info["max_total_tokens"] == 4096
+    assert "api_key" not in json.dumps(info)
+    assert server.post("/flush_cache", {}).json()["success"]
+    assert server.get("/server_info")["evictable_pages"] == 0
+    assert server.post("/check_integrity", {}).json()["success"]
+
+
+def test_abort_request(fake_server: RunningServer) -> None:
+    import threading
+
+    results: list[httpx.Response] = []
+    body = {"input_ids": [5, 6], "rid": "to-be-aborted", "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: results.append(fake_server.post("/generate", body)))
+    thread.start()
+    while not fake_server.get("/server_info")["running"]:
+        pass
+    assert fake_server.post("/generate", body).json()["error"]["param"] == "rid"
+    assert fake_server.post("/abort_request", {"rid": "to-be-aborted"}).status_code == 200
+    thread.join(10)
+    assert results[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert fake_server.post("/abort_request", {}).status_code == 400
+
+
+def test_pause_and_continue(fake_server: RunningServer) -> None:
+    assert fake_server.post("/pause_generation", {}).status_code == 200
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(fake_server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=0.3)
+    assert fake_server.post("/continue_generation", {}).status_code == 200
+    assert fake_server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_metrics(fake_server: RunningServer) -> None:
+    def read() -> dict[str, float]:
+        text = httpx.get(fake_server.url + "/metrics").text
+        families = text_string_to_metric_families(text)
+        return {s.name + (s.labels.get("le") or s.labels.get("reason") or ""): s.value for family in families for s in family.samples}
+
+    before = read()
+    fake_server.post("/v1/completions", {"prompt": "The quick", "max_tokens": 9, "ignore_eos": True})
+    after = read()
+    assert after["frame:generation_tokens_total"] - before.get("frame:generation_tokens_total", 0) == 9
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert after[f"frame:{name}_count"] - before[f"frame:{name}_count"] == 1
+    assert after["frame:inter_token_latency_seconds_count"] - before["frame:inter_token_latency_seconds_count"] == 8
+    assert after["frame:time_to_first_token_seconds_bucket+Inf"] == after["frame:time_to_first_token_seconds_count"]
+    assert after["frame:num_finished_requests_totallength"] > before.get("frame:num_finished_requests_totallength", 0)
+    assert after["frame:num_outstanding_reqs"] == 0
+    assert after["frame:kv_total_pages"] > 0
+
+
+# the HTTP layer ----------------------------------------------------------------------------------------------------
+
+
+def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
+    flags = ("--api-key", "secret", "--max-body-bytes", "2048", "--max-running-requests", "1", "--max-queued-requests", "1")
+    with RunningServer(checkpoint, *flags, "--skip-tokenizer-init", "--max-model-len", "512", env={"FRAME_FAKE_STEP": "0.01"}) as server:
+        body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
+        for path in ("/generate", "/v1/models", "/metrics", "/nowhere", "//generate", "/health/../generate"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+                answer = httpx.post(server.url + path, json=body, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(server.url + "/health").status_code == 200
+        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=30) as client:
+            found = client.post("/generate", json=body).json()
+            assert (found["text"], len(found["output_ids"])) == ("", 1)
+            assert client.post("/v1/completions", json={"prompt": "text"}).status_code == 400
+            assert client.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
+            assert client.post("/generate", json={**body, "rid": "x" * 4000}).status_code == 413
+            chunked = client.post("/generate", content=(b"x" * 1000 for _ in range(5)))
+            assert chunked.status_code == 413
+            assert "secret" not in client.get("/server_info").text
+            long = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+            with client.stream("POST", "/generate", json=long) as first, client.stream("POST", "/generate", json=long):
+                next(first.iter_lines())
+                full = client.post("/generate", json=body)
+                assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
+                assert full.headers["retry-after"] == "1"

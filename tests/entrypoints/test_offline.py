@@ -1,0 +1,157 @@
+"""`frame.Engine`: every form of prompt, sync, async and streaming; the same texts each way; errors; processes with tp 2."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from frame import Engine, SamplingParams
+from frame.core.config import FrameConfig
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.collector import Output
+from frame.entrypoints.limits import InvalidRequestError
+from frame.entrypoints.offline import EngineError
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
+KEYS = {"max_model_len": 256, "max_total_tokens": 4096, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(model=str(checkpoint), **KEYS) as running:
+        yield running
+
+
+def test_forms_of_prompts(engine: Engine) -> None:
+    text = engine.generate("The quick", GREEDY)
+    ids = engine.tokenizer.encode("The quick")
+    assert isinstance(text, Output)
+    assert engine.generate(ids, GREEDY).token_ids == text.token_ids
+    both = engine.generate(["The quick", ids], GREEDY)
+    assert [output.token_ids for output in both] == [text.token_ids] * 2
+    assert text.text == engine.tokenizer.decode(text.token_ids)
+    assert (text.finish_reason, text.prompt_tokens, len(text.token_ids)) == ("length", len(ids), 10)
+    chat = [{"role": "user", "content": "hi"}]
+    assert engine.generate(chat, GREEDY).token_ids == engine.generate([chat, chat], GREEDY)[1].token_ids
+    assert engine.generate([]) == []
+
+
+def test_parameters_one_or_each(engine: Engine) -> None:
+    outputs = engine.generate(["a", "b"], [{"max_tokens": 2}, SamplingParams(max_tokens=3)])
+    assert [len(output.token_ids) for output in outputs] == [2, 3]
+    with pytest.raises(InvalidRequestError, match="2 prompts but 1 parameters"):
+        engine.generate(["a", "b"], [GREEDY])
+    with pytest.raises(InvalidRequestError, match="unknown sampling parameter 'tempreature'"):
+        engine.generate("a", {"tempreature": 1})
+    with pytest.raises(InvalidRequestError, match="temperature is -1"):
+        engine.generate("a", {"temperature": -1.0})
+    with pytest.raises(InvalidRequestError, match="shorten the prompt"):
+        engine.generate([5] * 400)
+
+
+def test_streaming_adds_up(engine: Engine) -> None:
+    prompts = ["The quick", "A request"]
+    whole = engine.generate(prompts, GREEDY)
+    texts, ids = ["", ""], [[], []]  # type: ignore[var-annotated]
+    for delta in engine.stream(prompts, GREEDY):
+        texts[delta.index] += delta.text
+        ids[delta.index] += delta.token_ids
+    assert texts == [output.text for output in whole]
+    assert ids == [output.token_ids for output in whole]
+
+
+async def test_async_forms(engine: Engine) -> None:
+    whole = engine.generate("The quick", GREEDY)
+    many = await asyncio.gather(*(engine.agenerate("The quick", GREEDY) for _ in range(5)))
+    assert {tuple(output.token_ids) for output in many} == {tuple(whole.token_ids)}
+    assert "".join([delta.text async for delta in engine.astream("The quick", GREEDY)]) == whole.text
+
+
+async def test_cancelling_ends_the_request(engine: Engine) -> None:
+    task = asyncio.create_task(engine.agenerate("The quick", SamplingParams(max_tokens=240, ignore_eos=True)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.generate("x", SamplingParams(max_tokens=1)).finish_reason
+    assert engine.control("server_info")["running"] == 0
+
+
+def test_leaving_a_stream_ends_the_request(engine: Engine) -> None:
+    for _ in engine.stream("The quick", SamplingParams(max_tokens=240, ignore_eos=True)):
+        break
+    engine.generate("x", SamplingParams(max_tokens=2))
+    info = engine.control("server_info")
+    assert (info["running"], info["waiting"], info["used_pages"]) == (0, 0, 0)
+
+
+def test_stop_strings_and_n(engine: Engine) -> None:
+    text = engine.generate("The quick", GREEDY).text
+    stopped = engine.generate("The quick", SamplingParams(max_tokens=10, temperature=0.0, stop=(text[4:6],)))
+    assert (stopped.text, stopped.finish_reason, stopped.matched) == (text[: text.index(text[4:6])], "stop", text[4:6])
+    several = engine.generate("The", SamplingParams(max_tokens=8, n=3, seed=5))
+    assert len({tuple(output.token_ids) for output in several.outputs}) == 3
+    assert several.outputs[0] is several
+
+
+def test_logprobs(engine: Engine) -> None:
+    output = engine.generate("The quick", SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=0))
+    assert output.logprobs.token_ids == output.token_ids
+    assert all(top[0] == (token, pytest.approx(value)) for token, value, top in zip(output.token_ids, output.logprobs.logprobs, output.logprobs.top, strict=True))
+    assert len(output.prompt_logprobs.logprobs) == output.prompt_tokens
+    assert output.prompt_logprobs.logprobs[0] is None
+
+
+def test_cache_is_seen_and_flushed(engine: Engine) -> None:
+    prompt = list(range(10, 100))
+    engine.flush_cache()
+    assert engine.generate(prompt, GREEDY).cached_tokens == 0
+    assert engine.generate(prompt, GREEDY).cached_tokens == 80
+    engine.flush_cache()
+    assert engine.generate(prompt, GREEDY).cached_tokens == 0
+    engine.control("check_integrity")
+
+
+def test_ids_only(checkpoint: Path) -> None:
+    with Engine(model=str(checkpoint), skip_tokenizer_init=True, load_format="dummy", **KEYS) as engine:
+        outputs = engine.generate([[3, 4, 5], [6, 7]], [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in (4, 7)])
+        assert [len(output.token_ids) for output in outputs] == [4, 7]
+        assert outputs[0].text == ""
+        with pytest.raises(EngineError, match="skip_tokenizer_init"):
+            engine.generate("text")
+
+
+def test_a_closed_engine_says_so(checkpoint: Path) -> None:
+    config = FrameConfig.model_validate({"model": {"path": str(checkpoint), "max_context": 64}, "cache": {"max_total_tokens": 512}})
+    engine = Engine(config=config)
+    assert engine.info["max_context"] == 64
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate("x")
+    with pytest.raises(EngineError, match="closed"):
+        engine.control("ping")
+
+
+def test_wrong_configuration_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'tp'"):
+        Engine(model="frame-tiny", tpp=2)
+    with pytest.raises(ConfigurationError, match="is no folder"):
+        Engine(model=str(tmp_path / "nothing"))
+
+
+def test_two_ranks_in_processes_give_the_same_tokens(checkpoint: Path, engine: Engine) -> None:
+    prompts = [[3 + i, 4, 5] for i in range(4)]
+    with Engine(model=str(checkpoint), tp=2, dtype="float32", **KEYS) as two:
+        assert [o.token_ids for o in two.generate(prompts, GREEDY)] == [o.token_ids for o in engine.generate(prompts, GREEDY)]
+        assert two.generate("The quick", GREEDY).text == engine.generate("The quick", GREEDY).text
+        two.control("check_integrity")
+        deployment = two._session._deployment  # type: ignore[attr-defined]
+        rank = next(child for child in deployment._children if child.name == "rank-1")
+        rank.process.kill()
+        with pytest.raises(EngineError, match=r"rank-1 process was killed by signal 9|rank 0 failed beside its followers"):
+            while True:  # the first answers may end before the death is noticed
+                two.generate([[5] * 8], SamplingParams(max_tokens=200, ignore_eos=True))
