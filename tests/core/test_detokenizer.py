@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def frame_tiny() -> Tokenizer:
 
 def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    return [ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(bounds)]
 
 
 def joined(stream: TextStream, pieces: list[list[int]], finish: Finish = LENGTH) -> tuple[str, Finish | None]:

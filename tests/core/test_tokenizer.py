@@ -71,7 +71,8 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_no_torch_and_no_transformers_are_imported() -> None:
-    code = f"import sys; from frame.core.tokenizer import Tokenizer; Tokenizer.load({str(TINY)!r}).encode('x'); print('torch' in sys.modules, 'transformers' in sys.modules)"
+    load = f"import sys; from frame.core.tokenizer import Tokenizer; Tokenizer.load({str(TINY)!r}).encode('x')"
+    code = f"{load}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
 
 

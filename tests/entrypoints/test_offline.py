@@ -100,7 +100,8 @@ def test_stop_strings_and_n(engine: Engine) -> None:
 def test_logprobs(engine: Engine) -> None:
     output = engine.generate("The quick", SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=0))
     assert output.logprobs.token_ids == output.token_ids
-    assert all(top[0] == (token, pytest.approx(value)) for token, value, top in zip(output.token_ids, output.logprobs.logprobs, output.logprobs.top, strict=True))
+    found = zip(output.token_ids, output.logprobs.logprobs, output.logprobs.top, strict=True)
+    assert all(top[0] == (token, pytest.approx(value)) for token, value, top in found)
     assert len(output.prompt_logprobs.logprobs) == output.prompt_tokens
     assert output.prompt_logprobs.logprobs[0] is None
 

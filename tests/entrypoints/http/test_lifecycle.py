@@ -193,15 +193,14 @@ def test_a_failing_step_is_an_error_of_its_requests(checkpoint: Path) -> None:
 @pytest.mark.parametrize("workers", [("0", "0"), ("2", "1")], ids=["all in the main process", "two tokenizers"])
 def test_text_processes_are_configuration(checkpoint: Path, workers: tuple[str, str], fake_server: RunningServer) -> None:
     body = {"prompt": "The quick brown fox", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stop": ["\x00never"]}
-    chat = {"messages": [{"role": "user", "content": "x" * 2000}], "max_tokens": 3, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
     flags = ("--tokenizer-workers", workers[0], "--detokenizer-workers", workers[1])
     with RunningServer(checkpoint, *flags) as server:
         assert len(server.children()) == 1 + (workers[1] == "1") + (workers[0] == "2")  # roles; both tokenizers are one
-        for path, each in (("/v1/completions", body), ("/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": "hi"}]})):
+        for path, each in (("/v1/completions", body), ("/v1/chat/completions", chat)):
             ours, theirs = server.post(path, each).json(), fake_server.post(path, each).json()
             assert ours["choices"][0].get("text") == theirs["choices"][0].get("text")
             assert ours["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
-        assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": None}], "max_tokens": 1}).status_code in (200, 400)
 
 
 def test_a_start_that_cannot_succeed_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:

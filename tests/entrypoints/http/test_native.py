@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def test_generate_shows_all_so_far(server: RunningServer, checkpoint: Path) -> N
     streamed = events(server.post("/generate", {"text": "The quick", "sampling_params": GREEDY, "stream": True}))
     assert streamed[-1]["text"] == whole["text"]
     assert streamed[-1]["output_ids"] == whole["output_ids"]
-    assert all(later["text"].startswith(earlier["text"]) for earlier, later in zip(streamed, streamed[1:], strict=False))
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(streamed))
     assert [event["meta_info"]["completion_tokens"] for event in streamed][-1] == 8
     meta = whole["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 8}
@@ -164,8 +165,9 @@ def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
             assert chunked.status_code == 413
             assert "secret" not in client.get("/server_info").text
             long = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
-            with client.stream("POST", "/generate", json=long) as first, client.stream("POST", "/generate", json=long):
+            with client.stream("POST", "/generate", json=long) as first:
                 next(first.iter_lines())
-                full = client.post("/generate", json=body)
+                two = {"input_ids": [[3], [4]], "sampling_params": {"max_new_tokens": 1}}  # one may wait, not two
+                full = client.post("/generate", json=two)
                 assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
                 assert full.headers["retry-after"] == "1"

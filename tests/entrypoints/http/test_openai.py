@@ -181,7 +181,8 @@ def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI, name: st
 
 
 def test_chat_refusals(server: RunningServer) -> None:
-    for messages, param in (([], "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "user", "content": 3}], "messages[0].content")):
+    cases = (([], "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "user", "content": 3}], "messages[0].content"))
+    for messages, param in cases:
         response = server.post("/v1/chat/completions", {"messages": messages})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     parts = [{"type": "image_url", "image_url": {"url": "x"}}]
