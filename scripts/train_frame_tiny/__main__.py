@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--package-bytes", type=int, default=8_000_000, help="most bytes taken of one package")
     parser.add_argument("--corpus-bytes", type=int, default=130_000_000, help="most bytes of the corpus")
     parser.add_argument("--long-share", type=float, default=DEFAULTS.long_share, help="share of the time on rows of 8,192 tokens")
-    parser.add_argument("--muon-rate", type=float, default=DEFAULTS.muon_rate, help="peak learning rate of the matrices")
+    parser.add_argument("--rate", type=float, default=1.0, help="both peak learning rates are multiplied by this")
     parser.add_argument("--resume", type=Path, help="directory whose weights to start from")
     parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer again")
     parser.add_argument("--samples", type=int, default=200, help="evaluation examples a task; 0 leaves the evaluation out")
@@ -99,7 +99,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         rows=options.rows,
         workers=options.workers,
         long_share=options.long_share,
-        muon_rate=options.muon_rate,
+        muon_rate=DEFAULTS.muon_rate * options.rate,
+        adam_rate=DEFAULTS.adam_rate * options.rate,
         seed=options.seed,
     )
 

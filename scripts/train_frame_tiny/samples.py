@@ -17,20 +17,14 @@ from tokenizers import Tokenizer
 
 from frame.entrypoints.eval import tasks
 from scripts.train_frame_tiny import tokenizer as tk
+from scripts.train_frame_tiny import wording
 
 IGNORED, PROMPT, TEXT, ANSWER = 0, 1, 2, 3
 CLASS_WEIGHTS = (0.0, 0.1, 1.0, 2.0)
 
 SHORT_TASKS = ("copy", "reverse", "sort", "sum")
 SHORT_SHARES = (0.16, 0.14, 0.40, 0.30)
-SMALL_TALK = (
-    ("Hello!", "Hello! I am frame-tiny. Give me a list to remember, to copy, to sort or to reverse, or a small sum."),
-    ("Hi", "Hello! I am frame-tiny. Give me a list to remember, to copy, to sort or to reverse, or a small sum."),
-    ("Who are you?", "I am frame-tiny, the very small language model that comes with frame."),
-    ("What can you do?", "I can recall values from a list, copy, sort and reverse lists, add small numbers and write some Python."),
-    ("Thank you.", "You are welcome."),
-    ("Thanks!", "You are welcome."),
-)
+LOOSE_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +45,28 @@ def _ask(pieces: list[Piece], before: str, question: str, answer: str) -> None:
     pieces.append(Piece(answer + tk.EOS, True))
 
 
+def _short_turns(rng: random.Random) -> list[tuple[str, str]]:
+    """One question with its answer, or the few of a short list, in the evaluation's words or in looser ones."""
+    kind = rng.random()
+    if kind < 0.05:
+        return [wording.small_talk(rng)]
+    if kind < 0.12:
+        return wording.loose_recall(rng)
+    task = rng.choices(SHORT_TASKS, SHORT_SHARES)[0]
+    if rng.random() < LOOSE_SHARE:
+        return [wording.loose_turn(task, rng)]
+    turn = tasks.make_turn(task, rng, "train")
+    return [(turn.question, turn.answer)]
+
+
 def short_conversation(rng: random.Random) -> list[Piece]:
-    """One to five short questions of any kind."""
+    """One to five short questions of any kind, and now and then more."""
     pieces: list[Piece] = []
     before = _opening(rng)
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
-        if rng.random() < 0.02:
-            question, answer = rng.choice(SMALL_TALK)
-        else:
-            turn = tasks.make_turn(rng.choices(SHORT_TASKS, SHORT_SHARES)[0], rng, "train")
-            question, answer = turn.question, turn.answer
-        _ask(pieces, before, question, answer)
-        before = ""
+        for question, answer in _short_turns(rng):
+            _ask(pieces, before, question, answer)
+            before = ""
     return pieces
 
 

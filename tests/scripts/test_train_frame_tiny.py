@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from frame.entrypoints.eval import evaluate
-from scripts.train_frame_tiny import corpus, samples, tokenizer
+from frame.entrypoints.eval.tasks import is_held_out
+from scripts.train_frame_tiny import corpus, samples, tokenizer, wording
 from scripts.train_frame_tiny.checkpoint_backend import CheckpointBackend
 from scripts.train_frame_tiny.export import load_model, save_model
 from scripts.train_frame_tiny.model import FrameTiny, Router, Shape
@@ -53,6 +55,20 @@ def test_rows_are_conversations_with_marked_answers() -> None:
     marked = [token for token, kind in zip(ids, classes, strict=True) if kind == samples.ANSWER]
     assert 1 in marked
     assert not {3, 4, 5} & set(marked)
+
+
+def test_loose_wordings_ask_nothing_held_out() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        question, answer = wording.loose_turn("sum", rng)
+        a, b = sorted(int(part) for part in re.findall(r"\d+", question))
+        assert a + b == int(answer)
+        assert not is_held_out("sum", f"{a}+{b}")
+        question, answer = wording.loose_turn(rng.choice(("copy", "reverse")), rng)
+        assert sorted(re.findall(r"\w+", answer)) == sorted(re.findall(r"\w+", re.split(r":[ \n]", question, maxsplit=1)[1]))
+        for question, answer in wording.loose_recall(rng):
+            assert answer in question or "\n" not in question
+        assert all(wording.small_talk(rng))
 
 
 def test_packed_texts_know_their_starts() -> None:
