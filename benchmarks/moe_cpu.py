@@ -8,16 +8,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import nn
 
 from frame.core.interfaces.moe import Dispatched
 from frame.plugins.moe_runners.torch_native import prefers_dense, run_dense, run_each, run_grouped
+from frame.quantization.none import PlainExperts
 
-WAYS = {"dense": run_dense, "grouped": run_grouped, "each": run_each}
+WAYS = {"dense": run_dense, "grouped": run_grouped, "each": run_each}  # dense: packed weights, in bfloat16 alone
 SHAPES = ((8, 2, 256, 128), (32, 4, 256, 64), (64, 8, 1024, 256), (8, 2, 1024, 2048))  # experts, top k, hidden, inner
 TOKENS = (1, 8, 32, 64, 256, 2048)
-MOST_DENSE = 1 << 25  # numbers in the widest intermediate that is tried
 
 
 def best(act: Callable[[], object], seconds: float) -> float:
@@ -42,19 +44,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="for one number of the table")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"{'type':9} {'experts':>7} {'top k':>5} {'hidden':>6} {'inner':>5} {'tokens':>6} " + " ".join(f"{way:>9}" for way in WAYS) + "  taken")
+    ways = " ".join(f"{way:>9}" for way in WAYS)
+    print(f"{'type':9} {'experts':>7} {'top k':>5} {'hidden':>6} {'inner':>5} {'tokens':>6} {ways}  taken")
     for dtype in (torch.bfloat16, torch.float32):
         for experts, top, hidden, inner in SHAPES:
             gate_up = torch.randn(experts, 2 * inner, hidden, dtype=dtype) * hidden**-0.5
-            down = (torch.randn(hidden, experts, inner, dtype=dtype) * inner**-0.5).transpose(0, 1)
+            down = torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5
+            layer = nn.Module()
+            layer.gate_up, layer.down = gate_up, down
+            PlainExperts().finish(layer)
             for count in TOKENS:
                 weights, ids = torch.rand(count, experts).softmax(-1).topk(top)
                 tokens = Dispatched(torch.randn(count, hidden, dtype=dtype), ids, weights)
                 row = []
                 for name, run in WAYS.items():
-                    skip = name == "dense" and count * experts * inner * 2 > MOST_DENSE
-                    row.append("-" if skip else f"{best(lambda run=run, tokens=tokens: run(tokens, gate_up, down), arguments.seconds):.0f}")
-                taken = "dense" if prefers_dense(tokens, down) else "grouped"
+                    packed = getattr(layer, "packed_down", None)
+                    if name == "dense":
+                        act = None if packed is None else partial(run, tokens, layer.packed_gate_up, packed, experts)
+                    else:
+                        act = partial(run, tokens, gate_up, down)
+                    row.append("-" if act is None else f"{best(act, arguments.seconds):.0f}")
+                taken = "dense" if packed is not None and prefers_dense(tokens, experts) else "grouped"
                 cells = " ".join(f"{cell:>9}" for cell in row)
                 print(f"{str(dtype)[6:]:9} {experts:7} {top:5} {hidden:6} {inner:5} {count:6} {cells}  {taken}", flush=True)
 

@@ -15,6 +15,9 @@ from frame.models.layers.parameter import ShardedParameter, ShardRule
 if TYPE_CHECKING:
     from torch import nn
 
+_SMALL_EXPERT = 1 << 17  # hidden * inner: below it, idle experts cost less than sorting tokens (benchmarks/moe_cpu.py)
+_SMALL_LAYER = 32 << 20  # bytes of `down`: the second form of a layer's experts takes three times that
+
 
 class PlainLinear:
     """`weight` [outputs, inputs]; where the CPU likes it better, `packed` instead."""
@@ -39,18 +42,26 @@ class PlainLinear:
 
 
 class PlainExperts:
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner].
+
+    Small experts on a CPU that packs get a second, packed form of all experts side by side: `packed_gate_up` (of the matrix
+    [experts * 2 * inner, hidden]) and `packed_down` ([hidden, experts * inner]); a runner takes that for small batches.
+    """
 
     def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
         rule = ShardRule(expert=0, output=1, input=2)
         layer.register_parameter("gate_up", ShardedParameter(torch.empty(num_experts, 2 * inner, hidden, dtype=dtype), rule))
         layer.register_parameter("down", ShardedParameter(torch.empty(num_experts, hidden, inner, dtype=dtype), rule))
+        layer.register_buffer("packed_gate_up", None, persistent=False)
+        layer.register_buffer("packed_down", None, persistent=False)
 
     def finish(self, layer: nn.Module) -> None:
-        """On the CPU `down` lies hidden first in memory, so that all experts side by side are one matrix without a copy."""
+        """Pack small experts."""
+        gate_up: torch.Tensor = layer.gate_up  # type: ignore[assignment]
         down: torch.Tensor = layer.down  # type: ignore[assignment]
-        if down.device.type == "cpu":
-            down.data = down.data.transpose(0, 1).contiguous().transpose(0, 1)
+        all_gate_up, all_down = gate_up.flatten(0, 1), down.transpose(0, 1).flatten(1)
+        if down[0].numel() <= _SMALL_EXPERT and down.nbytes <= _SMALL_LAYER and can_pack(all_gate_up) and can_pack(all_down):
+            layer.packed_gate_up, layer.packed_down = pack(all_gate_up), pack(all_down)
 
 
 class Plain(QuantizationMethod):

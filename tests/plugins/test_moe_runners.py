@@ -12,8 +12,10 @@ from torch import nn
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.moe import Dispatched, MoENeeds
 from frame.core.parallel import LocalGroup
+from frame.models.layers.packed import can_pack, pack
 from frame.plugins.loader import load_registry
 from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped
+from frame.quantization.none import PlainExperts
 
 
 def definition(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -45,14 +47,15 @@ def test_all_ways_follow_the_definition(count: int, experts: int, top: int, size
     hidden, inner = sizes
     tokens = routed(count, experts, min(top, experts), hidden, dtype)
     gate_up = torch.randn(experts, 2 * inner, hidden, dtype=dtype) * hidden**-0.5
-    down = (torch.randn(hidden, experts, inner, dtype=dtype) * inner**-0.5).transpose(0, 1)
+    down = torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5
     want = definition(tokens, gate_up, down)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    for run in (run_dense, run_grouped, run_each):
-        for each in (down, down.contiguous()):
-            out = run(tokens, gate_up, each)
-            assert out.dtype == dtype
-            torch.testing.assert_close(out.double(), want, **tolerance)
+    results = [run_grouped(tokens, gate_up, down), run_each(tokens, gate_up, down)]
+    if can_pack(gate_up[0]):
+        results.append(run_dense(tokens, pack(gate_up.flatten(0, 1)), pack(down.transpose(0, 1).flatten(1)), experts))
+    for out in results:
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), want, **tolerance)
 
 
 class Plain(nn.Module):
@@ -80,17 +83,24 @@ def test_a_token_without_weight_contributes_nothing() -> None:
     experts = Plain(4, 8, 8, torch.float32)
     tokens = routed(6, 4, 2, 8, torch.float32)
     none = Dispatched(tokens.x, tokens.ids, torch.zeros_like(tokens.weights))
-    for run in (run_dense, run_grouped, run_each):
+    for run in (run_grouped, run_each):
         assert not run(none, experts.gate_up, experts.down).any()
 
 
-def test_dense_is_for_small_experts_in_bfloat16() -> None:
-    small, large = torch.empty(8, 256, 128, dtype=torch.bfloat16), torch.empty(8, 1024, 2048, dtype=torch.bfloat16)
-    few, many = routed(1, 8, 2, 4, torch.float32), routed(32, 8, 2, 4, torch.float32)
-    assert prefers_dense(many, small)
-    assert not prefers_dense(few, small)
-    assert not prefers_dense(many, large)
-    assert not prefers_dense(many, small.float())
+def test_dense_is_for_small_experts_and_batches() -> None:
+    def made(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Plain:
+        layer = Plain(experts, hidden, inner, dtype)
+        PlainExperts().finish(layer)
+        return layer
+
+    small = made(8, 256, 128, torch.bfloat16)
+    if can_pack(small.down[0]):
+        assert small.packed_down is not None
+    assert not hasattr(made(8, 256, 128, torch.float32), "packed_down")
+    assert not hasattr(made(2, 1024, 256, torch.bfloat16), "packed_down")
+    assert prefers_dense(routed(32, 8, 2, 4, torch.float32), 8)
+    assert not prefers_dense(routed(1, 64, 2, 4, torch.float32), 64)
+    assert not prefers_dense(routed(500, 8, 2, 4, torch.float32), 8)
 
 
 def test_manifest_says_what_fits() -> None:

@@ -10,32 +10,36 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.models.layers.packed import packed_linear
 
-# Below these, multiplying every expert with every token costs less than sorting tokens and calling into each expert.
-_DENSE_TOKENS = 128
-_DENSE_EXPERT = 1 << 17  # hidden * inner
+_DENSE_TOKENS = 256  # more tokens make enough work for each expert
 
 
 class TorchNative(MoERunner):
-    """Plain weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]."""
+    """Plain weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]; their packed form where there is one."""
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
-        if prefers_dense(tokens, down):
-            return run_dense(tokens, gate_up, down)
+        if getattr(experts, "packed_down", None) is not None and prefers_dense(tokens, down.shape[0]):
+            return run_dense(tokens, experts.packed_gate_up, experts.packed_down, down.shape[0])  # type: ignore[arg-type]
         if _can_group(gate_up, down):
             return run_grouped(tokens, gate_up, down)
         return run_each(tokens, gate_up, down)
 
 
-def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Two multiplications over all experts laid side by side; a token's weight for the others is zero."""
-    num_experts, hidden, inner = down.shape
+def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Two multiplications over all experts side by side, in packed form; a token's weight for the others is zero."""
     weights = tokens.x.new_zeros(tokens.x.shape[0], num_experts).scatter_add_(1, tokens.ids, tokens.weights.to(tokens.x.dtype))
-    gate, up = F.linear(tokens.x, gate_up.flatten(0, 1)).view(-1, num_experts, 2, inner).unbind(2)
+    gate, up = packed_linear(tokens.x, gate_up, None).view(tokens.x.shape[0], num_experts, 2, -1).unbind(2)
     active = F.silu(gate).mul_(up).mul_(weights.unsqueeze(-1))  # [tokens, experts, inner]
-    return F.linear(active.flatten(1), down.transpose(0, 1).reshape(hidden, -1))  # a view when `down` lies hidden first
+    return packed_linear(active.flatten(1), down, None)
+
+
+def prefers_dense(tokens: Dispatched, num_experts: int) -> bool:
+    """Whether a batch is small, but not tiny beside the number of experts: then all of them cost less than sorting tokens."""
+    count, top = tokens.ids.shape
+    return count <= _DENSE_TOKENS and 16 * count * top >= num_experts
 
 
 def run_grouped(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -70,14 +74,6 @@ def _gather(tokens: Dispatched, order: torch.Tensor, source: torch.Tensor, out: 
     weighed = out * tokens.weights.flatten()[order].unsqueeze(-1)
     total = torch.zeros(tokens.x.shape, dtype=weighed.dtype, device=out.device)
     return total.index_add_(0, source, weighed).to(out.dtype)
-
-
-def prefers_dense(tokens: Dispatched, down: torch.Tensor) -> bool:
-    """Whether small experts, of which this batch uses most, are best multiplied all at once."""
-    num_experts, hidden, inner = down.shape
-    count, top = tokens.ids.shape
-    is_fast = down.device.type == "cpu" and down.dtype == torch.bfloat16  # in float32 the idle experts cost too much
-    return is_fast and count <= _DENSE_TOKENS and hidden * inner <= _DENSE_EXPERT and 2 * count * top >= num_experts
 
 
 def _can_group(*weights: torch.Tensor) -> bool:

@@ -54,7 +54,8 @@ def rotary(config: dict[str, Any], dim: int = 16, interleaved: bool = False) -> 
 def test_rotation_equals_that_of_transformers(scheme: dict[str, Any], spelling: int) -> None:
     positions = torch.tensor([0, 1, 17, 63, 127])
     theta = 50000.0
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters={**scheme, "rope_theta": theta})
+    parameters = {**scheme, "rope_theta": theta}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=parameters)
     x = torch.randn(5, 3, 16)
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     want = apply_rotary_pos_emb(x[None].transpose(1, 2), x[None].transpose(1, 2), cos, sin)[0][0].transpose(0, 1)
@@ -187,9 +188,9 @@ def test_foreign_modules_load_by_their_names() -> None:
     done = load_parameters(module, [("a.weight", weight), ("a.bias", bias), ("skip.this", bias)], (r"skip\.",))
     assert done == {"a.weight", "a.bias"}
     assert torch.equal(module["a"].weight, weight)
-    with pytest.raises(CheckpointError, match="holds b.weight"):
+    with pytest.raises(CheckpointError, match=r"holds b\.weight"):
         load_parameters(module, [("b.weight", weight)])
-    with pytest.raises(CheckpointError, match="a.bias has the shape"):
+    with pytest.raises(CheckpointError, match=r"a\.bias has the shape"):
         load_parameters(module, [("a.bias", weight)])
 
 
