@@ -123,23 +123,24 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
     """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
     spec, outs = inputs.spec, []
     for q, cached, prefix in zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True):
-        k, v = _keys_and_values(case, inputs, cached)
+        q = q.to(case.device)
+        k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))
         length, queries = k.shape[0], q.shape[0]
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        at = torch.arange(prefix, prefix + queries)[:, None]
-        keys = torch.arange(length)[None]
+        at = torch.arange(prefix, prefix + queries, device=case.device)[:, None]
+        keys = torch.arange(length, device=case.device)[None]
         hidden = keys > at
         if spec.sliding_window is not None:
             hidden |= keys <= at - spec.sliding_window
         scores = scores.masked_fill(hidden, -torch.inf)
         if spec.sinks is not None:
-            sinks = spec.sinks.double().cpu()[:, None, None].expand(-1, queries, 1)
+            sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)
             weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
         else:
             weights = torch.softmax(scores, dim=-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v).cpu())
     return torch.cat(outs)
 
 
@@ -149,7 +150,7 @@ def _keys_and_values(case: Case, inputs: Inputs, cached: tuple[torch.Tensor, ...
         group = case.heads // case.kv_heads
         return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     (latent,) = cached
-    both = torch.einsum("nr,hdr->nhd", latent[:, : case.rank], inputs.weight)
+    both = torch.einsum("nr,hdr->nhd", latent[:, : case.rank], inputs.weight.to(case.device))
     nope = case.head_dim - case.rope
     rope = latent[:, None, case.rank :].expand(-1, case.heads, -1)
     return torch.cat((both[..., :nope], rope), dim=-1), both[..., nope:]
@@ -176,14 +177,16 @@ def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | N
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
             part.view(-1, *part.shape[2:])[batch.kv_slots] = torch.nan
+    layer = None
+    if inputs.weight is not None:
+        weight = inputs.weight.to(device=device, dtype=case.dtype)
+        layer = RandomProjections(inputs.spec, case.rank, case.head_dim - case.rope, case.rope, weight)
     with poisoned_memory(), no_waiting(device):
         batch = planned(backend, batch)
-        if inputs.weight is None:
+        if layer is None:
             out = backend.run(inputs.spec, q, own[0], own[1], batch)
         else:
-            nope = case.head_dim - case.rope
-            weight = inputs.weight.to(device=device, dtype=case.dtype)
-            layer = RandomProjections(inputs.spec, case.rank, nope, case.rope, weight)
+            nope = layer.qk_nope_head_dim
             out = backend.run_mla(layer, q[..., :nope], q[..., nope:], own[0], batch)
     expected = (q.shape[0], case.heads, case.v_head_dim)
     assert tuple(out.shape) == expected, f"the result's shape is {tuple(out.shape)}, not {expected}"

@@ -55,6 +55,7 @@ class ConformanceRun:
     def pytest_ignore_collect(self, collection_path: Path) -> bool:
         return True  # the project's own tests are not what was asked for
 
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the items
     def pytest_collection_modifyitems(self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for selector in self._selectors for item in self._collect(session, selector)]
         session.testscollected = len(items)

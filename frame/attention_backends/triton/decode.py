@@ -84,8 +84,8 @@ def decode_kernel(
         in_group = tl.program_id(0) % blocks * HEADS + places
         valid = (places < HEADS) & (in_group < GROUP)
         head = kv_head * GROUP + in_group
-        q1 = load_rows(q1_pointer, row * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, UPCAST)
-        q2 = load_rows(q2_pointer, row * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, UPCAST)
+        q1 = load_rows(q1_pointer, row * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
+        q2 = load_rows(q2_pointer, row * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
         top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
         if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation, then a value of the device
@@ -93,6 +93,7 @@ def decode_kernel(
                 top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
         acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
+        whole = begin + (end - begin) // BLOCK_KEYS * BLOCK_KEYS  # whole blocks need no mask
         top, total, acc = scan_keys(
             q1,
             q2,
@@ -101,6 +102,38 @@ def decode_kernel(
             total,
             acc,
             begin,
+            whole,
+            scale,
+            page_table + slot * table_stride,
+            0,
+            k1_pointer + kv_head * k1_head,
+            k2_pointer + kv_head * k2_head,
+            v_pointer + kv_head * v_head,
+            k1_stride,
+            k2_stride,
+            v_stride,
+            PAGE_SIZE,
+            WIDTH1,
+            WIDTH2,
+            VALUE,
+            BLOCK1,
+            BLOCK2,
+            BLOCK_VALUE,
+            BLOCK_KEYS,
+            WINDOW,
+            SOFT_CAP,
+            SHARED,
+            False,
+            UPCAST,
+        )
+        top, total, acc = scan_keys(
+            q1,
+            q2,
+            tl.zeros([BLOCK_QUERIES], tl.int32) + (seq_len - 1),
+            top,
+            total,
+            acc,
+            whole,
             end,
             scale,
             page_table + slot * table_stride,
@@ -122,6 +155,7 @@ def decode_kernel(
             WINDOW,
             SOFT_CAP,
             SHARED,
+            True,
             UPCAST,
         )
         columns = tl.arange(0, BLOCK_VALUE)

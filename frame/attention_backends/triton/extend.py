@@ -80,8 +80,8 @@ def extend_kernel(
     head = kv_head * GROUP + in_group
     token = (token_start + query).to(tl.int64)
 
-    q1 = load_rows(q1_pointer, token * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, UPCAST)
-    q2 = load_rows(q2_pointer, token * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, UPCAST)
+    q1 = load_rows(q1_pointer, token * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
+    q2 = load_rows(q2_pointer, token * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
     if HAS_SINKS:  # one more logit without a value
         top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
@@ -94,6 +94,9 @@ def extend_kernel(
     if WINDOW > 0:
         first = tl.maximum(0, prefix + first_query - WINDOW + 1) // BLOCK_KEYS * BLOCK_KEYS
     last = tl.minimum(seq_len, prefix + first_query + per_tile)
+    whole = first  # keys up to here are seen by the whole tile and need no mask
+    if WINDOW == 0:
+        whole = tl.minimum(last, prefix + first_query + 1) // BLOCK_KEYS * BLOCK_KEYS
     top, total, acc = scan_keys(
         q1,
         q2,
@@ -102,6 +105,38 @@ def extend_kernel(
         total,
         acc,
         first,
+        whole,
+        scale,
+        page_table + slot * table_stride,
+        tl.load(key_starts + row),
+        k1_pointer + kv_head * k1_head,
+        k2_pointer + kv_head * k2_head,
+        v_pointer + kv_head * v_head,
+        k1_stride,
+        k2_stride,
+        v_stride,
+        PAGE_SIZE,
+        WIDTH1,
+        WIDTH2,
+        VALUE,
+        BLOCK1,
+        BLOCK2,
+        BLOCK_VALUE,
+        BLOCK_KEYS,
+        WINDOW,
+        SOFT_CAP,
+        SHARED,
+        False,
+        UPCAST,
+    )
+    top, total, acc = scan_keys(
+        q1,
+        q2,
+        prefix + query,
+        top,
+        total,
+        acc,
+        whole,
         last,
         scale,
         page_table + slot * table_stride,
@@ -123,6 +158,7 @@ def extend_kernel(
         WINDOW,
         SOFT_CAP,
         SHARED,
+        True,
         UPCAST,
     )
     columns = tl.arange(0, BLOCK_VALUE)

@@ -17,9 +17,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, UPCAST: tl.constexpr):
-    """[rows, columns] of a matrix whose last dimension is contiguous; zero where a row is not valid or a column too far."""
-    tile = tl.load(pointer + places[:, None] * stride + columns[None, :], mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
+def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASKED: tl.constexpr, UPCAST: tl.constexpr):
+    """[rows, columns] of a matrix whose last dimension is contiguous; zero in columns past its width and, if `MASKED`, in rows
+    that are not valid."""
+    pointers = pointer + places[:, None] * stride + columns[None, :]
+    if MASKED:
+        tile = tl.load(pointers, mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    elif columns.shape[0] > WIDTH:
+        tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
     if UPCAST:  # the interpreter adds and multiplies bfloat16 wrongly
         tile = tile.to(tl.float32)
     return tile
@@ -61,6 +68,7 @@ def scan_keys(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SHARED: tl.constexpr,  # the values are the first part of the keys
+    MASKED: tl.constexpr,  # False: all keys are there in whole blocks, and all queries see them
     UPCAST: tl.constexpr,
 ):
     """-> (top, total, acc): running maximum (base 2), sum of weights, weighted sum of values."""
@@ -72,31 +80,38 @@ def scan_keys(
         keys = start + steps
         valid = keys < last
         if PAGE_SIZE > 0:
-            page = tl.load(table + keys // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+            if MASKED:
+                page = tl.load(table + keys // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+            else:
+                page = tl.load(table + keys // PAGE_SIZE).to(tl.int64)
             places = page * PAGE_SIZE + keys % PAGE_SIZE
         else:
             places = (key_start + keys).to(tl.int64)
-        k1 = load_rows(k1_pointer, places, k1_stride, columns1, WIDTH1, valid, UPCAST)
+        k1 = load_rows(k1_pointer, places, k1_stride, columns1, WIDTH1, valid, MASKED, UPCAST)
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if WIDTH2 > 0:
-            k2 = load_rows(k2_pointer, places, k2_stride, columns2, WIDTH2, valid, UPCAST)
+            k2 = load_rows(k2_pointer, places, k2_stride, columns2, WIDTH2, valid, MASKED, UPCAST)
             scores += tl.dot(q2, tl.trans(k2), input_precision="ieee")
-        scores *= scale
         if SOFT_CAP > 0:
-            scores = soft_capped(scores, SOFT_CAP)
-        seen = valid[None, :] & (keys[None, :] <= query_at[:, None])
-        if WINDOW > 0:
-            seen &= keys[None, :] > query_at[:, None] - WINDOW
-        scores = tl.where(seen, scores * LOG2E, float("-inf"))
+            scores = soft_capped(scores * scale, SOFT_CAP) * LOG2E
+        else:
+            scores *= scale * LOG2E
+        if MASKED:
+            seen = valid[None, :] & (keys[None, :] <= query_at[:, None])
+            if WINDOW > 0:
+                seen &= keys[None, :] > query_at[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query that has seen no key yet
+        base = new_top
+        if MASKED:
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query that has seen no key yet
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         if SHARED:
             v = k1
         else:
-            v = load_rows(v_pointer, places, v_stride, value_columns, VALUE, valid, UPCAST)
+            v = load_rows(v_pointer, places, v_stride, value_columns, VALUE, valid, MASKED, UPCAST)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = new_top
     return top, total, acc

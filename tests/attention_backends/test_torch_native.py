@@ -1,0 +1,131 @@
+"""`torch_native`: the conformance suite, its grouping of rows, and the paths that only large steps take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frame.attention_backends.torch_native import backend as native
+from frame.attention_backends.torch_native import plan as planning
+from frame.attention_backends.torch_native.backend import TorchNativeBackend
+from frame.plugins.loader import load_registry
+from frame.testing import conformance
+from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from frame.testing.conformance_attention import Case, check_case
+
+SUBJECT = conformance.find(load_registry(installed=False), "attention:torch_native", conformance.Setting())
+CHECKS = conformance.checks("attention", SUBJECT)
+LATENT = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
+def test_conformance(check: conformance.Check) -> None:
+    check.run()
+
+
+def make(case: Case) -> TorchNativeBackend:
+    return TorchNativeBackend(build_context(case.device, case.dtype, case.page_size))
+
+
+def groups_of(rows: Rows, page_size: int = 4, window: int | None = None, token_bytes: int = 1024, shuffled: bool = True) -> planning.Groups:
+    pages = lay_out(rows, page_size, np.random.default_rng(0), shuffled)
+    batch = forward_batch(rows, pages, PlainKVCache(page_size, []), "cpu")
+    return planning.Grouping(batch, window, torch.float32, token_bytes).make(rows.num_decodes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=60),
+    st.integers(1, 100_000),
+    st.integers(0, 10_000),
+    st.sampled_from((0.5, 0.75, 1.0)),
+)
+def test_spans_hold_every_row_once_and_bound_the_padding(lengths: list[int], budget: int, spare: int, fill: float) -> None:
+    costs = np.sort(np.array(lengths))[::-1]
+    spans = list(planning.spans(costs, budget, spare, fill))
+    assert [row for start, stop in spans for row in range(start, stop)] == list(range(len(costs)))
+    for start, stop in spans:
+        top, run = int(costs[start]), costs[start:stop]
+        assert len(run) == 1 or len(run) * top <= budget
+        assert run.min() >= fill * top or (top - run).sum() <= spare
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 200), max_size=12),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), max_size=8),
+    st.sampled_from((None, 1, 7, 50)),
+    st.sampled_from((1, 3, 16)),
+)
+def test_every_token_gets_its_result_once(decodes: list[int], extends: list[tuple[int, int]], window: int | None, page_size: int) -> None:
+    if not decodes and not extends:
+        return
+    rows = Rows.of(decodes, extends)
+    found = groups_of(rows, page_size, window)
+    tokens = np.arange(int(rows.starts[-1]))
+    written = np.concatenate([tokens[_numpy(group.targets)] for group in (*found.decodes, *found.extends)])
+    assert sorted(written) == list(tokens)
+    assert all(group.query_len == 1 for group in found.decodes)
+
+
+def test_similar_decodes_share_one_call() -> None:
+    lengths = [int(n) for n in np.random.default_rng(0).integers(64, 129, 32)]
+    assert [group.rows for group in groups_of(Rows.of(lengths), token_bytes=192).decodes] == [32]
+
+
+def test_a_very_long_row_is_not_padded_onto_others() -> None:
+    found = groups_of(Rows.of([20] * 30 + [20_000]), token_bytes=1024).decodes
+    assert sorted(group.rows for group in found) == [1, 30]
+
+
+def test_a_long_row_in_contiguous_pages_is_sliced() -> None:
+    rows = Rows.of([4000])
+    (group,) = groups_of(rows, page_size=16, shuffled=False).decodes
+    assert isinstance(group.keys, slice)
+    assert group.keys.stop - group.keys.start == 4000
+    (group,) = groups_of(rows, page_size=16, shuffled=False, window=1000).decodes
+    assert isinstance(group.keys, slice)
+    assert (group.keys.start, group.keys.stop) == (3000, 4000)
+    (group,) = groups_of(rows, page_size=16, shuffled=True).decodes
+    assert isinstance(group.keys, torch.Tensor)
+
+
+def test_fresh_prompts_read_nothing_from_the_cache() -> None:
+    found = groups_of(Rows.of([], [(0, 30), (0, 30), (5, 30), (0, 30)])).extends
+    assert sorted((group.rows, group.own_keys) for group in found) == [(1, False), (3, True)]
+
+
+@pytest.mark.parametrize("kind", [{}, LATENT, {"window": 30}, {"window": 30, **LATENT}, {"soft_cap": 2.0}, {"sinks": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_extends_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch, kind: dict[str, object], dtype: torch.dtype) -> None:
+    monkeypatch.setattr(native, "BLOCK_CELLS", 2000)
+    monkeypatch.setattr(planning, "MASK_CELLS", 1)  # no row shares a mask with another one
+    check_case(make, Case(Rows.of([40], [(0, 150), (90, 77), (90, 77)]), dtype=dtype, **kind))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 40])
+def test_both_forms_of_latent_attention_agree(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Expanded keys that do not fit stay absorbed."""
+    calls: list[str] = []
+    original = native._expanded
+    monkeypatch.setattr(native, "EXPANDED_BYTES", limit)
+    monkeypatch.setattr(native, "_expanded", lambda *arguments: (calls.append("expanded"), original(*arguments))[1])
+    check_case(make, Case(Rows.of([], [(0, 30), (64, 40)]), **LATENT))
+    assert bool(calls) == bool(limit)
+
+
+def test_windows_are_planned_from_the_second_step_on() -> None:
+    case = Case(Rows.of([50, 60]), window=10)
+    backend = make(case)
+    check_case(lambda _: backend, case)
+    pages = lay_out(case.rows, case.page_size, np.random.default_rng(0))
+    cache = PlainKVCache(case.page_size, [torch.zeros(pages.num_pages, case.page_size, 2, 32)] * 2)
+    plan = backend.plan(forward_batch(case.rows, pages, cache, "cpu"))
+    assert set(plan._by_window) == {10}
+
+
+def _numpy(places: slice | torch.Tensor) -> slice | np.ndarray:
+    return places if isinstance(places, slice) else places.numpy()

@@ -1,0 +1,116 @@
+"""`triton`: the conformance suite under the interpreter, host-side plans, and what it says of itself on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.interfaces.attention import AttentionNeeds
+from frame.plugins.loader import load_registry
+from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+CPU = AttentionNeeds("cpu", None, "mha", 64, 64, None, "float32", "float32", 16)
+
+
+@pytest.mark.slow
+def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
+    """In a process of its own: kernels are interpreted, or not, from their definition on."""
+    verdict_file = tmp_path / "verdict.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--frame-conformance=attention:triton"]
+    command.append(f"--frame-conformance-json={verdict_file}")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    (verdict,) = json.loads(verdict_file.read_text())
+    assert verdict["passed"]
+    assert verdict["counts"]["passed"] >= 30
+
+
+def test_runs_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load_registry(installed=False).get("attention_backend", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert [reason.sentence for reason in record.capabilities.unsupported(CPU)] == ["runs on cuda, not on cpu"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert record.capabilities.unsupported(CPU) == []
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
+def test_refuses_a_cpu_without_the_interpreter() -> None:
+    from frame.attention_backends.triton.backend import TritonBackend
+
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        TritonBackend(build_context("cpu", torch.float32, 16))
+
+
+def plan_of(rows: Rows):  # type: ignore[no-untyped-def]
+    from frame.attention_backends.triton.plan import StepPlan
+
+    pages = lay_out(rows, 4, np.random.default_rng(0))
+    return StepPlan(forward_batch(rows, pages, PlainKVCache(4, []), "cpu")), pages
+
+
+def test_tiles_hold_every_query_once_and_start_with_the_longest() -> None:
+    plan, _ = plan_of(Rows.of([3, 4], [(0, 40), (100, 17), (5, 1)]))
+    rows, starts = plan.tiles(16).numpy()
+    assert sorted(zip(rows.tolist(), starts.tolist(), strict=True)) == [(0, 0), (0, 16), (0, 32), (1, 0), (1, 16), (2, 0)]
+    assert (rows[0], starts[0]) == (1, 16)
+
+
+def test_few_long_rows_are_split_and_many_are_not() -> None:
+    one, _ = plan_of(Rows.of([100_000]))
+    splits, keys = one.splits(None, blocks=8, part_bytes=4096, processors=132, multiple=64)
+    assert splits * keys >= 100_000 > (splits - 1) * keys
+    assert splits * 8 >= 132
+    many, _ = plan_of(Rows.of([1000] * 300))
+    assert many.splits(None, blocks=8, part_bytes=4096, processors=132, multiple=64)[0] == 1
+    windowed, _ = plan_of(Rows.of([100_000]))
+    assert windowed.splits(128, blocks=8, part_bytes=4096, processors=132, multiple=64)[0] == 1
+
+
+def test_split_parts_stay_within_their_memory() -> None:
+    from frame.attention_backends.triton.plan import PART_BYTES
+
+    plan, _ = plan_of(Rows.of([50_000] + [10] * 63))
+    part_bytes = 128 * 512 * 4
+    splits, _ = plan.splits(None, blocks=2, part_bytes=part_bytes, processors=132, multiple=32)
+    assert splits * 64 * part_bytes <= PART_BYTES
+
+
+def test_expanded_keys_lie_row_after_row() -> None:
+    plan, pages = plan_of(Rows.of([9], [(6, 3), (0, 5)]))
+    places, starts = plan.expanded_keys()
+    assert starts.tolist() == [0, 9]
+    assert places.tolist() == [*pages.places[1], *pages.places[2]]
+    fresh, _ = plan_of(Rows.of([9], [(0, 3), (0, 5)]))
+    places, starts = fresh.expanded_keys()
+    assert places is None
+    assert starts.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(("width", "parts"), [(64, (64, 0)), (192, (128, 64)), (576, (512, 64)), (80, (64, 16)), (24, (24, 0)), (96, (64, 32))])
+def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int]) -> None:
+    from frame.attention_backends.triton.scan import split_width
+
+    assert split_width(width) == parts
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("columns", [(64, 0, 64), (128, 0, 128), (256, 0, 256), (512, 64, 0), (128, 64, 128)])
+def test_tiles_fit_the_shared_memory(columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> None:
+    from frame.attention_backends.triton.scan import choose_tile
+
+    tile = choose_tile(16, columns, itemsize, shared_memory, is_decode=True)
+    needed = 16 * (columns[0] + columns[1]) * itemsize + tile.stages * tile.keys * sum(columns) * itemsize
+    assert needed <= shared_memory
