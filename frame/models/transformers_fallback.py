@@ -6,8 +6,9 @@ Knows no architecture: those whose attention does not go through transformers' i
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,8 @@ class TransformersForCausalLM(CausalLM, nn.Module):
                 None, config=config, state_dict=state, dtype=self.context.dtype, output_loading_info=True
             )
 
-        model, report = self._build_config_and(load)
+        with _quiet():
+            model, report = self._build_config_and(load)
         _check(report)
         self.model = model.to(self.context.device).eval()
         self.parts = (model.base_model, _tail(model))
@@ -237,6 +239,21 @@ def _tail(model: Any) -> Any:
     tail.__dict__["_modules"] = dict(model._modules)  # noqa: SLF001 - a shallow copy shares its children otherwise
     tail._modules[model.base_model_prefix] = _GivenHidden()  # noqa: SLF001
     return tail
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bar, which also goes to files."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _check(report: dict[str, Any]) -> None:

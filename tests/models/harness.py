@@ -191,4 +191,5 @@ def open_session(
         record = registry.get("model", model)
     context = build_context(facts, tp, dtype, **names)
     built, _ = load_model(registry.load(record), facts, context, WeightSource(folder, names.get("load_format", "auto")))
-    return Session(built, facts, page_size=names.get("page_size", 4), backend=context.attention)
+    sizes = {"page_size": names.get("page_size", 4), "max_tokens": names.get("max_tokens", 256)}
+    return Session(built, facts, backend=context.attention, **sizes)

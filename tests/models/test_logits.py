@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from frame.core.model_facts import EMBEDDED, find_model
 from tests.models.harness import Session, open_session
 
 ARCHITECTURES = [
@@ -97,3 +98,12 @@ def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[...
     distance = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert distance.median() < 0.03
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.85
+
+
+def test_the_embedded_model(reference: Callable[[Path], Any]) -> None:
+    """DeepSeek-V3 as it was trained, with a multi-token-prediction layer that is left out."""
+    folder = find_model(EMBEDDED)
+    session, model = open_session(folder, max_tokens=512), reference(folder)
+    tokens = [0, *prompt(300, 5)]
+    got = torch.cat([session.step([(0, tokens[:200])])[0], session.step([(0, tokens[200:])])[0]])
+    torch.testing.assert_close(got, wanted(model, tokens), atol=1e-4, rtol=1e-4)
