@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from frame.core.processors import ProcessorPlan, Processors
@@ -21,7 +22,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 _BLOCK = 128  # columns; large vocabularies are searched by blocks first
 _BLOCKS_PAY = 8192  # vocabulary from which a blocked maximum is faster than a plain one
-_FIRST_TOP_P = 256  # candidates tried for top-p before all are sorted
+_NOTHING = -115.0  # powers of 2 below this are taken for 0: less than 1e-34 of the likeliest token's
+_FIRST_TOP_P = 256  # candidates tried for top-p,
+_MORE = 16  # times as many where these were not enough, and in the end all
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,63 +114,59 @@ def _column(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
 def _weights(
     logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors
 ) -> torch.Tensor:
-    """exp of the scaled logits of the drawn rows, 0 where a filter cuts; [drawn, vocab rounded up to the block]."""
+    """Weights of the drawn rows' tokens at their temperature, the likeliest has 1; 0 where a filter cuts.
+    [drawn, vocab rounded up to the block]. Everything is in powers of 2: `exp2` is fast where `exp` is not (at minus infinity)."""
     if rows is not None:
         logits, best = logits.index_select(0, rows), best.index_select(0, rows)
     scaled = (logits - best.unsqueeze(1)).div_(tensors["temperature"].unsqueeze(1))  # at most 0
+    scaled = F.threshold(scaled, _NOTHING, -torch.inf, inplace=True)  # or their powers are denormal numbers: slow on CPUs
+    is_filtered = plan.num_filtered > 0 or plan.has_min_p
+    weights = scaled.exp2() if is_filtered else scaled.exp2_()
     limit = None
     if plan.num_filtered:
         some = tensors.get("filtered_rows")
-        limit = thresholds(scaled if some is None else scaled.index_select(0, some), plan, tensors)
-        if some is not None:
-            limit = scaled.new_full((len(scaled),), -torch.inf).index_copy_(0, some, limit)
+        if some is None:
+            limit = thresholds(scaled, weights, plan, tensors)
+        else:
+            found = thresholds(scaled.index_select(0, some), weights.index_select(0, some), plan, tensors)
+            limit = scaled.new_full((len(scaled),), -torch.inf).index_copy_(0, some, found)
     if plan.has_min_p:
         limit = tensors["log_min_p"] if limit is None else torch.maximum(limit, tensors["log_min_p"])
     if limit is not None:
-        scaled.masked_fill_(scaled < limit.unsqueeze(1), -torch.inf)
-    weights = scaled.exp_()
+        weights.mul_(torch.ge(scaled, limit.unsqueeze(1), out=torch.empty_like(scaled)))  # no bool: several times as fast
     missing = -weights.shape[1] % _BLOCK
-    return torch.nn.functional.pad(weights, (0, missing)) if missing else weights
+    return F.pad(weights, (0, missing)) if missing else weights
 
 
-def thresholds(scaled: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
-    """The least scaled logit that top-k and top-p keep, float32 [filtered]. scaled [filtered, vocab], each row's greatest is 0."""
+def thresholds(scaled: torch.Tensor, weights: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
+    """The least scaled logit that top-k and top-p keep, float32 [filtered]. scaled [filtered, vocab], each row's greatest is 0;
+    `weights` is 2 to its power."""
     vocab = scaled.shape[1]
-    top_k, top_p = tensors["top_k"], tensors["top_p"]
+    count = plan.max_top_k
+    if plan.has_unlimited:  # how many top-p needs is known after a look at the values, which only the CPU has for nothing
+        count = vocab if scaled.is_cuda else max(_FIRST_TOP_P, count)
+    return _limits(scaled, weights.sum(dim=-1).double(), tensors["top_k"], tensors["top_p"], min(count, vocab))
+
+
+def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int) -> torch.Tensor:
+    """The limits from the `count` greatest values of each row, and from more of them for the rows whose top-p needs more."""
+    vocab = scaled.shape[1]
+    values = scaled.topk(count, dim=-1).values if count < vocab else scaled.sort(dim=-1, descending=True).values
     has_k = top_k > 0
-    if not plan.has_unlimited:
-        values = scaled.topk(min(plan.max_top_k, vocab), dim=-1).values
-    else:
-        values = _likeliest(scaled, plan, has_k, top_p)
-    last = torch.where(has_k, top_k, vocab).clamp_(max=values.shape[1]).sub_(1).unsqueeze(1)
+    last = torch.where(has_k, top_k, vocab).clamp_(max=count).sub_(1).unsqueeze(1)
     limit = values.gather(1, last).squeeze(1).masked_fill_(~has_k, -torch.inf)
-    if plan.has_top_p:
-        weights = values.double().exp_()
-        cumulated = weights.cumsum(dim=-1)
-        whole = cumulated.gather(1, last).squeeze(1)
-        if plan.has_unlimited:
-            whole = torch.where(has_k, whole, _mass(scaled))
-        is_kept = (cumulated - weights) < (top_p * whole).unsqueeze(1)
-        count = torch.minimum(is_kept.sum(-1, keepdim=True).clamp_(min=1), last + 1)
-        nucleus = values.gather(1, count - 1).squeeze(1).masked_fill_(top_p >= 1.0, -torch.inf)
-        limit = torch.maximum(limit, nucleus)
+    weights = values.double().exp2_()
+    cumulated = weights.cumsum(dim=-1)
+    wanted = top_p * torch.where(has_k, cumulated.gather(1, last).squeeze(1), mass)
+    size = ((cumulated - weights) < wanted.unsqueeze(1)).sum(-1, keepdim=True).clamp_(min=1)
+    nucleus = values.gather(1, torch.minimum(size, last + 1) - 1).squeeze(1)
+    limit = torch.maximum(limit, nucleus.masked_fill_(top_p >= 1.0, -torch.inf))
+    if count < vocab and not scaled.is_cuda:
+        short = (~has_k & (top_p < 1.0) & (cumulated[:, -1] < wanted)).nonzero().squeeze(1)
+        if len(short):
+            more = count * _MORE if count * _MORE < vocab // 2 else vocab
+            limit[short] = _limits(scaled[short], mass[short], top_k[short], top_p[short], more)
     return limit
-
-
-def _likeliest(scaled: torch.Tensor, plan: SamplingPlan, has_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Values in falling order, enough of them for every row's top-p. Asking whether a few are enough costs a look at the device:
-    on the CPU that is free, elsewhere all are sorted."""
-    first = min(max(_FIRST_TOP_P, plan.max_top_k), scaled.shape[1])
-    if not scaled.is_cuda:
-        values = scaled.topk(first, dim=-1).values
-        reached = values.double().exp_().sum(dim=-1)
-        if bool((has_k | (top_p >= 1.0) | (reached >= top_p * _mass(scaled))).all()):
-            return values
-    return scaled.sort(dim=-1, descending=True).values
-
-
-def _mass(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled.exp().sum(dim=-1).double()
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

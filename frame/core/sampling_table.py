@@ -7,6 +7,7 @@ a token depends on its seed, its position and its distribution, and on nothing e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 _ROW = np.dtype(
     [
-        ("temperature", "f4"),
+        ("temperature", "f4"),  # times ln 2: the sampler works in powers of 2
         ("top_p", "f4"),
-        ("log_min_p", "f4"),
+        ("log_min_p", "f4"),  # to base 2
         ("top_k", "i4"),  # 0: off
         ("seed", "u8"),
         ("logprobs", "i2"),  # -1: none
@@ -45,7 +46,6 @@ class SamplingPlan:
     num_filtered: int  # of the drawn rows
     max_top_k: int  # over the filtered rows; 0: none has top-k
     has_unlimited: bool  # a filtered row has top-p alone
-    has_top_p: bool
     has_min_p: bool
     logprob_rows: np.ndarray | None  # int64; rows that want log-probabilities
     num_top_logprobs: int
@@ -118,7 +118,6 @@ class SamplingTable:
             num_filtered=len(filtered),
             max_top_k=int(top_k.max(initial=0)),
             has_unlimited=bool((top_k == 0).any()),
-            has_top_p=bool((top_p < 1.0).any()),
             has_min_p=has_min_p,
             logprob_rows=wanted if len(wanted) else None,
             num_top_logprobs=int(rows["logprobs"].max(initial=0)),
@@ -149,9 +148,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _row(setup: SlotSetup) -> tuple[float, float, float, int, int, int, int]:
     params = setup.params
     return (
-        params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
+        params.temperature * math.log(2.0) if params.temperature >= _GREEDY_BELOW else 0.0,
         params.top_p,
-        float(np.log(params.min_p)) if params.min_p > 0.0 else -np.inf,
+        math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
         max(params.top_k, 0),
         setup.seed & 0xFFFF_FFFF_FFFF_FFFF,
         -1 if params.logprobs is None else params.logprobs,
