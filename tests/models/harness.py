@@ -24,11 +24,11 @@ from frame.plugins.loader import load_registry
 
 
 class NaivePool:
-    """`layers` tensors of pages; widths are those of the tensors that a layer stores."""
+    """`layers` tensors of pages; widths are those of the tensors that a layer stores. What nobody wrote is large: a read shows."""
 
     def __init__(self, layers: int, widths: Sequence[tuple[int, ...]], pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.page_size = page_size
-        self.data = [tuple(torch.full((pages, page_size, *width), torch.nan, dtype=dtype) for width in widths) for _ in range(layers)]
+        self.data = [tuple(torch.full((pages, page_size, *width), 1e4, dtype=dtype) for width in widths) for _ in range(layers)]
 
     def store(self, layer: int, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
         for cache, new in zip(self.data[layer], tensors, strict=True):
@@ -160,18 +160,20 @@ class Session:
 
 
 def build_context(facts: ModelFacts, tp: Collective | None = None, dtype: torch.dtype = torch.float32, **names: Any) -> BuildContext:
-    """A context of naive attention and in-tree parts by name; `names` may give another attention class, quantization …"""
+    """A context of naive attention and in-tree parts by name; `names` may give another attention (class or plugin name), quantization …"""
     registry = load_registry(installed=False)
     tp = tp or LocalGroup()
     base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": Limits(8, 512, 512, 4)}
     bare = BuildContext(**base)
+
+    attention = names.get("attention", NaiveAttention)
 
     def part(kind: str, name: str) -> Any:
         return registry.load(registry.get(kind, name))
 
     return BuildContext(
         **base,
-        attention=names.get("attention", NaiveAttention)(bare),
+        attention=(part("attention_backend", attention) if isinstance(attention, str) else attention)(bare),
         quantization=part("quantization_method", names.get("quantization", "none"))(facts.config.get("quantization_config")),
         moe_runner=part("moe_runner", "torch_native")(bare) if facts.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if facts.num_experts else None,

@@ -79,6 +79,15 @@ def test_logits_equal_those_of_transformers(architecture: str, checkpoint: Calla
     check(open_session(folder), reference(folder))
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_with_the_torch_backend(
+    architecture: str, page_size: int, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
+) -> None:
+    folder = checkpoint(architecture)
+    check(open_session(folder, attention="torch_native", page_size=page_size), reference(folder))
+
+
 @pytest.mark.parametrize(("architecture", "overrides"), VARIANTS, ids=lambda value: str(value)[:60])
 def test_variants_of_the_config(
     architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
