@@ -12,7 +12,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters, named as the OpenAI API and SGLang name them.
 
     `max_tokens=None` means up to the context's end. `temperature=0` is greedy. `top_k=-1` and `top_p=1` are off. `seed=None` draws one.
-    `stop` are strings, matched on text; `stop_token_ids` end a request too, also where `ignore_eos` switches the model's own end tokens off.
+    `stop` are strings, matched on text; `stop_token_ids` end a request too,
+    also where `ignore_eos` switches the model's own end tokens off.
     `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
     `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. `json_schema`, `regex`, `ebnf` constrain.
     """
