@@ -85,7 +85,12 @@ async def measure(options: argparse.Namespace, server: psutil.Process, host: str
     loop = asyncio.get_running_loop()
     first_step = await loop.run_in_executor(None, steps, host, port)
     before, events, started = times(server), sum(counts), time.perf_counter()
-    await asyncio.sleep(options.seconds)
+    windows = []
+    for _ in range(max(1, int(options.seconds))):
+        mark, window = sum(map(sum, times(server).values())), time.perf_counter()
+        await asyncio.sleep(1.0)
+        used = sum(map(sum, times(server).values())) - mark
+        windows.append(1e3 * used / ((time.perf_counter() - window) / options.step))
     after, seconds = times(server), time.perf_counter() - started
     events = sum(counts) - events
     done = await loop.run_in_executor(None, steps, host, port) - first_step
@@ -103,6 +108,7 @@ async def measure(options: argparse.Namespace, server: psutil.Process, host: str
         "events_per_step": events / done,
         "tokens_per_second": done * options.requests / seconds,
         "cpu_ms_per_step": total,
+        "cpu_ms_per_step_of_seconds": sorted(round(window, 3) for window in windows),
         "cpu_us_per_token": 1e3 * total / options.requests,
         "by_process": by_process,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from frame.core.messages import Finish, TokenLogprobs
 from frame.core.sampling_params import SamplingParams
@@ -46,7 +47,7 @@ class Stream:
 class Answer:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
-    __slots__ = ("_waiter", "changed", "created", "gone", "open", "sequences")
+    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "sequences")
 
     def __init__(self) -> None:
         self.sequences: list[Stream] = []
@@ -54,6 +55,7 @@ class Answer:
         self.open = 0  # sequences without a finish
         self.created = time.perf_counter()
         self.gone = False  # the client hung up
+        self.on_news: Callable[[], None] | None = None  # instead of a waiter
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait(self) -> list[Stream]:
@@ -83,5 +85,8 @@ class Answer:
         self.wake()
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        """Tell whoever serves the answer that there is news."""
+        if self.on_news is not None:
+            self.on_news()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

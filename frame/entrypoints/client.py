@@ -174,8 +174,7 @@ class EngineClient:
 
     def drain(self) -> None:
         """Take in everything that has arrived (the reader callback of the link's fd)."""
-        while messages := self.link.receive(0.0):
-            self.take_in(messages)
+        self.take_in(self.link.receive(0.0))
 
     def take_in(self, messages: Iterable[AnyMessage]) -> None:
         touched: list[Answer] = []

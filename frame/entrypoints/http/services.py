@@ -17,6 +17,7 @@ from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
 if TYPE_CHECKING:
@@ -139,18 +140,14 @@ class Services:
         """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
         ordinary error response; a later one is an event of its sequence."""
         changed = await answer.wait()
-        if not answer.gone:
-            raise_failed(changed)
-            await call.start_events()
-        while not answer.gone:
-            body = b"".join([write(sequence) for sequence in changed])
-            if body:
-                await call.event(body)
-            if not answer.open and not answer.changed:
-                await call.end(close())
-                return
-            changed = await answer.wait()
-        raise DisconnectedError
+        if answer.gone:
+            raise DisconnectedError
+        raise_failed(changed)
+        await call.start_events()
+        await EventPump(call, answer, write).run(changed)
+        if answer.gone:
+            raise DisconnectedError
+        await call.end(close())
 
     def health_problem(self) -> str | None:
         """Why this server should get no requests; None when it is well."""

@@ -147,7 +147,9 @@ REFUSED = {
     "mixed": ({"prompt": ["a", 1]}, 400, "prompt"),
     "suffix": ({"suffix": "x"}, 400, "suffix"),
     "bias": ({"logit_bias": {"100000": 1}}, 400, None),
-    "grammar": ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    "response_format": ({"response_format": {"type": "xml"}}, 400, "response_format"),
+    "schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}, 400, "response_format"),
+    "grammars": ({"regex": "a", "ebnf": "b"}, 400, None),
     "model": ({"model": "gpt-4"}, 404, "model"),
     "type": ({"max_tokens": "many"}, 400, "max_tokens"),
     "stop": ({"stop": ["x"] * 40}, 400, "stop"),
@@ -166,6 +168,19 @@ def test_refusals_name_the_parameter(server: RunningServer, name: str, case: str
     if param is not None:
         assert error["param"] == param
     assert greedy_still_works(server)
+
+
+def test_grammars_constrain_the_answer(client: openai.OpenAI, name: str) -> None:
+    ask = {"model": name, "messages": MESSAGES, "max_tokens": 60}
+    choice = client.chat.completions.create(**ask, extra_body={"regex": "(yes|no)!"}).choices[0]  # type: ignore[call-overload]
+    assert choice.message.content in ("yes!", "no!")
+    assert choice.finish_reason == "stop"
+    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    text = client.chat.completions.create(**ask, response_format=form).choices[0].message.content  # type: ignore[call-overload]
+    assert text.startswith("{")
+    with pytest.raises(openai.BadRequestError, match="invalid grammar"):
+        client.chat.completions.create(**ask, extra_body={"regex": "(("})  # type: ignore[call-overload]
 
 
 def greedy_still_works(server: RunningServer) -> bool:

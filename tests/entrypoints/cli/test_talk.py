@@ -1,0 +1,45 @@
+"""`frame chat` and `frame eval` against a server and in process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from frame.entrypoints.cli.main import cli
+from tests.entrypoints.serving import RunningServer
+
+TASK = ["--task", "copy", "--samples", "2", "--json"]
+
+
+def run(*arguments: str, given: str | None = None) -> str:
+    done = CliRunner().invoke(cli, arguments, input=given)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_chat_is_the_same_with_a_server_and_in_process(server: RunningServer, checkpoint: Path) -> None:
+    same = ["--max-tokens", "8", "-m", "hi"]
+    asked = run("chat", "--base-url", server.url, *same)
+    assert asked.strip()
+    assert run("chat", "--model", str(checkpoint), "--max-model-len", "256", "--dtype", "float32", *same) == asked
+
+
+def test_chat_remembers_and_forgets(server: RunningServer) -> None:
+    first, second, again = run("chat", "--base-url", server.url, "--max-tokens", "6", given="hi\nhi\n/clear\nhi\n/exit\n").split("\n")[:3]
+    assert first == again
+    assert first != second
+
+
+def test_chat_shows_the_server_s_complaint(server: RunningServer) -> None:
+    done = CliRunner().invoke(cli, ["chat", "--base-url", server.url, "--max-tokens", "100000", "-m", "x"])
+    assert done.exit_code == 1
+    assert "lower max_tokens" in done.output
+
+
+def test_eval_of_a_server_and_in_process(server: RunningServer, checkpoint: Path) -> None:
+    by_server = json.loads(run("eval", "--base-url", server.url, *TASK))
+    in_process = json.loads(run("eval", "--model", str(checkpoint), "--dtype", "float32", *TASK))
+    assert by_server["tasks"]["copy"]["samples"] == 2
+    assert by_server["tasks"]["copy"]["errors"] == in_process["tasks"]["copy"]["errors"] == 0

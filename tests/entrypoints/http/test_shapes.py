@@ -1,0 +1,181 @@
+"""The shapes of answers: parsed messages, logprobs, chunks, histograms, request fields."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
+from frame.core.messages import Finish
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.metrics import Histogram
+from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, check_choices
+from frame.entrypoints.http.parsing import AnswerParser
+from frame.entrypoints.http.services import failure
+from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
+
+
+class Thinks(ReasoningParser):
+    """Everything before the first `|` is thought; holds one character back."""
+
+    def __init__(self) -> None:
+        self.held = ""
+        self.is_over = False
+
+    def feed(self, text: str) -> ReasoningDelta:
+        if self.is_over:
+            return ReasoningDelta(content=text)
+        text = self.held + text
+        if "|" in text:
+            self.is_over, self.held = True, ""
+            thought, _, content = text.partition("|")
+            return ReasoningDelta(thought, content)
+        self.held = text[-1:]
+        return ReasoningDelta(text[:-1])
+
+    def finish(self) -> ReasoningDelta:
+        held, self.held = self.held, ""
+        return ReasoningDelta(held)
+
+
+class Calls(ToolCallParser):
+    """`#` begins a call of f; what follows are its arguments, up to the next `#`."""
+
+    def __init__(self) -> None:
+        self.index = -1
+
+    def feed(self, text: str) -> ToolDelta:
+        content, calls = "", []
+        for character in text:
+            if character == "#":
+                self.index += 1
+                calls.append(ToolCallDelta(self.index, "f"))
+            elif self.index < 0:
+                content += character
+            else:
+                calls.append(ToolCallDelta(self.index, None, character))
+        return ToolDelta(content, tuple(calls))
+
+    def finish(self) -> ToolDelta:
+        return ToolDelta()
+
+
+def merged(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of deltas."""
+    calls: dict[int, list[str]] = {}
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            known = calls.setdefault(call["index"], ["", ""])
+            known[0] += call["function"].get("name", "")
+            known[1] += call["function"]["arguments"]
+    joined = {key: "".join(delta.get(key, "") for delta in deltas) for key in ("content", "reasoning_content")}
+    return {**joined, "calls": [calls[i] for i in sorted(calls)]}
+
+
+@given(text=st.text(alphabet="ab|#", max_size=20), cuts=st.lists(st.integers(0, 20), max_size=6))
+def test_deltas_add_up_to_the_message(text: str, cuts: list[int]) -> None:
+    whole = AnswerParser(Thinks(), Calls())
+    whole.feed(text, True)
+    message = whole.message()
+    bounds = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[a:b] for a, b in pairwise(bounds)] or [""]
+    parser = AnswerParser(Thinks(), Calls())
+    deltas = [delta for i, piece in enumerate(pieces) for delta in parser.feed(piece, i == len(pieces) - 1)]
+    found = merged(deltas)
+    assert found["content"] == (message["content"] or "")
+    assert found["reasoning_content"] == message.get("reasoning_content", "")
+    assert found["calls"] == [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
+    assert parser.has_calls == bool(found["calls"])
+
+
+def test_a_message_of_calls_only_has_no_content() -> None:
+    parser = AnswerParser(None, Calls())
+    parser.feed('#{"x": 1}', True)
+    message = parser.message()
+    assert message["content"] is None
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert message["tool_calls"][0]["id"].startswith("call_")
+    assert finish_reason(Finish("stop"), parser.has_calls) == "tool_calls"
+    assert finish_reason(Finish("length"), True) == "length"
+
+
+@given(text=st.text(max_size=10))
+def test_hand_made_chunks_are_json(text: str) -> None:
+    for kind, read in (("chat.completion.chunk", lambda c: c["delta"]["content"]), ("text_completion", lambda c: c["text"])):
+        writer = ChunkWriter("id-1", kind, 'a "model"', 7, has_usage=True)
+        quick, full = writer.text(3, text), writer.full(3, {"content": text} if kind.startswith("chat") else text)
+        events = [json.loads(event.removeprefix(b"data: ")) for event in (quick, full)]
+        assert events[0] == events[1]
+        assert quick.endswith(b"}\n\n")
+        choice = events[0]["choices"][0]
+        assert (read(choice), choice["index"], choice["finish_reason"], choice["logprobs"]) == (text, 3, None, None)
+        assert (events[0]["model"], events[0]["usage"]) == ('a "model"', None)
+    usage = json.loads(writer.usage(usage_of(3, 4, 2)).removeprefix(b"data: "))
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 7
+
+
+def test_histogram_counts_and_empties() -> None:
+    histogram = Histogram("x", "text", (0.1, 1.0))
+    values = [0.05, 0.1, 0.5, 7.0]
+    histogram.take(values)
+    histogram.take([])
+    assert values == []
+    samples = {s.labels.get("le", s.name): s.value for s in histogram.metric(["m"]).samples}
+    assert samples == {"0.1": 2, "1.0": 3, "+Inf": 4, "x_count": 4, "x_sum": pytest.approx(7.65)}
+
+
+def test_errors_have_their_status() -> None:
+    for error, status in (("queue full: x", 503), ("deadline exceeded: x", 504), ("invalid grammar: x", 400), ("anything", 500)):
+        assert failure(Finish("error", error=error)).status == status
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return msgspec.convert({"messages": [{"role": "user", "content": "x"}], **fields}, ChatRequest)
+
+
+def test_fields_become_parameters() -> None:
+    request = chat(stop="a", logit_bias={"5": 1}, max_tokens=9, max_completion_tokens=4, logprobs=True, top_logprobs=2, top_k=3, unknown=1)
+    params = request.params()
+    assert (params.stop, params.logit_bias, params.max_tokens, params.logprobs, params.top_k) == (("a",), {5: 1.0}, 4, 2, 3)
+    assert chat().params().logprobs is None
+    assert chat(response_format={"type": "json_object"}).params().json_object
+    schema = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}).params().json_schema
+    assert json.loads(schema or "") == {"type": "object"}
+    echo = msgspec.convert({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}, CompletionRequest).params()
+    assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"logit_bias": {"x": 1}}, {"top_logprobs": 1}, {"response_format": {"type": "x"}}, {"response_format": {"type": "json_schema"}}],
+)
+def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields).params()
+    assert caught.value.status == 400
+    assert caught.value.param
+
+
+def test_tool_calls_of_the_history_become_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    bad = {**call, "function": {"name": "f", "arguments": "{"}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call, bad]}, {"role": "tool", "content": "1"}]
+    first = chat(messages=messages).conversation()[0]
+    assert first["content"] == ""
+    assert [c["function"]["arguments"] for c in first["tool_calls"]] == [{"x": [1]}, "{"]
+    with pytest.raises(ApiError, match="function"):
+        chat(messages=[{"role": "assistant", "tool_calls": [3]}]).conversation()
+
+
+def test_sequences_of_one_request_are_bounded() -> None:
+    check_choices(100, 1)
+    check_choices(500, 1)
+    with pytest.raises(ApiError, match="at most 128"):
+        check_choices(100, 2)

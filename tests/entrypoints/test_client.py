@@ -1,0 +1,222 @@
+"""The asyncio client over a link that the test plays: feeding, places, deaths, siblings, tokenizing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.chat_template import ChatTemplateError
+from frame.core.detokenizer import Detokenizer
+from frame.core.messages import (
+    Abort,
+    Control,
+    ControlReply,
+    Fatal,
+    Finish,
+    Generate,
+    Heartbeat,
+    Message,
+    Text,
+    Tokenize,
+    TokenLogprobs,
+    Tokens,
+    Watch,
+)
+from frame.core.model_facts import find_model
+from frame.core.sampling_params import SamplingParams
+from frame.core.tokenizer import Tokenizer
+from frame.entrypoints.client import EngineClient
+from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
+from frame.entrypoints.tokenizing import INLINE_CHARACTERS, ProcessInput, ThreadedInput, tokenize
+
+LIMITS = ClientLimits(max_outstanding=4, max_context=32, vocab_size=100, capacity=64)
+
+
+class Link:
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.inbox: list[Any] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout: float | None = 0.0) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def close(self) -> None:
+        return
+
+
+def make(**more: Any) -> tuple[EngineClient, Link]:
+    link = Link()
+    return EngineClient(link, LIMITS, **more), link
+
+
+def submit(client: EngineClient, *params: SamplingParams, rid: str = "r") -> Any:
+    client.reserve(sum(own.n for own in params))
+    return client.submit([[1, 2, 3]] * len(params), params, rid=rid)
+
+
+def rids(link: Link) -> list[str]:
+    return [m.rid for m in link.sent if isinstance(m, Generate)]
+
+
+async def test_a_step_feeds_every_request_once() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(n=2), SamplingParams())
+    assert rids(link) == ["r-0", "r-1", "r-2"]
+    link.inbox = [
+        Text(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], cached={0: 2}),
+        Text(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
+    ]
+    client.drain()
+    changed = await asyncio.wait_for(answer.wait(), 1)
+    assert [(s.index, s.prompt_index) for s in changed] == [(0, 0), (2, 1)]
+    first = changed[0]
+    assert first.take() == ("ac", [1, 4], [TokenLogprobs([4], [-1.0], [[]])])
+    assert (first.cached, first.num_tokens, first.take()[0]) == (2, 2, "")
+    ends = {i: Finish("length") for i in range(3)}
+    link.inbox = [Text(rids=["r-0", "r-1", "r-2"], texts=["", "", ""], token_ids=[[], [], []], finishes=ends)]
+    client.drain()
+    await asyncio.wait_for(answer.complete(), 1)
+    assert client.num_outstanding == 0
+    assert client.stats.finished == {"length": 3}
+    assert client.stats.generated_tokens == 3
+
+
+async def test_places_are_bounded_and_given_back() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(n=3))
+    client.reserve(1)
+    with pytest.raises(QueueFullError, match="max_queued_requests"):
+        client.reserve(1)
+    client.release(1)
+    client.abandon(answer)
+    assert client.num_outstanding == 0
+    assert link.sent[-1] == Abort(rids=["r-0", "r-1", "r-2"])
+    client.abandon(answer)  # once is enough
+    assert sum(isinstance(m, Abort) for m in link.sent) == 1
+    assert client.stats.rejected == 1
+
+
+async def test_a_stop_string_is_told_to_the_engine() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(stop=("x",)))
+    link.inbox = [Text(rids=["r"], texts=["a"], token_ids=[[1]], finishes={0: Finish("stop", "x")}, stopped=[0])]
+    client.drain()
+    await asyncio.wait_for(answer.complete(), 1)
+    assert link.sent[-1] == Abort(rids=["r"], reason="stop")
+
+
+async def test_text_is_made_here_or_elsewhere_or_nowhere() -> None:
+    tokenizer = Tokenizer.load(find_model("frame-tiny"))
+    ids = tokenizer.encode("hello", add_special_tokens=False)
+    step = Tokens(rids=["r"], token_ids=[ids], finishes={0: Finish("length")})
+    for more, expected in (({"detokenizer": Detokenizer(tokenizer)}, "hello"), ({}, "")):
+        client, link = make(**more)
+        answer = submit(client, SamplingParams())
+        link.inbox = [step]
+        client.drain()
+        assert answer.sequences[0].take()[:2] == (expected, ids)
+        assert not any(isinstance(m, Watch) for m in link.sent)
+    client, link = make(remote_text=True)
+    submit(client, SamplingParams())
+    assert [type(m) for m in link.sent] == [Watch, Generate]
+
+
+async def test_death_ends_everything() -> None:
+    client, link = make()
+    answer, control = submit(client, SamplingParams()), asyncio.ensure_future(client.control("ping"))
+    await asyncio.sleep(0)
+    link.inbox = [Fatal(process="engine", error="no memory")]
+    client.drain()
+    await asyncio.wait_for(answer.complete(), 1)
+    assert answer.sequences[0].finish == Finish("error", None, "engine failed: no memory")
+    with pytest.raises(EngineDeadError):
+        await control
+    with pytest.raises(EngineDeadError, match="no memory"):
+        client.reserve(1)
+
+
+async def test_controls_and_heartbeats() -> None:
+    client, link = make()
+    waiting = asyncio.ensure_future(client.control("server_info"))
+    await asyncio.sleep(0)
+    sent = link.sent[-1]
+    assert isinstance(sent, Control)
+    beat = Heartbeat(process="engine", step=3, running=2)
+    link.inbox = [ControlReply(id="other", ok=True), beat, ControlReply(id=sent.id, ok=True, data={"x": 1})]
+    client.drain()
+    assert (await waiting).data == {"x": 1}
+    assert client.load == beat
+
+
+def test_siblings_differ_and_the_first_is_alone() -> None:
+    params = SamplingParams(n=3, seed=2**63 - 1)
+    found = [sibling(params, i) for i in range(3)]
+    assert found[0] == SamplingParams(seed=2**63 - 1)
+    assert len({each.seed for each in found}) == 3
+    assert not any(each.problems() for each in found)
+    assert sibling(SamplingParams(n=2), 1).seed is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "part"),
+    [
+        ([], {}, "empty"),
+        ([1] * 32, {}, "shorten"),
+        ([1] * 30, {"max_tokens": 3}, "lower max_tokens to 2"),
+        ([100], {}, "vocabulary"),
+        ([1], {"regex": "x"}, "--grammar-backend"),
+        ([1], {"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_requests_that_cannot_be_served(prompt: list[int], params: dict[str, Any], part: str) -> None:
+    with pytest.raises(InvalidRequestError, match=part):
+        check_request(LIMITS, prompt, SamplingParams(**params))
+
+
+def test_two_running_requests_cannot_share_a_name() -> None:
+    client, _ = make()
+    submit(client, SamplingParams())
+    with pytest.raises(InvalidRequestError, match="choose another"):
+        submit(client, SamplingParams())
+
+
+# tokenizing --------------------------------------------------------------------------------------------------------
+
+
+class Loopback:
+    """Tokenizer processes, played in place."""
+
+    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
+        self.asked: list[int] = []
+        self.input = ProcessInput(workers, self.send)
+        self._tokenizer = tokenizer
+
+    def send(self, worker: int, message: Message) -> None:
+        assert isinstance(message, Tokenize)
+        self.asked.append(worker)
+        asyncio.get_running_loop().call_soon(self.input.answer, tokenize(self._tokenizer, message))
+
+
+async def test_every_way_of_tokenizing_gives_the_same_ids() -> None:
+    tokenizer = Tokenizer.load(Path(find_model("frame-tiny")))
+    loopback = Loopback(tokenizer, 2)
+    threads = ThreadedInput(tokenizer)
+    chats: Sequence[Any] = [[{"role": "user", "content": "x" * size}] for size in (3, INLINE_CHARACTERS + 1)]
+    for text in ("short", "long " * INLINE_CHARACTERS):
+        assert await threads.encode(text) == await loopback.input.encode(text) == tokenizer.encode(text)
+    for chat in chats:
+        expected = tokenizer.encode_chat(chat)
+        assert await threads.encode_chat(chat, None, {}) == await loopback.input.encode_chat(chat, None, {}) == expected
+    assert loopback.asked == [0, 1, 0, 1]
+    for each in (threads, loopback.input):
+        with pytest.raises(ChatTemplateError, match="unknown role"):
+            await each.encode_chat([{"role": "alien", "content": "x"}], None, {})
+        each.close()
