@@ -5,6 +5,7 @@ Tensors only: nothing is pickled. Groups are values; torch's default group stays
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,27 +42,28 @@ class TorchGroup:
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self._groups = [group]  # emptied by `close`, or when the interpreter ends: a group that outlives it aborts the process
+        self._finalizer = weakref.finalize(self, self._groups.clear)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
-        self._group.allreduce([tensor]).wait()
+        self._groups[0].allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([gathered], [tensor]).wait()
+        self._groups[0].allgather([gathered], [tensor]).wait()
         return torch.cat(gathered, dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         tensor = tensor.contiguous()
-        self._group.broadcast(tensor, source).wait()
+        self._groups[0].broadcast(tensor, source).wait()
         return tensor
 
     def close(self) -> None:
-        """End the group without waiting for the others."""
-        self._group.abort()
+        """Leave the group; others that still wait for this rank raise."""
+        self._finalizer()
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: float = 300.0) -> LocalGroup | TorchGroup:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,3 +57,34 @@ def test_three_ranks(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_rank_that_stays_away_ends_the_wait(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         connect(0, 2, tmp_path, CPU, timeout=0.5)
+
+
+RANK = """
+import os, sys, torch
+from pathlib import Path
+from frame.core.parallel import connect
+torch.set_num_threads(1)
+group = connect(1, 2, Path(sys.argv[1]), torch.device("cpu"), timeout=30)
+group.all_reduce(torch.ones(1000))
+if sys.argv[2] == "dies":
+    os._exit(9)
+if sys.argv[2] == "closes":
+    group.close()
+"""
+
+
+@pytest.mark.parametrize("ending", ["closes", "forgets", "dies"])
+def test_the_end_of_a_rank(tmp_path: Path, ending: str) -> None:
+    """A process ends cleanly with and without `close` (a group that outlives the interpreter would abort it);
+    when a rank dies, the others' next call raises instead of waiting for the timeout."""
+    root = Path(__file__).resolve().parents[2]
+    other = subprocess.Popen([sys.executable, "-c", RANK, tmp_path, ending], cwd=root, stderr=subprocess.PIPE)
+    group = connect(0, 2, tmp_path, CPU, timeout=30)
+    assert group.all_reduce(torch.ones(1000))[0] == 2
+    _, errors = other.communicate(timeout=30)
+    assert other.returncode == (9 if ending == "dies" else 0), errors.decode()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        group.all_reduce(torch.ones(1))
+    assert time.monotonic() - start < 10
+    group.close()
