@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch
 
 from frame.core.batch_builder import BatchBuilder, count_rows
 from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
+from frame.core.compiled import Forward
+from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
 from frame.core.model_parts import Parts, build_context, build_processors
@@ -29,7 +30,7 @@ from frame.core.step_output import StepOutput, fetch
 from frame.core.weights import WeightSource, load_model
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
+    from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext, Collective
     from frame.core.interfaces.model import CausalLM, ModelFacts
     from frame.core.interfaces.runner import PendingStep
@@ -49,20 +50,6 @@ class StepPlans:
     sampling: SamplingPlan
     processing: ProcessorPlan | None
     prompts: PromptPlan | None
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """The model's forward pass, plain or compiled; decode batches of up to `max_rows` rows go through the compiled one."""
-
-    plain: Callable[[ForwardBatch], torch.Tensor]
-    compiled: Callable[[ForwardBatch], torch.Tensor] | None = None
-    max_rows: int = 0
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        if self.compiled is not None and batch.num_decodes == batch.num_rows <= self.max_rows:
-            return self.compiled(batch)
-        return self.plain(batch)
 
 
 class TorchModelRunner(ModelRunner):
@@ -97,6 +84,25 @@ class TorchModelRunner(ModelRunner):
                 return self._run(batch)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
+
+    def warm_up(self) -> None:
+        """Run decode steps that nobody asked for, over the reserved page: what compiles or initialises itself does so now."""
+        for rows in (1, 2, 3):  # compilers make a case of their own of 1
+            slots = np.full(rows, self._table.padding_slot, np.int32)
+            counts = np.zeros(rows, np.int32)
+            nothing = np.empty(0, np.int32)
+            self.launch(
+                ScheduledBatch(
+                    step=-1,
+                    num_decodes=rows,
+                    slots=slots,
+                    num_computed=counts,
+                    num_scheduled=counts + 1,
+                    token_ids=nothing,
+                    samples=counts > 0,
+                    new_pages=nothing.reshape(0, 3),
+                )
+            ).wait()
 
     def close(self) -> None:
         """Wait for the device."""
@@ -170,7 +176,10 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
     runner = TorchModelRunner(model, facts, context, pool, processors, capacity)
     if user.execution.torch_compile:
-        runner.forward = Forward(model.forward, torch.compile(model.forward, dynamic=True), user.execution.torch_compile_max_bs)
+        runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
+    clock = time.perf_counter()
+    runner.warm_up()
+    phases["warm_up"] = time.perf_counter() - clock
     return runner
 
 

@@ -72,18 +72,17 @@ class FakeModel(nn.Module, CausalLM):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         keys = torch.stack([batch.token_ids, batch.positions], dim=-1).float().unsqueeze(1)
-        batch.store_kv(FAKE_SPEC, keys, torch.zeros(len(keys), 1, 1))
+        batch.store_kv(FAKE_SPEC, keys, keys.new_zeros(len(keys), 1, 1))
         cached = batch.kv.layer(0)[0]
-        lens = batch.query_lens.long()
         pages = batch.page_table[batch.request_slots].long()
         rows = cached[pages].reshape(len(pages), -1, 2).long()
-        per_token = torch.repeat_interleave(rows, lens, dim=0)
-        seen = torch.arange(rows.shape[1]) <= batch.positions.unsqueeze(1)
+        per_token = torch.repeat_interleave(rows, batch.query_lens.long(), dim=0, output_size=batch.num_tokens)
+        seen = torch.arange(rows.shape[1], device=rows.device) <= batch.positions.unsqueeze(1)
         sums = torch.where(seen, _checksum(per_token[..., 0], per_token[..., 1]), 0).sum(-1)
         return (sums % self.vocab_size).float().unsqueeze(-1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return -((torch.arange(self.vocab_size) - hidden) % self.vocab_size)
+        return -((torch.arange(self.vocab_size, device=hidden.device) - hidden) % self.vocab_size)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         return set()

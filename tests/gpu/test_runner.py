@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
+import msgspec
 import pytest
 import torch
 
+from frame.core.allocator import PagedAllocator
+from frame.core.capacity import Capacity
 from frame.core.config import FrameConfig
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.memory_pool import KVPool, kv_geometry
 from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.model_runner import TorchModelRunner
+from frame.core.no_cache import NoCache
+from frame.core.parallel import LocalGroup
+from frame.core.processors import Processors
 from frame.core.sampling_params import SamplingParams
+from frame.core.scheduler import Scheduler, SchedulerConfig
 from frame.entrypoints.assembly import build_rank, build_scheduler
 from frame.entrypoints.prepare import prepare
+from frame.plugins.loader import load_registry
+from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
 from frame.testing.local_loop import LocalLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,22 +92,36 @@ def test_tokens_are_those_of_the_cpu(on_cpu, overlap, chunk, tokens):
     loop.scheduler.check_integrity()
 
 
-def test_a_launch_does_not_wait_for_the_device():
-    loop = make_loop("cuda")
-    loop.generate(PROMPTS, GREEDY)
-    launch, pending = loop.runner.launch, []
+def test_no_launch_waits_for_the_device():
+    """With a model that does not synchronise, neither builder nor sampler nor processors do, while steps are in flight."""
+    facts, device = fake_facts(97, 256, (3,)), torch.device("cuda")
+    limits = Limits(ROWS, 2048, 256, 16)
+    context = BuildContext(device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)
+    context = dataclasses.replace(context, attention=FakeAttention(context))
+    registry = load_registry(installed=False)
+    built = [registry.load(record)(97, ROWS, device, None) for record in registry.records("logits_processor")]
+    pool = KVPool(kv_geometry(facts, 1, 16, "float32"), 600, device)
+    model = FakeModel(facts, context)
+    runner = TorchModelRunner(model, facts, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
+    config = SchedulerConfig(
+        page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True
+    )
+    loop = LocalLoop(Scheduler(config, NoCache(16), PagedAllocator(600), Fcfs()), runner)
+    prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
+    params = [msgspec.structs.replace(each, bad_words_ids=((7,), (30, 4)) if each.bad_words_ids else ()) for each in EVERYTHING]
+    loop.generate(prompts, params)
+    launch = runner.launch
 
     def watched(batch):
-        with torch.cuda.stream(loop.runner._stream):
-            torch.cuda._sleep(40_000_000)  # some 20 ms of work that is queued before the step
-        step = launch(batch)
-        pending.append(step._event.query())
-        return step
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
-    loop.runner.launch = watched
-    loop.generate(PROMPTS[:4], GREEDY[:4])
-    assert len(pending) > 40
-    assert not any(pending)
+    runner.launch = watched
+    loop.generate(prompts, params)
+    assert loop.generate(prompts, GREEDY) == [continuation(prompt, 48, 97) for prompt in prompts]
 
 
 def test_most_of_the_memory_is_for_the_cache():

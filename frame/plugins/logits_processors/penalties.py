@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from frame.core.interfaces.sampling import LogitsProcessor
@@ -26,7 +27,6 @@ class Penalties(LogitsProcessor):
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         scalar = Column(torch.float32)
         columns = {"counts": Column(torch.int32, shape=(vocab_size,)), "frequency": scalar, "presence": scalar, "repetition": scalar}
         self._state = SlotState(max_slots, device, columns)
@@ -35,14 +35,14 @@ class Penalties(LogitsProcessor):
         return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0 or params.repetition_penalty != 1.0
 
     def admit(self, setup: SlotSetup) -> None:
-        ids = torch.from_numpy(setup.token_ids.astype("int64")).to(self._device)
-        counts = torch.bincount(ids[setup.prompt_len :], minlength=self._vocab_size).int()
-        counts[ids[: setup.prompt_len]] |= _IN_PROMPT
+        prompt, output = setup.token_ids[: setup.prompt_len], setup.token_ids[setup.prompt_len :]
+        counts = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
+        counts[prompt] |= _IN_PROMPT
         params = setup.params
         self._state.admit(
             setup.slot,
             {
-                "counts": counts,
+                "counts": torch.from_numpy(counts),
                 "frequency": params.frequency_penalty,
                 "presence": params.presence_penalty,
                 "repetition": params.repetition_penalty,

@@ -58,7 +58,7 @@ class SlotState:
             if isinstance(value, torch.Tensor):
                 self._widen(name, value.shape)
                 target = self._tensors[name][row].fill_(column.fill)
-                target[tuple(slice(size) for size in value.shape)] = value.to(self._device, column.dtype)
+                target[tuple(slice(size) for size in value.shape)] = value.to(self._device, column.dtype, non_blocking=True)
             else:
                 self._tensors[name][row] = column.fill if value is None else value
 
