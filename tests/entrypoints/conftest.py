@@ -20,7 +20,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[RunningServer]:
     """A real model behind the whole stack."""
-    with RunningServer(checkpoint, "--max-model-len", "512", "--max-total-tokens", "4096", fake=False) as running:
+    parsers = ("--reasoning-parser", "think-tags", "--tool-call-parser", "hermes")
+    with RunningServer(checkpoint, "--max-model-len", "512", "--max-total-tokens", "4096", *parsers, fake=False) as running:
         yield running
 
 

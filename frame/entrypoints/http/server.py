@@ -60,6 +60,8 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
     resolved = prepared.resolved
     started = time.perf_counter()
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its start and stop are ours to tell
+    signal.signal(signal.SIGTERM, _give_up)  # until the server is up
     listener = _listen(resolved)
     layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
@@ -73,6 +75,10 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     finally:
         deployment.kill()
         listener.close()
+
+
+def _give_up(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)  # by way of every `finally`: children and sockets go
 
 
 def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.worker") -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
@@ -201,6 +202,20 @@ def test_text_processes_are_configuration(checkpoint: Path, workers: tuple[str, 
             ours, theirs = server.post(path, each).json(), fake_server.post(path, each).json()
             assert ours["choices"][0].get("text") == theirs["choices"][0].get("text")
             assert ours["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
+
+
+def test_sigterm_during_the_start_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--model", str(checkpoint)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    main = psutil.Process(process.pid)
+    wait_until(lambda: len(main.children()) == 2)
+    children = main.children()
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    psutil.wait_procs(children, timeout=5)
+    assert not any(child.is_running() for child in children)
+    assert not list(tmp_path.glob("frame-*"))
 
 
 def test_a_start_that_cannot_succeed_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import openai
@@ -181,6 +182,26 @@ def test_grammars_constrain_the_answer(client: openai.OpenAI, name: str) -> None
     assert text.startswith("{")
     with pytest.raises(openai.BadRequestError, match="invalid grammar"):
         client.chat.completions.create(**ask, extra_body={"regex": "(("})  # type: ignore[call-overload]
+
+
+def test_thinking_and_tool_calls_are_separated(client: openai.OpenAI, name: str) -> None:
+    wanted = '<think>why</think>ok<tool_call>\\n\\{"name": "f", "arguments": \\{"x": [0-9]\\}\\}\\n</tool_call>'  # the model has no choice
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    ask = {"model": name, "messages": MESSAGES, "max_tokens": 200, "temperature": 0, "tools": tools, "extra_body": {"regex": wanted}}
+    whole = client.chat.completions.create(**ask).choices[0]  # type: ignore[call-overload]
+    call = whole.message.tool_calls[0].function
+    assert (whole.finish_reason, whole.message.content, whole.message.reasoning_content) == ("tool_calls", "ok", "why")
+    assert (call.name, set(json.loads(call.arguments))) == ("f", {"x"})
+    chunks = list(client.chat.completions.create(**ask, stream=True))  # type: ignore[call-overload]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "why"
+    assert "".join(delta.content or "" for delta in deltas) == "ok"
+    calls = [each for delta in deltas for each in delta.tool_calls or ()]
+    assert calls[0].function.name == "f"
+    assert "".join(each.function.arguments for each in calls) == whole.message.tool_calls[0].function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    plain = client.chat.completions.create(**{**ask, "tool_choice": "none"}).choices[0]  # type: ignore[call-overload]
+    assert "<tool_call>" in plain.message.content
 
 
 def greedy_still_works(server: RunningServer) -> bool:
