@@ -1,1 +1,52 @@
-"""Conformance suites and fakes that plugin authors import; knows the interfaces, no plugin by name."""
+"""Conformance suites and fakes that plugin authors import; knows the interfaces, no plugin by name.
+
+    pytest --frame-conformance=attention:NAME --frame-conformance-json=verdict.json
+
+Names are loaded when they are used, so that importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import Any
+
+_HOMES = MappingProxyType(
+    {
+        # suites
+        "Check": "conformance",
+        "Setting": "conformance",
+        "Subject": "conformance",
+        "checks": "conformance",
+        "find": "conformance",
+        # attention kernels on their own
+        "Case": "conformance_attention",
+        "check_case": "conformance_attention",
+        "PlainKVCache": "attention_batch",
+        "RandomProjections": "attention_batch",
+        "Rows": "attention_batch",
+        "build_context": "attention_batch",
+        "forward_batch": "attention_batch",
+        "lay_out": "attention_batch",
+        "planned": "attention_batch",
+        # whole parts
+        "FakeAttention": "fake_model",
+        "FakeModel": "fake_model",
+        "FakeRunner": "fake_runner",
+        "SchedulerRig": "scheduler_rig",
+        "load_reference": "checkpoints",
+        "make_checkpoint": "checkpoints",
+    }
+)
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - a list, though not written out
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

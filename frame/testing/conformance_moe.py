@@ -28,11 +28,7 @@ LARGE = ((1, 64, 8, 512, 256), (300, 64, 8, 512, 256), (2048, 32, 4, 256, 128))
 class Sizes:
     """One layer and one batch."""
 
-    tokens: int
-    experts: int
-    k: int
-    hidden: int
-    inner: int
+    numbers: tuple[int, int, int, int, int]  # tokens, experts, experts a token, hidden, inner
     dtype: torch.dtype
     device: str
 
@@ -52,14 +48,16 @@ def suite(subject: Subject) -> Iterator[Check]:
     """`moe_runner/1`, in every dtype of the capabilities."""
     setting, capabilities = subject.setting, subject.record.capabilities
     for name in getattr(capabilities, "dtypes", DTYPES):
-        need = MoENeeds(device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name, format="standard")
+        need = MoENeeds(
+            device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name, format="standard"
+        )
         if isinstance(capabilities, MoECapabilities) and capabilities.unsupported(need):
             continue
         for numbers in (*SIZES, *(LARGE if setting.thorough else ())):
-            sizes = Sizes(*numbers, dtype=DTYPES[name], device=setting.device)
+            sizes = Sizes(numbers, DTYPES[name], setting.device)
             label = "x".join(map(str, numbers))
             yield Check(f"agrees_with_float64-{label}-{name}", partial(_agrees, subject, sizes))
-        sizes = Sizes(*SIZES[1], dtype=DTYPES[name], device=setting.device)
+        sizes = Sizes(SIZES[1], DTYPES[name], setting.device)
         yield Check(f"weight_of_zero_adds_nothing-{name}", partial(_zero_weights, subject, sizes))
         yield Check(f"one_expert_for_all-{name}", partial(_one_expert, subject, sizes))
         yield Check(f"a_token_stands_alone-{name}", partial(_alone, subject, sizes))
@@ -73,17 +71,17 @@ def reference(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up
 
 
 def _draw(sizes: Sizes) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(sizes.tokens)
+    tokens, experts, k, hidden, inner = sizes.numbers
+    generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(sizes.dtype)
 
-    x = normal(sizes.tokens, sizes.hidden)
-    choice = torch.rand(sizes.tokens, sizes.experts, generator=generator)
-    ids = choice.topk(sizes.k, dim=1).indices
-    weights = torch.rand(sizes.tokens, sizes.k, generator=generator)
-    gate_up = normal(sizes.experts, 2 * sizes.inner, sizes.hidden, scale=sizes.hidden**-0.5)
-    down = normal(sizes.experts, sizes.hidden, sizes.inner, scale=sizes.inner**-0.5)
+    x = normal(tokens, hidden)
+    ids = torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices
+    weights = torch.rand(tokens, k, generator=generator)
+    gate_up = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
+    down = normal(experts, hidden, inner, scale=inner**-0.5)
     return x, ids, weights, gate_up, down
 
 
@@ -125,7 +123,7 @@ def _zero_weights(subject: Subject, sizes: Sizes) -> None:
 
 def _one_expert(subject: Subject, sizes: Sizes) -> None:
     x, ids, weights, gate_up, down = _draw(sizes)
-    ids = torch.full_like(ids, sizes.experts - 1)
+    ids = torch.full_like(ids, sizes.numbers[1] - 1)
     _close(_run(subject, sizes, (x, ids, weights, gate_up, down)), reference(x, ids, weights, gate_up, down), sizes)
 
 

@@ -98,7 +98,9 @@ def test_expanded_keys_lie_row_after_row() -> None:
     assert starts.tolist() == [0, 3]
 
 
-@pytest.mark.parametrize(("width", "parts"), [(64, (64, 0)), (192, (128, 64)), (576, (512, 64)), (80, (64, 16)), (24, (24, 0)), (96, (64, 32))])
+@pytest.mark.parametrize(
+    ("width", "parts"), [(64, (64, 0)), (192, (128, 64)), (576, (512, 64)), (80, (64, 16)), (24, (24, 0)), (96, (64, 32))]
+)
 def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int]) -> None:
     from frame.attention_backends.triton.scan import split_width
 

@@ -168,9 +168,9 @@ def _fused(
     else:
         q = q.transpose(1, 2)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if queries > 1 and kv_heads == 1:
-        k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
-    grouped = queries > 1 and 1 < kv_heads < heads
+    grouped = queries > 1 and kv_heads < heads
+    if grouped and kv_heads == 1 and k.device.type == "cpu":  # saves a copy a head; CUDA's kernels misread a stride of zero
+        k, v, grouped = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=grouped)
     out = out.reshape(rows, 1, heads, -1) if queries == 1 else out.transpose(1, 2)
     return out[..., :value_width]

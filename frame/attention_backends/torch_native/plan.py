@@ -19,6 +19,7 @@ FILL = 0.75
 SPARE_BYTES = 256 << 10
 SPARE_CELLS = 4096
 GROUP_BYTES = 4 << 20  # gathered keys and values of one group: more would fall out of a core's cache
+GPU_GROUP_BYTES = 256 << 20
 SLICE_BYTES = 512 << 10  # a row at least this large is computed alone where its pages are contiguous (no copy at all)
 MASK_CELLS = 1 << 20  # largest mask that is kept for a step; larger rows go alone and are masked block by block
 
@@ -84,6 +85,7 @@ class Grouping:
         self.prefix = prefix - self.starts
         self.first_token = np.cumsum(self.queries) - self.queries
         self.token_bytes = token_bytes
+        self.group_bytes = GROUP_BYTES if self.device.type == "cpu" else GPU_GROUP_BYTES
 
     def make(self, num_decodes: int) -> Groups:
         rows = np.arange(len(self.queries))
@@ -107,7 +109,7 @@ class Grouping:
                 yield self._single(row, piece)
         rows = rows[~large]
         rows = rows[np.argsort(-self.keys[rows], kind="stable")]
-        for start, stop in spans(self.keys[rows] * self.token_bytes, GROUP_BYTES, SPARE_BYTES):
+        for start, stop in spans(self.keys[rows] * self.token_bytes, self.group_bytes, SPARE_BYTES):
             yield self._padded(np.sort(rows[start:stop]))
 
     def _fresh(self, rows: np.ndarray) -> Iterator[Group]:

@@ -61,16 +61,20 @@ class TritonBackend(AttentionBackend):
         cached = cached.view(-1, cached.shape[-1])
         expands = self._expands(layer, plan, latent.element_size())
         absorbed = plan.num_decodes if expands else q_nope.shape[0]  # tokens; decodes come first
-        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+        decoded = None
         if absorbed:
             keys = cached[:, None]
             q = _dense(layer.absorb(q_nope[:absorbed]))
             operands = Operands(q, _dense(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
             attended = q.new_empty(absorbed, spec.num_heads, rank)
             self._launch(spec, operands, attended, batch, extends=not expands)
-            out[:absorbed] = layer.unabsorb(attended)
-        if expands:
-            self._extend_expanded(layer, q_nope, q_rope, latent, cached, batch, out)
+            decoded = layer.unabsorb(attended)
+            if absorbed == q_nope.shape[0]:
+                return decoded
+        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+        if decoded is not None:
+            out[:absorbed] = decoded
+        self._extend_expanded(layer, q_nope, q_rope, latent, cached, batch, out)
         return out
 
     def _launch(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, extends: bool) -> None:

@@ -1,0 +1,28 @@
+"""Every plugin of ours that runs on a CPU passes the suite of its family."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.plugins.loader import load_registry
+from frame.testing import conformance
+
+REGISTRY = load_registry(installed=False)
+SMALL = ("quantization", "moe_runner", "eviction_policy", "logits_processor")
+
+
+def _selectors() -> list[str]:
+    """Every plugin that runs on a CPU and that no other test checks already."""
+    found = []
+    for family in SMALL:
+        for record in REGISTRY.records(conformance.SUITES[family].kind):
+            if not record.problems and "cpu" in getattr(record.capabilities, "devices", ("cpu",)):
+                found.append(f"{family}:{record.name}")
+    return found
+
+
+@pytest.mark.parametrize("selector", _selectors())
+def test_our_own_plugins_conform(selector: str) -> None:
+    subject = conformance.find(REGISTRY, selector, conformance.Setting())
+    for check in conformance.checks(selector.partition(":")[0], subject):
+        check.run()

@@ -1,0 +1,86 @@
+"""`pytest --frame-conformance=…`: what it collects, what it says of mistakes, and the verdict that it writes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.plugins import loader
+from frame.plugins.registry import Registry
+
+pytest_plugins = ("pytester",)
+
+
+class Forgetful(SchedulingPolicy):
+    """Loses the last request."""
+
+    def order(self, waiting: Any, view: Any) -> Any:
+        return list(waiting)[:-1]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs pytest in this process, over our own plugins and a broken policy."""
+    registry: Registry = loader.load_registry(installed=False)
+    part = registry.kind("scheduling_policy", "strange", "1.0")
+    part.add("forgetful", f"{__name__}:Forgetful")
+    registry.commit(part)
+    registry.load = lambda record, load=registry.load: Forgetful if record.name == "forgetful" else load(record)  # type: ignore[method-assign,misc]
+    monkeypatch.setattr(loader, "load_registry", lambda *_, **__: registry)
+    pytester.makepyfile(test_other="def test_other(): raise RuntimeError('the project own tests are not asked for')")
+    return lambda *arguments: pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", *arguments)
+
+
+def test_runs_the_checks_of_a_plugin_and_nothing_else(run: Any, pytester: pytest.Pytester) -> None:
+    result = run("--frame-conformance=scheduling_policy:fcfs", "--frame-conformance-json=verdict.json")
+    assert result.ret == 0
+    (verdict,) = json.loads((pytester.path / "verdict.json").read_text())
+    assert verdict["passed"]
+    assert verdict["counts"] == {"passed": len(verdict["checks"]), "failed": 0, "skipped": 0}
+    assert verdict["distribution"] == "frame-serve"
+    result.assert_outcomes(passed=len(verdict["checks"]))
+
+
+def test_a_broken_plugin_fails_and_says_why(run: Any, pytester: pytest.Pytester) -> None:
+    result = run("--frame-conformance=scheduling_policy:forgetful", "--frame-conformance-json=verdict.json")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*order returned*requests*"])
+    (verdict,) = json.loads((pytester.path / "verdict.json").read_text())
+    assert not verdict["passed"]
+    failed = {check["name"]: check["message"] for check in verdict["checks"] if check["outcome"] == "failed"}
+    assert "order returned 49 of 50 requests" in failed["order_is_a_permutation"]
+
+
+def test_checks_can_be_chosen_by_name(run: Any) -> None:
+    run("--frame-conformance=eviction_policy:lru", "-k", "ordered_tuple").assert_outcomes(passed=1, deselected=2)
+
+
+def test_two_plugins_in_one_run(run: Any, pytester: pytest.Pytester) -> None:
+    families = ("eviction_policy:lru", "scheduling_policy:fcfs")
+    run(*(f"--frame-conformance={name}" for name in families), "--frame-conformance-json=verdict.json")
+    verdicts = json.loads((pytester.path / "verdict.json").read_text())
+    assert [verdict["plugin"] for verdict in verdicts] == list(families)
+    assert all(verdict["passed"] and verdict["checks"] for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--frame-conformance=attenton:torch_native"], "*did you mean 'attention'*"),
+        (["--frame-conformance=attention"], "*Write FAMILY:NAME*"),
+        (["--frame-conformance=attention:torch_nativ"], "*did you mean 'torch_native'*"),
+        (["--frame-conformance=eviction_policy:lru", "--frame-conformance-options={"], "*Expecting*"),
+    ],
+)
+def test_mistakes_are_usage_errors(run: Any, arguments: list[str], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([sentence])
+
+
+def test_without_the_option_nothing_changes(run: Any, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_other="def test_other(): pass")
+    run().assert_outcomes(passed=1)
