@@ -1,6 +1,6 @@
 """Where a step's time goes on this CPU: host plans, batch builder, forward, sampler, commit. Prints one JSON object.
 
-    python benchmarks/runner_cpu.py [--model frame-tiny] [--rows 32 64] [--threads 2] [--temperature 0] [--profile]
+    python benchmarks/runner_cpu.py [--model frame-tiny] [--rows 32 64] [--threads 2] [--temperature 0] [--compile] [--profile]
 
 Random prompts of 64 tokens, 64 tokens out; milliseconds are medians over the decode steps.
 """
@@ -44,19 +44,19 @@ class Watch:
         setattr(owner, name, timed)
 
 
-def build(model, rows, threads, dtype):
+def build(model, rows, threads, dtype, is_compiled=False):
     config = {
         "model": {"path": model, "dtype": dtype},
         "scheduler": {"max_running_requests": rows, "chunked_prefill_size": 8192},
-        "execution": {"device": "cpu", "threads": threads},
+        "execution": {"device": "cpu", "threads": threads, "torch_compile": is_compiled, "torch_compile_max_bs": rows},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
     return runner, build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages)
 
 
-def measure(model, rows, threads, dtype, params):
-    runner, scheduler = build(model, rows, threads, dtype)
+def measure(arguments, rows, params):
+    runner, scheduler = build(arguments.model, rows, arguments.threads, arguments.dtype, arguments.compile)
     numbers = random.Random(0)
     vocab = runner.vocab_size
 
@@ -102,12 +102,13 @@ def main():
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
+    parser.add_argument("--profile", action="store_true", help="also print where Python spends its time")
     arguments = parser.parse_args()
     params = SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p, max_tokens=64, ignore_eos=True)
     results = []
     for rows in arguments.rows:
-        result, run = measure(arguments.model, rows, arguments.threads, arguments.dtype, params)
+        result, run = measure(arguments, rows, params)
         results.append(result)
         if arguments.profile:
             with torch.inference_mode(), cProfile.Profile() as profile:

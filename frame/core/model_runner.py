@@ -16,7 +16,7 @@ import torch
 
 from frame.core.batch_builder import BatchBuilder, count_rows
 from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
-from frame.core.compiled import Forward
+from frame.core.compiled import Forward, keep_out
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
@@ -175,10 +175,12 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
     runner = TorchModelRunner(model, facts, context, pool, processors, capacity)
-    if user.execution.torch_compile:
-        runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
     clock = time.perf_counter()
     runner.warm_up()
+    if user.execution.torch_compile:  # after a plain step, in which backends learn what they keep
+        keep_out(context.attention, "run", "run_mla")
+        runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
+        runner.warm_up()
     phases["warm_up"] = time.perf_counter() - clock
     return runner
 

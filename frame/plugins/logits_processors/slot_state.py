@@ -52,7 +52,7 @@ class SlotState:
             self._grow(max(1, 2 * self.capacity))
         row = self._free.pop()
         self._rows[slot] = row
-        self._row_of[slot] = row
+        self._row_of[slot].fill_(row)  # an assignment of a number would wait for a GPU
         for name, column in self._columns.items():
             value = values.get(name)
             if isinstance(value, torch.Tensor):
@@ -60,7 +60,7 @@ class SlotState:
                 target = self._tensors[name][row].fill_(column.fill)
                 target[tuple(slice(size) for size in value.shape)] = value.to(self._device, column.dtype, non_blocking=True)
             else:
-                self._tensors[name][row] = column.fill if value is None else value
+                self._tensors[name][row].fill_(column.fill if value is None else value)
 
     def release(self, slot: int) -> None:
         """Take a slot's row back; the last one frees everything."""
