@@ -20,13 +20,15 @@ class Accelerator:
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine. `cpu_cores` are the physical cores that this process may use, `memory_bytes` the memory that it may,
-    `cpu_features` flags as Linux spells them; `note` says why a GPU that is there is not listed."""
+    `cpu_features` flags as Linux spells them; `note` says why a GPU that is there is not listed. `busy_cores` of the cores are
+    kept by the server's other processes."""
 
     cpu_cores: int
     memory_bytes: int
     cpu_features: frozenset[str] = frozenset()
     accelerators: tuple[Accelerator, ...] = ()
     note: str = ""
+    busy_cores: int = 0
 
     @property
     def bf16_feature(self) -> str | None:

@@ -73,12 +73,14 @@ def budgets(config: FrameConfig, hardware: Hardware, device: str) -> list[tuple[
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
     running = 64 if on_cpu else 256
-    threads = max(1, hardware.cpu_cores // tp) if on_cpu else None
+    threads = max(1, (hardware.cpu_cores - hardware.busy_cores) // tp) if on_cpu else None
     if on_cpu:
         overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"
     else:
         overlap, memory_share = "the host schedules while the device computes", "leaves a tenth for workspaces"
-    cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s)" if on_cpu else "left to torch: the model runs on the device"
+    # threads that meet at barriers and share their cores with another process wait for each other most of the time
+    kept = f", {hardware.busy_cores} of them for HTTP and text" if hardware.busy_cores else ""
+    cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s){kept}" if on_cpu else "left to torch: the model runs on the device"
     return [
         ("scheduler.chunked_prefill_size", scheduler.chunked_prefill_size, chunk, f"keeps decodes going on {machine}"),
         ("scheduler.max_running_requests", scheduler.max_running_requests, running, f"as many as {machine} runs well"),

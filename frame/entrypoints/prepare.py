@@ -6,7 +6,7 @@ The one place where the pure solver meets the world; loads no plugin and no weig
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frame.core.config import FrameConfig
 from frame.core.errors import PluginError
@@ -32,8 +32,8 @@ class Prepared:
     registry: Registry
 
 
-def prepare(config: FrameConfig, hardware: Hardware | None = None) -> Prepared:
-    """Resolve `config` on this machine. Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user."""
+def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False) -> Prepared:
+    """Resolve `config` on this machine; `is_served`: HTTP and text processes run beside the engine. Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user."""
     registry = registry_of(config)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
@@ -41,7 +41,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None) -> Prepared:
         _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
     facts = read_facts(config.model.path)
     try:
-        resolved = resolve(config, hardware or probe(), facts, registry.all_records())
+        resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), facts, registry.all_records())
     except UnknownPluginError as error:
         registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
         raise PluginError(str(error)) from None

@@ -115,7 +115,7 @@ def serve(arguments: list[str]) -> int:
 
     @config_command()
     def command(loaded: LoadedConfig) -> None:
-        prepared = prepare(loaded.config)
+        prepared = prepare(loaded.config, is_served=True)
         codes.append(server.serve(prepared, server.configured_layout(prepared.resolved, "frame.testing.fake_engine")))
 
     command.main(arguments, standalone_mode=False)
@@ -123,4 +123,6 @@ def serve(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[2:]) if sys.argv[1] == "serve" else worker.main(sys.argv[1:], {"scheduler": schedule}))
+    if sys.argv[1] == "serve":
+        sys.exit(serve(sys.argv[2:]))
+    worker.leave(worker.main(sys.argv[1:], {"scheduler": schedule}))

@@ -260,6 +260,13 @@ def test_kv_heads_may_be_repeated() -> None:
     assert resolve(config(parallel={"tp": 8}), XEON, LLAMA, records()).threads == 1
 
 
+def test_a_server_leaves_a_core_to_its_other_processes():
+    served = resolve(config(), replace(XEON, busy_cores=1), LLAMA, records())
+    assert served.threads == resolve(config(), XEON, LLAMA, records()).threads - 1
+    assert resolve(config(), replace(XEON, cpu_cores=1, busy_cores=1), LLAMA, records()).threads == 1
+    assert "1 of them for HTTP and text" in served.reasons["execution.threads"]
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ResolveError, match="this machine has 4 cuda"):
         resolve(config(parallel={"tp": 8}), H200, LLAMA, records())

@@ -28,7 +28,7 @@ def command() -> None:
 
 @config_command(help="Resolve the configuration for its model and this machine; print what would run, or why it cannot.")
 def check(loaded: LoadedConfig) -> None:
-    resolved = prepare(loaded.config).resolved
+    resolved = prepare(loaded.config, is_served=True).resolved
     click.echo(f"ok: {resolved.served_name} ({resolved.facts.architecture}) on {resolved.device} in {resolved.dtype}")
     for kind, choices in sorted(resolved.plugins.items()):
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
@@ -39,7 +39,7 @@ def check(loaded: LoadedConfig) -> None:
 def explain(loaded: LoadedConfig, key: str | None) -> None:
     keys = [_key(key)] if key else [*by_key()]
     try:
-        resolved: Resolved | None = prepare(loaded.config).resolved
+        resolved: Resolved | None = prepare(loaded.config, is_served=True).resolved
     except ConfigurationError:
         for each in keys:
             click.echo(_line(each, _value(loaded.config, each), loaded.source(each)))
@@ -52,7 +52,7 @@ def explain(loaded: LoadedConfig, key: str | None) -> None:
 @click.option("--resolved", "is_resolved", is_flag=True, help="Show every value as it would run on this machine.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
-    resolved = prepare(loaded.config).resolved if is_resolved else None
+    resolved = prepare(loaded.config, is_served=True).resolved if is_resolved else None
     config = pinned(resolved) if resolved else loaded.config
     data = config.model_dump(mode="json")
     for secret in SECRETS:

@@ -19,7 +19,7 @@ def command(ctx: click.Context, loaded: LoadedConfig) -> None:
     from frame.entrypoints.prepare import prepare
 
     logging.basicConfig(level=loaded.config.log.level.upper(), format="%(asctime)s %(levelname)s main: %(message)s")
-    prepared = prepare(loaded.config)
+    prepared = prepare(loaded.config, is_served=True)
     try:
         code = serve(prepared)
     except RuntimeError as error:  # a child that ended during the start
