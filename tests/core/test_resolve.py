@@ -261,9 +261,9 @@ def test_kv_heads_may_be_repeated() -> None:
 
 
 def test_a_server_leaves_a_core_to_its_other_processes():
-    served = resolve(config(), replace(XEON, busy_cores=1), LLAMA, records())
+    served = resolve(config(), dataclasses.replace(XEON, busy_cores=1), LLAMA, records())
     assert served.threads == resolve(config(), XEON, LLAMA, records()).threads - 1
-    assert resolve(config(), replace(XEON, cpu_cores=1, busy_cores=1), LLAMA, records()).threads == 1
+    assert resolve(config(), dataclasses.replace(XEON, cpu_cores=1, busy_cores=1), LLAMA, records()).threads == 1
     assert "1 of them for HTTP and text" in served.reasons["execution.threads"]
 
 
