@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from frame.core.errors import ConfigurationError
 from frame.core.messages import Fatal, Forget, Message, Ready, Tokenize, Tokens, Watch
@@ -80,10 +80,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # what is there now stays; later collections need not look at it
-    try:
-        engine.run()
-    finally:
-        gc.unfreeze()
+    engine.run()
 
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -192,5 +189,12 @@ def _die_with(parent: int) -> None:
         raise SystemExit(EXIT_ORPHANED)
 
 
+def leave(code: int) -> NoReturn:
+    """End the process at once: taking down an interpreter that has loaded torch takes seconds and frees nothing that matters."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
