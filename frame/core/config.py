@@ -140,7 +140,7 @@ class TextSection(Section):
     """Tokenizer and detokenizer processes, and parsers of the output."""
 
     tokenizer_workers: int = setting(0, "Tokenizer processes; 0: threads of the main process.", flag="tokenizer-workers", ge=0, le=64)
-    detokenizer_workers: int = setting(1, "Detokenizer processes; 0: in the main process.", flag="detokenizer-workers", ge=0, le=1)
+    detokenizer_workers: int = setting(0, "Detokenizer processes; 0: in the main process.", flag="detokenizer-workers", ge=0, le=1)
     reasoning_parser: str | None = setting(None, "Separates thinking from the answer, by plugin name.", flag="reasoning-parser")
     tool_call_parser: str | None = setting(None, "Finds tool calls in the answer, by plugin name.", flag="tool-call-parser")
     chat_template: str | None = setting(None, "File of a Jinja chat template, instead of the model's.", flag="chat-template")

@@ -33,7 +33,10 @@ class Prepared:
 
 
 def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False) -> Prepared:
-    """Resolve `config` on this machine; `is_served`: HTTP and text processes run beside the engine. Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user."""
+    """Resolve `config` on this machine; `is_served`: HTTP and text processes run beside the engine.
+
+    Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user.
+    """
     registry = registry_of(config)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
