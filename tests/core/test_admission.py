@@ -33,7 +33,7 @@ def test_a_message_becomes_a_request() -> None:
 
 def test_defaults() -> None:
     request = accepted(Generate(rid="a", token_ids=[5], params=SamplingParams(ignore_eos=True, stop_token_ids=(9,))))
-    assert (request.stop_ids, request.deadline, request.max_total) == ((), 65.0, 30)
+    assert (request.stop_ids, request.deadline, request.max_total) == ((9,), 65.0, 30)
     admission = Admission(CONFIG)
     drawn = [admission.accept(Generate(rid=str(i), token_ids=[5], params=SamplingParams()), 0.0, None) for i in range(3)]
     seeds = [request.seed for request in drawn if isinstance(request, Request)]

@@ -110,7 +110,7 @@ def test_a_hang_up_ends_the_request_within_moments(fake_server: RunningServer, s
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_a_dead_child_ends_answers_and_server(checkpoint: Path, role: str) -> None:
-    server = RunningServer(checkpoint, "--max-model-len", "512", env=FAKE)
+    server = RunningServer(checkpoint, "--max-model-len", "512", "--detokenizer-workers", "1", env=FAKE)
     found: list[str] = []
     whole: list[httpx.Response] = []
 
@@ -140,7 +140,7 @@ def test_a_dead_child_ends_answers_and_server(checkpoint: Path, role: str) -> No
 
 
 def test_no_child_outlives_a_killed_server(checkpoint: Path) -> None:
-    server = RunningServer(checkpoint, env=FAKE)
+    server = RunningServer(checkpoint, "--detokenizer-workers", "1", env=FAKE)
     children = server.children()
     assert set(children) == {"scheduler", "detokenizer"}
     server.process.kill()
@@ -215,7 +215,7 @@ def test_text_processes_are_configuration(checkpoint: Path, workers: tuple[str, 
 
 
 def test_sigterm_during_the_start_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--model", str(checkpoint)]
+    command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--detokenizer-workers", "1", "--model", str(checkpoint)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     main = psutil.Process(process.pid)
     wait_until(lambda: len(main.children()) == 2)
