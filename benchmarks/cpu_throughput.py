@@ -1,8 +1,8 @@
 """Throughput on the CPU, bf16, 64 tokens in and 64 out, 32 requests: `frame` beside transformers, in one run on the same cores.
 
 Prints one JSON object with tokens/s and ratios: the embedded model offline against `generate` on one static batch, through the HTTP server
-with 32 streaming clients, and a Qwen3 of the same size against transformers' continuous batching (`generate_batch`).
-Every part runs in a fresh process, one after the other, repeated; the median counts. `python benchmarks/cpu_throughput.py --help`.
+with 32 streaming clients, a Qwen3 of the same size against transformers' continuous batching (`generate_batch`), and the processor time
+of everything but the model. Every part runs in a fresh process, one after the other, repeated in both orders; the median counts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import random
 import statistics
 import subprocess
@@ -178,45 +179,66 @@ def qwen3_of_same_size(folder: Path) -> None:
 PARTS = {f.__name__: f for f in (frame_offline, frame_http, transformers_static, transformers_continuous, transformers_continuous_warm)}
 
 
-def measure(part: str, model: str, repeats: int, threads: int) -> dict[str, float]:
-    """One part in a fresh process; min, median and max tokens/s."""
+def measure(part: str, model: str, repeats: int, threads: int) -> list[float]:
+    """One part in a fresh process; tokens/s of each repeat."""
     command = [sys.executable, __file__, "--part", part, "--model", model, "--repeats", str(repeats), "--threads", str(threads)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=600, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    )
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, env=environment)
     if done.returncode:
         raise RuntimeError(f"{part} failed:\n{done.stderr[-3000:]}")
-    rates = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"min": round(min(rates), 1), "median": round(statistics.median(rates), 1), "max": round(max(rates), 1)}
+    rates: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rates
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=sorted(PARTS), help="run one part and print its rates (used by the whole)")
-    parser.add_argument("--model", default=None, help="checkpoint folder; the embedded model when not given")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="also write the JSON here")
-    options = parser.parse_args()
-    embedded = options.model or str(Path(__file__).parents[1] / "frame" / "models" / "frame_tiny")
-    if options.part:
-        print(json.dumps(PARTS[options.part](embedded, options.repeats, options.threads)))
-        return
+def front_end(step: float) -> float:
+    """Milliseconds of CPU a step of scheduler, text and HTTP at 64 streams over a fake model that takes `step` seconds a step."""
+    script = Path(__file__).with_name("frontend.py")
+    command = [sys.executable, str(script), "--requests", "64", "--step", str(step)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["cpu_ms_per_step"])
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what the figures were taken."""
+    from importlib.metadata import version
+
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "cpu": fields.get("model name", platform.processor()),
+        "features": [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in fields.get("flags", "")],
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")} | {"python": platform.python_version()},
+        "commit": commit.stdout.strip(),
+    }
+
+
+def summary(rates: list[float]) -> dict[str, Any]:
+    return {"median": round(statistics.median(rates), 1), "all": [round(rate, 1) for rate in rates]}
+
+
+def compare(embedded: str, repeats: int, rounds: int, threads: int) -> dict[str, Any]:
+    """All parts, one after the other, `rounds` times, every other round backwards."""
     with tempfile.TemporaryDirectory() as scratch:
         qwen3_of_same_size(Path(scratch))
-        rows = {
-            "frame-tiny, transformers generate, static batch": measure("transformers_static", embedded, options.repeats, options.threads),
-            "frame-tiny, frame offline": measure("frame_offline", embedded, options.repeats, options.threads),
-            "frame-tiny, frame HTTP, 32 streams": measure("frame_http", embedded, options.repeats, options.threads),
-            "Qwen3, transformers generate_batch": measure("transformers_continuous", scratch, 2, options.threads),
-            "Qwen3, transformers generate_batch, warm manager": measure("transformers_continuous_warm", scratch, 2, options.threads),
-            "Qwen3, frame offline": measure("frame_offline", scratch, options.repeats, options.threads),
-        }
-    names = list(rows)
-    median = [rows[name]["median"] for name in names]
-    report = {
-        "what": f"{REQUESTS} requests, {INPUT} in, {OUTPUT} out, bf16, {options.threads} threads, output tokens/s",
-        "rows": rows,
+        parts = [
+            ("frame-tiny, transformers generate, static batch", "transformers_static", embedded),
+            ("frame-tiny, frame offline", "frame_offline", embedded),
+            ("frame-tiny, frame HTTP, 32 streams", "frame_http", embedded),
+            ("Qwen3, transformers generate_batch", "transformers_continuous", scratch),
+            ("Qwen3, transformers generate_batch, warm manager", "transformers_continuous_warm", scratch),
+            ("Qwen3, frame offline", "frame_offline", scratch),
+        ]
+        rates: dict[str, list[float]] = {name: [] for name, _, _ in parts}
+        for number in range(rounds):
+            for name, part, model in parts[:: -1 if number % 2 else 1]:
+                rates[name] += measure(part, model, repeats, threads)
+    median = [statistics.median(values) for values in rates.values()]
+    return {
+        "rows": {name: summary(values) for name, values in rates.items()},
         "ratios": {
             "offline / generate (>= 2.5)": round(median[1] / median[0], 2),
             "HTTP / generate (>= 1.5)": round(median[2] / median[0], 2),
@@ -224,7 +246,30 @@ def main() -> None:
             "Qwen3 offline / generate_batch with a warm manager": round(median[5] / median[4], 2),
         },
     }
-    text = json.dumps(report, indent=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=sorted(PARTS), help="run one part and print its rates (used by the whole)")
+    parser.add_argument("--model", default=None, help="checkpoint folder; the embedded model when not given")
+    parser.add_argument("--repeats", type=int, default=4, help="counted repeats of a part in one process, after a warm-up")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all parts are run")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    embedded = options.model or str(Path(__file__).parents[1] / "frame" / "models" / "frame_tiny")
+    if options.part:
+        print(json.dumps(PARTS[options.part](embedded, options.repeats, options.threads)))
+        return
+    report = {
+        "what": f"{REQUESTS} requests, {INPUT} in, {OUTPUT} out, bf16, {options.threads} threads, output tokens/s",
+        "machine": machine(),
+        **compare(embedded, options.repeats, options.rounds, options.threads),
+        "front end at 64 streams, CPU ms a step (<= 1), by the model's ms a step": {
+            f"{step * 1000:g}": round(front_end(step), 2) for step in (0.004, 0.008, 0.02)
+        },
+    }
+    text = json.dumps(report, indent=1)
     print(text)
     if options.output:
         options.output.write_text(text + "\n")
