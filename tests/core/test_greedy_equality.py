@@ -1,102 +1,52 @@
 """Float32 greedy tokens equal those of transformers, however the batches came about: chunks, cache hits, retraction, pages, overlap.
 
 transformers says which tokens are right (one pass over prompt and output: each output token is the likeliest after what stands
-before it); everything runs in this process, scheduler and runner without a server. Two ranks are two threads.
+before it); everything runs in this process, scheduler and runner without a server. Two ranks are two threads. Only the Triton
+kernels' interpreter needs a process of its own, which runs `interpreted_greedy.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import random
-from dataclasses import dataclass, field
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-import torch
 
-from frame.core.config import FrameConfig
 from frame.core.follower import LeadingRunner, follow
-from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.model_runner import build_runner
 from frame.core.sampling_params import SamplingParams
 from frame.core.transport import decode_batch, encode_batch
-from frame.entrypoints.assembly import build_rank, build_scheduler, load_parts
-from frame.entrypoints.prepare import prepare
-from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.entrypoints.assembly import build_scheduler, load_parts
 from frame.testing.local_loop import LocalLoop
+from tests.core import greedy
+from tests.core.greedy import FALLBACK, NATIVE, WHOLE, check_logits, make_case, prepared_for, random_prompts
 from tests.models.ranks import on_ranks
 
-PROMPTS, OUTPUT = 16, 64
-GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-WHOLE = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")  # run the full cross product
-ARCHITECTURES = (
-    *WHOLE,
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "DeepseekV2ForCausalLM",
-    EMBEDDED,
-)
+PROMPTS = 16
+GREEDY = greedy.greedy(64)
 POOL = 16 * 1024  # tokens; more than all prompts and outputs
 TIGHT = 512  # tokens; about a third of them
 
 
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint and what transformers makes of it."""
-
-    folder: str
-    prompts: list[list[int]]
-    reference: object
-    known: dict = field(default_factory=dict)  # (prompt, output) -> the likeliest tokens after each prefix
-
-    def check(self, outputs):
-        for prompt, output in zip(self.prompts, outputs, strict=True):
-            key = (tuple(prompt), tuple(output))
-            if key not in self.known:
-                self.known[key] = self.logits(prompt, output).argmax(-1).tolist()
-            assert output == self.known[key]
-
-    def logits(self, prompt, output):
-        """What transformers computes at each output token's place, [OUTPUT, vocab]."""
-        with torch.no_grad():
-            return self.reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=(*NATIVE, *FALLBACK))
 def case(request, tmp_path_factory):
-    if request.param == EMBEDDED:
-        folder = find_model(EMBEDDED)
-    else:
-        folder = make_checkpoint(request.param, tmp_path_factory.mktemp("model"))
     numbers = random.Random(7)
-    prompts = [[numbers.randrange(6, 384) for _ in range(numbers.randrange(2, 90))] for _ in range(PROMPTS)]
-    return Case(str(folder), prompts, load_reference(folder))
+    prompts = random_prompts([numbers.randrange(2, 90) for _ in range(PROMPTS)])
+    return make_case(request.param, tmp_path_factory.mktemp("model"), prompts)
 
 
-def prepared_for(folder, page_size=16, chunk=512, overlap=True, tokens=POOL, prefix="radix", tp=1):
-    config = {
-        "model": {"path": folder, "dtype": "float32"},
-        "cache": {"page_size": page_size, "max_total_tokens": tokens, "prefix": prefix},
-        "scheduler": {"max_running_requests": PROMPTS, "chunked_prefill_size": chunk, "overlap": overlap},
-        "execution": {"device": "cpu", "threads": 1},
-        "parallel": {"tp": tp},
-    }
-    return prepare(FrameConfig.model_validate(config))
-
-
-def make_loop(folder, **settings):
-    prepared = prepared_for(folder, **settings)
-    runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+def make_loop(folder, tokens=POOL, **settings):
+    return greedy.make_loop(folder, tokens, **settings)
 
 
 def run(loop, case):
-    case.check(loop.generate(case.prompts, GREEDY))
-    loop.scheduler.check_integrity()
+    greedy.run(loop, case, GREEDY)
 
 
 def test_plain_and_from_the_prefix_cache(case):
@@ -141,19 +91,7 @@ def test_everything_together(case, number, settings):
 
 
 def test_logits_are_within_a_ten_thousandth(case):
-    loop = make_loop(case.folder, chunk=32)
-    head, seen = loop.runner.model.logits, []
-
-    def watched(hidden):
-        seen.append(head(hidden))
-        return seen[-1].clone()
-
-    loop.runner.model.logits = watched
-    for prompt in case.prompts[:4]:
-        seen.clear()
-        (output,) = loop.generate([prompt], GREEDY)
-        ours = torch.cat([logits for logits in seen if len(logits)])[:OUTPUT]
-        assert (ours - case.logits(prompt, output)).abs().max() < 1e-4
+    check_logits(make_loop(case.folder, chunk=32), case, case.prompts[:4], GREEDY)
 
 
 class Wire:
@@ -173,11 +111,10 @@ class Wire:
         self.batches.put(None)
 
 
-@pytest.mark.parametrize("case", WHOLE, indirect=True)
-def test_two_ranks_give_the_tokens_of_one(case):
-    prepared = prepared_for(case.folder, chunk=64, tokens=TIGHT, tp=2)
+def on_two_ranks(case, act_with, **settings):
+    """What `act_with` makes of rank 0's loop, while rank 1 follows."""
+    prepared = prepared_for(case.folder, tp=2, **settings)
     wire = Wire()
-    drawn = [SamplingParams(temperature=1.0, max_tokens=16, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(PROMPTS)]
 
     def act(group):
         runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group)
@@ -185,10 +122,52 @@ def test_two_ranks_give_the_tokens_of_one(case):
             return follow(runner, wire)
         loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), LeadingRunner(runner, wire))
         try:
-            run(loop, case)
-            return loop.generate(case.prompts, drawn)
+            return act_with(loop)
         finally:
             loop.runner.close()
 
-    alone = make_loop(case.folder, chunk=64)
-    assert on_ranks(2, act)[0] == alone.generate(case.prompts, drawn)
+    return on_ranks(2, act)[0]
+
+
+@pytest.mark.parametrize("case", NATIVE, indirect=True)  # transformers' own layers are not cut between ranks
+def test_two_ranks_mixed_and_from_the_prefix_cache(case):
+    def twice(loop):
+        run(loop, case)
+        assert loop.stats["mixed"] > 5
+        run(loop, case)
+        assert loop.stats["cached"] >= sum((len(prompt) - 1) // 16 * 16 for prompt in case.prompts)
+
+    on_two_ranks(case, twice, chunk=64, tokens=POOL)
+
+
+@pytest.mark.parametrize("case", NATIVE, indirect=True)
+def test_two_ranks_after_retraction_without_overlap(case):
+    def once(loop):
+        run(loop, case)
+        assert loop.scheduler.load()["retracted"] > 0
+
+    on_two_ranks(case, once, page_size=1, chunk=16, overlap=False, tokens=TIGHT)
+
+
+@pytest.mark.parametrize("case", WHOLE, indirect=True)
+def test_two_ranks_draw_the_tokens_of_one(case):
+    drawn = [SamplingParams(temperature=1.0, max_tokens=16, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(PROMPTS)]
+    two = on_two_ranks(case, lambda loop: loop.generate(case.prompts, drawn), chunk=64, tokens=TIGHT)
+    assert two == make_loop(case.folder, chunk=64).generate(case.prompts, drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["test_every_architecture", "test_every_way"])
+def test_triton_under_its_interpreter(name):
+    """In a process of its own: kernels are interpreted, or not, from their definition on."""
+    file = Path(__file__).with_name("interpreted_greedy.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{name}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for variable in [variable for variable in environment if variable.startswith("PYTEST")]:
+        del environment[variable]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

@@ -1,0 +1,119 @@
+"""What the greedy equality tests share: a checkpoint beside transformers' view of it, and a scheduler with a runner over it.
+
+Everything runs in this process, without a server. Knows no attention backend but by the name it is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frame.core.config import FrameConfig
+from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.assembly import build_rank, build_scheduler
+from frame.entrypoints.prepare import Prepared, prepare
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.testing.local_loop import LocalLoop
+
+WHOLE = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")  # run the full cross product
+NATIVE = (
+    *WHOLE,
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    EMBEDDED,
+)
+FALLBACK = ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel")  # transformers' layers over our cache
+WINDOWED = {"MistralForCausalLM": {"sliding_window": 24}, "Gemma2ForCausalLM": {"sliding_window": 24}}  # shorter than most prompts
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and what transformers makes of it."""
+
+    folder: str
+    prompts: list[list[int]]
+    reference: Any
+    known: dict[Any, list[int]] = field(default_factory=dict)  # (prompt, output) -> the likeliest tokens after each prefix
+
+    def check(self, outputs: Sequence[list[int]]) -> None:
+        for prompt, output in zip(self.prompts, outputs, strict=True):
+            key = (tuple(prompt), tuple(output))
+            if key not in self.known:
+                self.known[key] = self.logits(prompt, output).argmax(-1).tolist()
+            assert output == self.known[key]
+
+    def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """What transformers computes at each output token's place, [len(output), vocab]."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+
+def make_case(architecture: str, scratch: Path, prompts: list[list[int]]) -> Case:
+    """`architecture` is a name in `frame.testing.checkpoints.TINY`, or that of the embedded model."""
+    folder = find_model(EMBEDDED) if architecture == EMBEDDED else make_checkpoint(architecture, scratch, **WINDOWED.get(architecture, {}))
+    return Case(str(folder), prompts, load_reference(folder))
+
+
+def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
+    numbers = random.Random(7)
+    return [[numbers.randrange(6, 384) for _ in range(length)] for length in lengths]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int = 1, **settings: Any) -> Prepared:
+    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap and prefix."""
+    known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix"}
+    assert settings.keys() <= known.keys()
+    known |= settings
+    config = {
+        "model": {"path": folder, "dtype": "float32"},
+        "cache": {"page_size": known["page_size"], "max_total_tokens": tokens, "prefix": known["prefix"]},
+        "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
+        "attention": {"backend": backend},
+        "execution": {"device": "cpu", "threads": 1},
+        "parallel": {"tp": tp},
+    }
+    return prepare(FrameConfig.model_validate(config))
+
+
+def make_loop(folder: str, tokens: int, backend: str | None = None, **settings: Any) -> LocalLoop:
+    prepared = prepared_for(folder, tokens, backend, **settings)
+    assert backend in {None, prepared.resolved.choice("attention_backend").name}
+    runner = build_rank(prepared.resolved, prepared.registry)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+
+
+def run(loop: LocalLoop, case: Case, params: SamplingParams) -> None:
+    case.check(loop.generate(case.prompts, params))
+    loop.scheduler.check_integrity()
+
+
+def check_logits(loop: LocalLoop, case: Case, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    """Each prompt alone: the logits that its tokens are drawn from, beside those of transformers."""
+    head, seen = loop.runner.model.logits, []  # type: ignore[attr-defined]
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(head(hidden))
+        return seen[-1].clone()
+
+    loop.runner.model.logits = watched  # type: ignore[attr-defined]
+    for prompt in prompts:
+        seen.clear()
+        (output,) = loop.generate([prompt], params)
+        ours = torch.cat([logits for logits in seen if len(logits)])[: len(output)]
+        assert (ours - case.logits(prompt, output)).abs().max() < 1e-4
