@@ -47,9 +47,10 @@ class Stream:
 class Answer:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
-    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "sequences")
+    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "rid", "sequences")
 
-    def __init__(self) -> None:
+    def __init__(self, rid: str = "") -> None:
+        self.rid = rid  # of the request; its sequences' begin with it
         self.sequences: list[Stream] = []
         self.changed: list[Stream] = []
         self.open = 0  # sequences without a finish

@@ -112,21 +112,25 @@ class EngineClient:
         """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        answer = Answer()
-        base = rid or uuid.uuid4().hex
+        answer = Answer(rid or uuid.uuid4().hex)
         alone = len(prompts) == 1 and params[0].n == 1
         for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             for number in range(wanted.n):
                 own = wanted if wanted.n == 1 else sibling(wanted, number)
                 index = len(answer.sequences)
-                sequence = Stream(answer, index, prompt_index, base if alone else f"{base}-{index}", prompt, own)
+                sequence = Stream(answer, index, prompt_index, answer.rid if alone else f"{answer.rid}-{index}", prompt, own)
                 if sequence.rid in self._sequences:
                     raise InvalidRequestError(f"a request with the rid {sequence.rid!r} is running; choose another", "rid")
                 answer.sequences.append(sequence)
         answer.open = len(answer.sequences)
         self._reserved -= answer.open
-        for sequence in answer.sequences:
-            self._start(sequence, priority, namespace)
+        try:
+            for sequence in answer.sequences:
+                self._start(sequence, priority, namespace)
+        except BaseException:
+            self.abandon(answer)
+            self._reserved += answer.open  # the caller's again, who gives them back
+            raise
         return answer
 
     def _start(self, sequence: Stream, priority: int, namespace: str) -> None:
@@ -148,9 +152,14 @@ class EngineClient:
             self.link.send(Abort(rids=rids))
 
     def abort(self, rids: list[str]) -> None:
-        """End requests by name (all, when empty); they finish with reason "abort". Siblings of a rid are included."""
+        """End requests by name (all, when empty); they finish with reason "abort". A request's name stands for all its sequences."""
+        if not rids:
+            self.link.send(Abort())
+            return
         named = set(rids)
-        self.link.send(Abort(rids=[r for r in self._sequences if r in named or r.rsplit("-", 1)[0] in named] if rids else []))
+        found = [rid for rid, sequence in self._sequences.items() if rid in named or sequence.answer.rid in named]
+        if found:  # an empty list would mean all
+            self.link.send(Abort(rids=found))
 
     @property
     def num_outstanding(self) -> int:

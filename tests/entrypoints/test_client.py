@@ -188,6 +188,38 @@ def test_two_running_requests_cannot_share_a_name() -> None:
         submit(client, SamplingParams())
 
 
+def test_abort_names_whole_requests_and_nothing_else() -> None:
+    client, link = make()
+    submit(client, SamplingParams(n=2), rid="job")
+    submit(client, SamplingParams(), rid="job-7")
+    sent = len(link.sent)
+    client.abort(["nobody"])
+    assert len(link.sent) == sent  # no rids at all would end everything
+    client.abort(["job"])
+    assert link.sent[-1] == Abort(rids=["job-0", "job-1"])
+    client.abort(["job-7"])
+    assert link.sent[-1] == Abort(rids=["job-7"])
+    client.abort([])
+    assert link.sent[-1] == Abort()
+
+
+def test_a_request_that_cannot_be_sent_leaves_no_trace() -> None:
+    client, link = make()
+
+    def refuse(message: Message) -> None:
+        if isinstance(message, Generate) and message.rid == "r-1":
+            raise OverflowError("no such number on the wire")
+        link.sent.append(message)
+
+    client.link.send = refuse  # type: ignore[method-assign]
+    with pytest.raises(OverflowError):
+        submit(client, SamplingParams(n=2))
+    client.release(2)  # the caller's places
+    assert client.num_outstanding == 0
+    assert isinstance(link.sent[-1], Abort)
+    assert "r-0" in link.sent[-1].rids
+
+
 # tokenizing --------------------------------------------------------------------------------------------------------
 
 
