@@ -46,6 +46,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template does not compile: {error}; give another with --chat-template") from error
         self._special_tokens = dict(special_tokens or {})
+        self._has_developer = "developer" in source
 
     def render(
         self,
@@ -58,12 +59,14 @@ class ChatTemplate:
         taken = RESERVED & set(arguments or {})
         if taken:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; use the request's own fields")
+        if not self._has_developer:  # OpenAI's newer name for the system role, which most templates do not know
+            messages = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
         variables = {**self._special_tokens, "documents": None, **(arguments or {})}
         try:
             text: str = self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template cannot read these messages: {error}") from error
         return text
 

@@ -124,6 +124,21 @@ def test_a_template_s_complaint_is_one_sentence(source: str, complaint: str) -> 
         ChatTemplate(source).render(MESSAGES)
 
 
+def test_developers_are_systems_where_a_template_does_not_know_them() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"
+    assert ChatTemplate("{{ messages[0].role if messages[0].role == 'developer' }}").render(messages) == "developer"
+    assert messages[0]["role"] == "developer"
+
+
+def test_a_conversation_too_deep_to_print_is_the_client_s_fault() -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ChatTemplateError, match="cannot read"):
+        ChatTemplate("{{ tools | tojson }}").render(MESSAGES, tools=nested)
+
+
 def test_a_broken_template_and_reserved_names() -> None:
     with pytest.raises(ChatTemplateError, match="does not compile"):
         ChatTemplate("{% if %}")
