@@ -82,7 +82,11 @@ class XGrammarBackend(GrammarBackend):
         except Exception as error:  # the library raises RuntimeError, InvalidJSONError and others, some of many lines
             reason = " ".join(str(error).split())[:_LONGEST_REASON]
             raise ValueError(f"{kind} does not compile: {reason}") from error
-        return XGrammar(compiled, self._vocab_size, self._stops)
+        grammar = XGrammar(compiled, self._vocab_size, self._stops)
+        first = np.empty(-(-self._vocab_size // 32), np.int32)
+        if grammar.fill(first) and not first.any():  # root ::= root
+            raise ValueError(f"{kind} allows no text at all")
+        return grammar
 
     def _compile(self, kind: str, source: str) -> Any:
         if kind == "json_schema":

@@ -97,6 +97,8 @@ def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
         ("regex", "(((", "does not compile"),
         ("regex", "a" * 70_000, "the limit is 65536"),
         ("ebnf", "root ::= undefined_rule", "does not compile"),
+        ("ebnf", 'root ::= root "a"', "allows no text"),
+        ("json_schema", '{"$ref": "#"}', "allows no text"),
         ("lark", "x", "is unknown"),
     ],
 )
