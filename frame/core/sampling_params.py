@@ -6,6 +6,7 @@ import msgspec
 
 MAX_STOP = 16
 MAX_LOGPROBS = 20
+LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Every reason why these parameters cannot be served, a sentence each that names the parameter and its range."""
         ranges = (
             (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1"),
-            (self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be at least 0"),
+            (0 <= self.min_tokens <= LARGEST, f"min_tokens is {self.min_tokens}; it must be from 0 to {LARGEST}"),
             (
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens})",
@@ -58,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             (1 <= self.n <= 128, f"n is {self.n}; it must be from 1 to 128"),
             (0.0 <= self.temperature <= 100.0, f"temperature is {self.temperature}; it must be from 0 to 100"),
             (0.0 < self.top_p <= 1.0, f"top_p is {self.top_p}; it must be above 0 and at most 1"),
-            (self.top_k == -1 or self.top_k >= 1, f"top_k is {self.top_k}; it must be -1 (off) or at least 1"),
+            (self.top_k == -1 or 1 <= self.top_k <= LARGEST, f"top_k is {self.top_k}; it must be -1 (off) or from 1 to {LARGEST}"),
             (0.0 <= self.min_p <= 1.0, f"min_p is {self.min_p}; it must be from 0 to 1"),
             (
                 -2.0 <= self.frequency_penalty <= 2.0,
@@ -74,6 +75,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"seed is {self.seed}; it must fit in 64 bits",
             ),
             (len(self.stop) <= MAX_STOP, f"stop has {len(self.stop)} strings; it may have {MAX_STOP}"),
+            (
+                all(0 <= token <= LARGEST for word in self.bad_words_ids for token in word),
+                "bad_words_ids holds an id that no vocabulary has",
+            ),
             (all(self.stop), "stop holds an empty string; leave it out"),
             (
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -94,8 +99,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         found = [sentence for is_fine, sentence in ranges if not is_fine]
         if vocab_size is not None:
-            named = [*self.logit_bias, *self.stop_token_ids]
-            found += [f"token id {i} is outside the vocabulary (0 to {vocab_size - 1})" for i in named if not 0 <= i < vocab_size]
+            found += [
+                f"{name} holds the token id {i}, outside the vocabulary (0 to {vocab_size - 1})"
+                for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids))
+                for i in ids
+                if not 0 <= i < vocab_size
+            ]
         return found
 
     def ends(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -57,17 +58,18 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send, self._max_body)
-        try:
-            await self._handler(call, self._services)
-        except ApiError as error:
-            await call.fail(error)
-        except DisconnectedError:
-            pass
-        except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            await call.fail(ApiError(500, "the server failed on this request; its log says why"))
-        finally:
-            await call.close()
+        with suppress(DisconnectedError):
+            try:
+                await self._handler(call, self._services)
+            except ApiError as error:
+                await call.fail(error)
+            except DisconnectedError:
+                raise
+            except Exception:
+                log.exception("%s %s failed", scope["method"], scope["path"])
+                await call.fail(ApiError(500, "the server failed on this request; its log says why"))
+            finally:
+                await call.close()
 
 
 class App:
@@ -75,7 +77,7 @@ class App:
 
     def __init__(self, services: Services) -> None:
         key = services.resolved.user.server.api_key
-        self._key = None if key is None else f"Bearer {key}".encode()
+        self._key = None if key is None else key.encode()
         self._router = Router([Route(path, Endpoint(handler, services), methods=list(methods)) for path, methods, handler in ROUTES])
         self._router.redirect_slashes = False
         self._router.default = _not_found
@@ -88,26 +90,42 @@ class App:
             return
         try:
             if self._key is not None and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-                raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
+                raise _no_key()
             scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
             await self._router(scope, receive, send)
         except ApiError as error:
-            await Call(scope, receive, send, 0).fail(error)
+            await self._refuse(scope, receive, send, error)
         except HTTPException as error:
-            await Call(scope, receive, send, 0).fail(ApiError(error.status_code, _method_error(scope)))
+            await self._refuse(scope, receive, send, _method_error(scope, error))
+
+    @staticmethod
+    async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+        with suppress(DisconnectedError):
+            await Call(scope, receive, send, 0).fail(error)
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return self._key is not None and hmac.compare_digest(given, self._key)
+        scheme, _, key = given.partition(b" ")
+        return self._key is not None and scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _no_key() -> ApiError:
+    error = ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
+    error.headers = ((b"www-authenticate", b"Bearer"),)
+    return error
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise ApiError(404, f"there is no {scope['path']} here; the API is at /v1/chat/completions, /v1/completions and /generate")
 
 
-def _method_error(scope: Scope) -> str:
-    allowed = {path: methods for path, methods, _ in ROUTES}.get(scope["path"], ())
-    return f"{scope['path']} does not take {scope['method']}; use {' or '.join(allowed) or 'another method'}"
+def _method_error(scope: Scope, error: HTTPException) -> ApiError:
+    """405 with the methods that the path takes, in the sentence and as `Allow`."""
+    allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+    shown = " or ".join(method for method in allowed if method != "HEAD")
+    found = ApiError(error.status_code, f"{scope['path']} does not take {scope['method']}; use {shown or 'another method'}")
+    found.headers = ((b"allow", ", ".join(allowed).encode()),)
+    return found
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -17,6 +17,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
 JSON = (b"content-type", b"application/json")
+CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
+MISSING = "Object missing required field "  # msgspec's words
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -61,9 +63,14 @@ class Call:
         except msgspec.ValidationError as error:
             text, _, path = str(error).partition(" - at `$")
             param = path.rstrip("`").lstrip(".") or None
+            if text.startswith(MISSING):
+                missing = text.removeprefix(MISSING).strip("`")
+                raise ApiError(400, f"{missing} is missing; send it", f"{param}.{missing}" if param else missing) from None
             raise ApiError(400, f"{param}: {text}" if param else text, param) from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 
     def query(self, name: str) -> str | None:
         """One query parameter, undecoded."""
@@ -94,8 +101,8 @@ class Call:
     async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
         self.started = True
         length = (b"content-length", str(len(body)).encode())
-        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        await self.send({"type": "http.response.body", "body": body})
+        await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self._put({"type": "http.response.body", "body": body})
 
     async def respond_json(self, value: Any, status: int = 200) -> None:
         await self.respond(msgspec.json.encode(value), status)
@@ -106,19 +113,25 @@ class Call:
             await self.event(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
             await self.end()
             return
-        headers = (JSON,) if error.retry_after is None else (JSON, (b"retry-after", str(error.retry_after).encode()))
-        await self.respond(error.body(), error.status, headers)
+        headers = () if error.retry_after is None else ((b"retry-after", str(error.retry_after).encode()),)
+        await self.respond(error.body(), error.status, (JSON, *headers, *error.headers))
 
     async def start_events(self) -> None:
         self.started = True
-        await self.send({"type": "http.response.start", "status": 200, "headers": list(EVENTS)})
+        await self._put({"type": "http.response.start", "status": 200, "headers": list(EVENTS)})
 
     async def event(self, body: bytes) -> None:
         """Raw bytes of one or more server-sent events."""
-        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._put({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:
-        await self.send({"type": "http.response.body", "body": body})
+        await self._put({"type": "http.response.body", "body": body})
+
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
+        try:
+            await self.send(message)
+        except CLOSED as error:
+            raise DisconnectedError from error
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes; send less, or serve with a larger --max-body-bytes")

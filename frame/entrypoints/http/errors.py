@@ -30,6 +30,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()  # of the response, besides
 
     def body(self) -> bytes:
         """The JSON of the response, and of the last event of a stream that fails midway."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,24 @@ if TYPE_CHECKING:
     from frame.core.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no minus infinity
+
+
+class TextPlaces:
+    """Where tokens begin in their sequence's text, in characters, fed one by one. A token that begins inside of a character has the
+    character's place; special tokens that the text leaves out take no room."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._place = 0
+
+    def next(self, token_id: int) -> int:
+        """The place of this token, which comes after those before."""
+        place = self._place
+        if token_id not in self._hidden:
+            self._place += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return place
 
 
 def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -23,8 +42,8 @@ def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[
     return {"content": content}
 
 
-def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, offset: int = 0) -> dict[str, Any]:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `offset` is where the first token's text begins."""
+def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, places: TextPlaces) -> dict[str, Any]:
+    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` has seen the sequence's tokens before these."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -35,8 +54,7 @@ def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, of
             tokens.append(text)
             values.append(None if logprob is None else max(logprob, LEAST))
             tops.append(None if logprob is None else _alternatives(text, logprob, top, tokenizer))
-            offsets.append(offset)
-            offset += len(text)
+            offsets.append(places.next(token_id))
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 

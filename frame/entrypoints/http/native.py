@@ -14,7 +14,7 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
-from frame.entrypoints.http.openai_schema import check_choices
+from frame.entrypoints.http.openai_schema import check_choices, conversation_of
 from frame.entrypoints.http.services import RETRY_AFTER, Chat, Services, failure
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.limits import EngineDeadError
@@ -22,7 +22,13 @@ from frame.entrypoints.limits import EngineDeadError
 HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
 
 # names of sampling parameters that clients of /generate know by another name
-_SYNONYMS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed", "custom_params": "custom"}
+_SYNONYMS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "custom_params": "custom",
+    "no_stop_trim": "include_stop_str_in_output",
+}
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -118,9 +124,11 @@ class _Shape:
                 self._tops.setdefault(index, []).extend([self._triple(i, p) for i, p in top] for top in part.top)
             meta["output_token_logprobs"] = self._logprobs.get(index, [])
             meta["output_top_logprobs"] = self._tops.get(index, [])
+            start = max(self._request.logprob_start_len, 0)
             if (prompt := sequence.prompt_logprobs) is not None:
-                meta["input_token_logprobs"] = [self._triple(i, p) for i, p in zip(prompt.token_ids, prompt.logprobs, strict=True)]
-                meta["input_top_logprobs"] = [[self._triple(i, p) for i, p in top] for top in prompt.top]
+                scored = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
+                meta["input_token_logprobs"] = [self._triple(i, p) for i, p in scored]
+                meta["input_top_logprobs"] = [[self._triple(i, p) for i, p in top] for top in prompt.top[start:]]
         return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
 
     def _meta(self, sequence: Stream) -> dict[str, Any]:
@@ -148,6 +156,8 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
     """(the prompts, whether there was one outside of a list)."""
     if (request.text is None) == (request.input_ids is None):
         raise ApiError(400, "send either text or input_ids", "text")
+    if request.text == [] or request.input_ids == []:
+        raise ApiError(400, "the prompt is empty; send at least one token", "text" if request.text is not None else "input_ids")
     if request.text is not None:
         return ([request.text], True) if isinstance(request.text, str) else (list(request.text), False)
     ids = request.input_ids or []
@@ -196,7 +206,7 @@ async def tokenize(call: Call, services: Services) -> None:
         raise ApiError(400, "send either text (or prompt) or messages", "text")
     try:
         if request.messages is not None:
-            ids = await services.need_text_input().encode_chat(request.messages, request.tools, {})
+            ids = await services.need_text_input().encode_chat(conversation_of(request.messages), request.tools, {})
         else:
             ids = await services.need_text_input().encode(text or "", request.add_special_tokens)
     except ValueError as error:

@@ -12,7 +12,7 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.logprobs import chat_logprobs, completion_logprobs
+from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser
 from frame.entrypoints.http.services import Chat, Services, failure
@@ -38,11 +38,14 @@ class Response:
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
         self.chunks = ChunkWriter(self.name, chunk, services.resolved.served_name, self.created, self.has_usage)
 
+    def num_generated(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.answer.sequences)
+
     def usage(self) -> dict[str, Any]:
         """Of the whole answer: each prompt counts once, however many sequences it has."""
         prompts = {sequence.prompt_index: sequence for sequence in reversed(self.answer.sequences)}
-        completion = sum(sequence.num_tokens for sequence in self.answer.sequences)
-        return usage_of(sum(len(s.prompt) for s in prompts.values()), completion, sum(s.cached for s in prompts.values()))
+        cached = sum(s.cached for s in prompts.values())
+        return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
 
     def running_usage(self) -> dict[str, Any] | None:
         return self.usage() if self.has_running_usage else None
@@ -200,7 +203,8 @@ class CompletionResponse(Response):
 
     def __init__(self, services: Services, request: CompletionRequest, answer: Answer) -> None:
         super().__init__(services, request, answer, "text_completion")
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, TextPlaces] = {}
+        self._opened: set[int] = set()  # sequences whose prompt is out
         self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
         self._is_plain = not (request.echo or request.logprobs is not None or self.has_running_usage)
 
@@ -210,6 +214,9 @@ class CompletionResponse(Response):
         else:
             await self.services.complete(self.answer)
             await self.respond(call, [self._choice(sequence) for sequence in self.answer.sequences])
+
+    def num_generated(self) -> int:
+        return 0 if self._is_prompt_only else super().num_generated()  # the one that the engine needs is not shown
 
     def write(self, sequence: Stream) -> bytes:
         finish = sequence.finish
@@ -240,16 +247,18 @@ class CompletionResponse(Response):
         if self._is_prompt_only:
             text, parts = "", []
         index = sequence.index
-        start = self._offsets.get(index)
-        if start is None:
-            start = self._offsets[index] = 0
-            if self.request.echo:
-                text = self.services.need_tokenizer().decode(sequence.prompt, skip_special_tokens=False) + text
-                parts = ([sequence.prompt_logprobs] if sequence.prompt_logprobs else []) + parts
-        self._offsets[index] = start + len(text)
+        skips = sequence.params.skip_special_tokens
+        if self.request.echo and index not in self._opened:
+            self._opened.add(index)
+            text = self.services.need_tokenizer().decode(sequence.prompt, skips) + text
+            parts = ([sequence.prompt_logprobs] if sequence.prompt_logprobs else []) + parts
         if self.request.logprobs is None:
             return text, None
-        return text, completion_logprobs(parts, self.services.need_tokenizer(), start)
+        tokenizer = self.services.need_tokenizer()
+        places = self._places.get(index)
+        if places is None:
+            places = self._places[index] = TextPlaces(tokenizer, skips)
+        return text, completion_logprobs(parts, tokenizer, places)
 
 
 # models ------------------------------------------------------------------------------------------------------------
@@ -260,7 +269,10 @@ async def models(call: Call, services: Services) -> None:
 
 
 async def model(call: Call, services: Services) -> None:
-    services.check_model(call.scope["path_params"]["name"])
+    name = call.scope["path_params"]["name"]
+    if not name:
+        raise ApiError(404, "name a model after /v1/models/, or leave the slash out for the list")
+    services.check_model(name)
     await call.respond_json(_card(services))
 
 

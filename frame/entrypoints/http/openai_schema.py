@@ -93,10 +93,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as templates take them: text parts joined, tool arguments parsed. Raises ApiError."""
-        if not self.messages:
-            raise ApiError(400, "messages is empty; send at least one message", "messages")
-        return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        """See `conversation_of`."""
+        return conversation_of(self.messages)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -136,6 +134,13 @@ def check_choices(num_prompts: int, n: int) -> None:
         raise ApiError(400, f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; at most {MAX_CHOICES} are allowed", "n")
 
 
+def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates take them: text parts joined, tool arguments parsed. Raises ApiError."""
+    if not messages:
+        raise ApiError(400, "messages is empty; send at least one message", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
@@ -143,6 +148,8 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     result = {**message, "content": _content(content, f"{place}.content")}
     calls = message.get("tool_calls")
     if calls is not None:
+        if not isinstance(calls, list):
+            raise ApiError(400, f"{place}.tool_calls: expected a list", f"{place}.tool_calls")
         result["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return result
 
@@ -170,7 +177,7 @@ def _call(call: Any, place: str) -> Any:
         raise ApiError(400, f"{place}.function: expected an object", place)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(msgspec.DecodeError):  # what a model wrote may be no JSON; the template prints it as it is
+        with suppress(msgspec.DecodeError, RecursionError):  # what a model wrote may be no JSON; the template prints it as it is
             arguments = msgspec.json.decode(arguments) if arguments else {}
     return {**call, "function": {**function, "arguments": arguments}}
 

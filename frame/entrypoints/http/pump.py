@@ -11,6 +11,9 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from frame.entrypoints.http.call import CLOSED
+from frame.entrypoints.http.errors import DisconnectedError
+
 if TYPE_CHECKING:
     from frame.entrypoints.answers import Answer, Stream
     from frame.entrypoints.http.call import Call
@@ -45,10 +48,11 @@ class EventPump:
             self._send(self._answer.take_changed())
 
     def _send(self, changed: Sequence[Stream]) -> None:
+        sending: Any = None
         try:
             body = b"".join([self._write(sequence) for sequence in changed])
             if body and not self._answer.gone:
-                sending: Any = self._call.send({"type": "http.response.body", "body": body, "more_body": True})
+                sending = self._call.send({"type": "http.response.body", "body": body, "more_body": True})
                 try:
                     first = sending.send(None)  # runs to its end, unless it has to wait
                 except StopIteration:
@@ -57,6 +61,8 @@ class EventPump:
                     self._waiting = asyncio.get_running_loop().create_task(self._finish(sending, first))
                     return
         except Exception as error:  # noqa: BLE001 - raised again in `run`, whose request it concerns
+            if sending is not None and isinstance(error, CLOSED):
+                error = DisconnectedError()
             self._done.set_exception(error)
             return
         if self._answer.gone or not (self._answer.open or self._answer.changed):
@@ -67,6 +73,8 @@ class EventPump:
         try:
             await _Started(sending, first)
         except Exception as error:  # noqa: BLE001 - as above
+            if isinstance(error, CLOSED):
+                error = DisconnectedError()
             if not self._done.done():
                 self._done.set_exception(error)
             return

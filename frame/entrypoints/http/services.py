@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
+PRIORITY_LIMIT = 2**31
 SILENT_AFTER = 120.0  # seconds without a heartbeat, which comes at each step's start, after which the engine counts as hung
 
 
@@ -95,6 +96,8 @@ class Services:
             problems = own.problems(vocabulary)
             if problems:
                 raise ApiError(400, problems[0], problems[0].split(" ", 1)[0])
+        if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
+            raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
         count = sum(own.n for own in params)

@@ -55,6 +55,8 @@ def test_generate_logprobs(server: RunningServer) -> None:
     assert all(len(top) == 2 for top in meta["output_top_logprobs"])
     assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
     assert meta["input_token_logprobs"][0][0] is None
+    later = server.post("/generate", {**body, "logprob_start_len": 2}).json()["meta_info"]
+    assert [entry[1] for entry in later["input_token_logprobs"]] == [entry[1] for entry in meta["input_token_logprobs"]][2:]
     last = events(server.post("/generate", {**body, "stream": True}))[-1]["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in last] == whole["output_ids"]
 
@@ -70,6 +72,8 @@ def test_generate_logprobs(server: RunningServer) -> None:
         ({"input_ids": [1, [2]]}, "mixes"),
         ({"input_ids": [-1]}, "vocabulary"),
         ({"text": ""}, "empty"),
+        ({"text": []}, "empty"),
+        ({"text": "a", "sampling_params": {"bad_words_ids": [[2**40]]}}, "bad_words_ids"),
     ],
 )
 def test_generate_refusals(server: RunningServer, body: dict[str, Any], part: str) -> None:
@@ -83,6 +87,8 @@ def test_tokenize_and_back(server: RunningServer) -> None:
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json()["text"] == "größe"
     chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
+    parts = [{"type": "text", "text": "x"}]
+    assert server.post("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json() == chat
     assert chat["count"] > 1
     assert server.post("/detokenize", {"tokens": [10**6]}).status_code == 400
     assert server.post("/tokenize", {}).status_code == 400
@@ -110,6 +116,9 @@ def test_abort_request(fake_server: RunningServer) -> None:
     while not fake_server.get("/server_info")["running"]:
         pass
     assert fake_server.post("/generate", body).json()["error"]["param"] == "rid"
+    for other in ("somebody", "to-be"):  # neither unknown names nor beginnings of names end it
+        assert fake_server.post("/abort_request", {"rid": other}).status_code == 200
+    assert fake_server.get("/server_info")["outstanding"] == 1
     assert fake_server.post("/abort_request", {"rid": "to-be-aborted"}).status_code == 200
     thread.join(10)
     assert results[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -154,6 +163,8 @@ def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
                 answer = httpx.post(server.url + path, json=body, headers=headers)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert httpx.get(server.url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
         assert httpx.get(server.url + "/health").status_code == 200
         with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=30) as client:
             found = client.post("/generate", json=body).json()

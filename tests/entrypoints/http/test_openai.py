@@ -89,10 +89,26 @@ def test_echo_and_logprobs(client: openai.OpenAI, name: str, tokenizer: Tokenize
     assert all(1 <= len(top) <= 3 for top in found.top_logprobs[1:])  # two ids may have one text
     for token, logprob, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[len(ids) :]:
         assert top[token] == max(top.values()) == logprob  # greedy
-    alone = greedy(client, name, "The quick", 0, echo=True, logprobs=1).choices[0]
+    response = greedy(client, name, "The quick", 0, echo=True, logprobs=1)
+    alone = response.choices[0]
+    assert response.usage is not None
+    assert (response.usage.completion_tokens, response.usage.total_tokens) == (0, len(ids))
     assert alone.text == "The quick"
     assert alone.logprobs is not None
     assert alone.logprobs.token_logprobs == pytest.approx(found.token_logprobs[: len(ids)], abs=1e-4)
+
+
+def test_echo_leaves_special_tokens_out(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
+    special = min(tokenizer.special_ids)
+    ids = [special, *tokenizer.encode("größe"), special, *tokenizer.encode(" x")]
+    choice = greedy(client, name, ids, 1, echo=True, logprobs=0).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.text_offset is not None
+    assert choice.text.startswith("größe x")
+    assert choice.logprobs.text_offset[:2] == [0, 0]  # what is left out takes no room
+    assert choice.logprobs.text_offset[len(ids)] == len("größe x")
+    shown = greedy(client, name, ids, 1, echo=True, extra_body={"skip_special_tokens": False}).choices[0].text
+    assert shown.startswith(tokenizer.decode(ids, False))
 
 
 def test_chat_logprobs(client: openai.OpenAI, name: str) -> None:
@@ -121,6 +137,9 @@ def test_stop_strings(client: openai.OpenAI, name: str) -> None:
     text = greedy(client, name, "The quick", 40).choices[0].text
     stop = text[12:15]
     cut = text[: text.index(stop)]
+    stop_chunks = list(greedy(client, name, "The quick", 40, stop=stop, stream=True, logprobs=0))  # type: ignore[call-overload]
+    offsets = [offset for c in stop_chunks if c.choices[0].logprobs for offset in c.choices[0].logprobs.text_offset]
+    assert offsets == greedy(client, name, "The quick", 40, stop=stop, logprobs=0).choices[0].logprobs.text_offset  # type: ignore[union-attr]
     stopped = greedy(client, name, "The quick", 40, stop=[stop, "\x00never"]).choices[0]
     assert (stopped.text, stopped.finish_reason) == (cut, "stop")
     kept = greedy(client, name, "The quick", 40, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0]
@@ -147,13 +166,18 @@ REFUSED = {
     "empty": ({"prompt": []}, 400, "prompt"),
     "mixed": ({"prompt": ["a", 1]}, 400, "prompt"),
     "suffix": ({"suffix": "x"}, 400, "suffix"),
-    "bias": ({"logit_bias": {"100000": 1}}, 400, None),
+    "bias": ({"logit_bias": {"100000": 1}}, 400, "logit_bias"),
     "response_format": ({"response_format": {"type": "xml"}}, 400, "response_format"),
     "schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}, 400, "response_format"),
     "grammars": ({"regex": "a", "ebnf": "b"}, 400, None),
     "model": ({"model": "gpt-4"}, 404, "model"),
     "type": ({"max_tokens": "many"}, 400, "max_tokens"),
     "stop": ({"stop": ["x"] * 40}, 400, "stop"),
+    "top_k": ({"top_k": 2**40}, 400, "top_k"),
+    "min_tokens": ({"min_tokens": 2**70}, 400, "min_tokens"),
+    "priority": ({"priority": 2**70}, 400, "priority"),
+    "end": ({"stop_token_ids": [2**70]}, 400, "stop_token_ids"),
+    "impossible": ({"ebnf": "root ::= root"}, 400, "response_format"),
 }
 
 
@@ -169,6 +193,7 @@ def test_refusals_name_the_parameter(server: RunningServer, name: str, case: str
     if param is not None:
         assert error["param"] == param
     assert greedy_still_works(server)
+    assert server.get("/server_info")["outstanding"] == 0
 
 
 def test_grammars_constrain_the_answer(client: openai.OpenAI, name: str) -> None:
@@ -218,6 +243,7 @@ def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI, name: st
 
 def test_chat_refusals(server: RunningServer) -> None:
     cases = (([], "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "user", "content": 3}], "messages[0].content"))
+    cases += (([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),)
     for messages, param in cases:
         response = server.post("/v1/chat/completions", {"messages": messages})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
@@ -230,9 +256,14 @@ def test_chat_refusals(server: RunningServer) -> None:
 def test_malformed_bodies(server: RunningServer) -> None:
     import httpx
 
-    for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": }'):
+    deep = b'{"prompt": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": }', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', deep):
         response = httpx.post(server.url + "/v1/completions", content=body)
         assert response.status_code == 400
         assert response.json()["error"]["type"] == "invalid_request_error"
-    assert httpx.get(server.url + "/v1/completions").status_code == 405
+    refused = httpx.get(server.url + "/v1/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert "use GET" in server.post("/v1/models/some", {}).json()["error"]["message"]
+    assert httpx.get(server.url + "/v1/models/").status_code == 404
+    assert server.post("/v1/completions", {}).json()["error"]["param"] == "prompt"
     assert "there is no /v2" in httpx.get(server.url + "/v2").json()["error"]["message"]

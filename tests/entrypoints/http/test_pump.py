@@ -11,6 +11,7 @@ from frame.core.messages import Finish
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.errors import DisconnectedError
 from frame.entrypoints.http.pump import EventPump
 
 
@@ -21,12 +22,12 @@ class Connection:
         self.bodies: list[bytes] = []
         self.room = asyncio.Event()
         self.room.set()
-        self.broken = False
+        self.broken: type[Exception] | None = None
 
     async def send(self, message: Any) -> None:
         await self.room.wait() if not self.room.is_set() else None
         if self.broken:
-            raise ConnectionResetError("gone")
+            raise self.broken("gone")
         self.bodies.append(message["body"])
 
 
@@ -81,13 +82,14 @@ async def test_a_full_connection_joins_what_comes_meanwhile() -> None:
     assert connection.bodies == [b"a", b"bcd"]
 
 
-async def test_a_broken_connection_is_the_handler_s_error() -> None:
+@pytest.mark.parametrize("error", [ConnectionResetError, RuntimeError])
+async def test_a_broken_connection_is_the_handler_s_error(error: type[Exception]) -> None:
     connection, _, stream, pump = make()
     running = asyncio.create_task(pump.run([]))
     await asyncio.sleep(0)
-    connection.broken = True
+    connection.broken = error
     feed(stream, "a")
-    with pytest.raises(ConnectionResetError):
+    with pytest.raises(DisconnectedError):
         await running
     feed(stream, "b")  # nobody listens any more
     assert connection.bodies == []
