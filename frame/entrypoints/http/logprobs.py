@@ -58,6 +58,21 @@ def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, pl
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
+def prompt_logprobs(found: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token `{id: {logprob, rank, decoded_token}}` of itself and the likeliest; null for the
+    first. `rank` is null for a token that is not among the likeliest."""
+    entries: list[dict[str, dict[str, Any]] | None] = []
+    for token_id, logprob, top in zip(found.token_ids, found.logprobs, found.top, strict=True):
+        if logprob is None:
+            entries.append(None)
+            continue
+        ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
+        if all(other != token_id for other, _ in top):
+            ranked.append((token_id, logprob, None))
+        entries.append({str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": tokenizer.token_text(i)} for i, p, r in ranked})
+    return entries
+
+
 def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], tokenizer: Tokenizer) -> dict[str, float]:
     found: dict[str, float] = {}
     for other, value in top:

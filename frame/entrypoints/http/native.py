@@ -77,10 +77,10 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 async def generate(call: Call, services: Services) -> None:
     request = await call.json(_generate_decoder)
     prompts, is_single = _prompts(request)
-    params = _sampling(request, len(prompts))
+    params, prompts_only = _sampling(request, len(prompts))
     check_choices(len(prompts), max((own.n for own in params), default=1))
     answer = await services.begin(call, prompts, params, priority=request.priority, rid=request.rid)
-    shape = _Shape(services, request, answer, is_single and params[0].n == 1)
+    shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
             await services.stream(call, answer, shape.write, lambda: DONE)
@@ -95,11 +95,12 @@ async def generate(call: Call, services: Services) -> None:
 class _Shape:
     """Sequences as `/generate` shows them: all text and tokens so far, every time."""
 
-    def __init__(self, services: Services, request: GenerateRequest, answer: Answer, is_single: bool) -> None:
+    def __init__(self, services: Services, request: GenerateRequest, answer: Answer, is_single: bool, prompts_only: set[int]) -> None:
         self.is_single = is_single
         self._services = services
         self._request = request
         self._created = answer.created
+        self._prompts_only = prompts_only
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[list[Any]]] = {}
@@ -114,6 +115,8 @@ class _Shape:
 
     def result(self, sequence: Stream) -> dict[str, Any]:
         text, ids, parts = sequence.take()
+        if sequence.prompt_index in self._prompts_only:
+            text, ids, parts = "", [], []
         index = sequence.index
         self._texts[index] = self._texts.get(index, "") + text
         self._ids.setdefault(index, []).extend(ids)
@@ -133,15 +136,16 @@ class _Shape:
 
     def _meta(self, sequence: Stream) -> dict[str, Any]:
         finish = sequence.finish
+        num_tokens = 0 if sequence.prompt_index in self._prompts_only else sequence.num_tokens
         reason: dict[str, Any] | None = None
         if finish is not None:
             reason = {"type": finish.reason}
-            reason |= {"length": sequence.num_tokens} if finish.reason == "length" else {"matched": finish.matched}
+            reason |= {"length": num_tokens} if finish.reason == "length" else {"matched": finish.matched}
         return {
             "id": sequence.rid,
             "finish_reason": reason,
             "prompt_tokens": len(sequence.prompt),
-            "completion_tokens": sequence.num_tokens,
+            "completion_tokens": num_tokens,
             "cached_tokens": sequence.cached,
             "e2e_latency": time.perf_counter() - self._created,
         }
@@ -167,15 +171,17 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
     return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
 
 
-def _sampling(request: GenerateRequest, count: int) -> list[SamplingParams]:
+def _sampling(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
+    """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0` asks for the prompt's own scores)."""
     given = request.sampling_params or {}
     several = given if isinstance(given, list) else [given] * count
     if len(several) != count:
         raise ApiError(400, f"there are {count} prompts but {len(several)} sampling_params", "sampling_params")
-    return [_params(own, request) for own in several]
+    prompts_only = {i for i, own in enumerate(several) if 0 in (own.get("max_new_tokens"), own.get("max_tokens"))}
+    return [_params(own, request, i in prompts_only) for i, own in enumerate(several)], prompts_only
 
 
-def _params(given: dict[str, Any], request: GenerateRequest) -> SamplingParams:
+def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
     values = {_SYNONYMS.get(name, name): value for name, value in given.items() if value is not None}
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
@@ -185,6 +191,8 @@ def _params(given: dict[str, Any], request: GenerateRequest) -> SamplingParams:
     if unknown:
         raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}", f"sampling_params.{unknown[0]}")
     values.setdefault("max_tokens", 128)
+    if is_prompt_only:
+        values["max_tokens"] = 1  # the engine makes one at least
     if request.return_logprob:
         values["logprobs"] = request.top_logprobs_num
         if request.logprob_start_len >= 0:

@@ -12,7 +12,7 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs
+from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser
 from frame.entrypoints.http.services import Chat, Services, failure
@@ -52,6 +52,13 @@ class Response:
 
     def closing(self) -> bytes:
         return (self.chunks.usage(self.usage()) if self.has_usage else b"") + DONE
+
+    def prompt_scores(self, sequence: Stream) -> dict[str, Any]:
+        """The field `prompt_logprobs` of a choice, if it was asked for."""
+        found = sequence.prompt_logprobs
+        if self.request.prompt_logprobs is None or found is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(found, self.services.need_tokenizer())}
 
     async def respond(self, call: Call, choices: list[dict[str, Any]]) -> None:
         await call.respond_json(
@@ -170,6 +177,7 @@ class ChatResponse(Response):
             "logprobs": chat_logprobs(parts, self.services.need_tokenizer()) if self.request.logprobs else None,
             "finish_reason": finish_reason(sequence.finish, parser is not None and parser.has_calls),
             "matched_stop": sequence.finish.matched if sequence.finish else None,
+            **self.prompt_scores(sequence),
         }
 
 
@@ -181,6 +189,8 @@ async def completions(call: Call, services: Services) -> None:
     services.check_model(request.model)
     params, prompts = request.params(), request.prompts()
     check_choices(len(prompts), params.n)
+    if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
+        services.need_tokenizer()  # before anything is computed
     answer = await services.begin(
         call,
         prompts,
@@ -239,6 +249,7 @@ class CompletionResponse(Response):
             "logprobs": logprobs,
             "finish_reason": finish_reason(sequence.finish),
             "matched_stop": sequence.finish.matched if sequence.finish else None,
+            **self.prompt_scores(sequence),
         }
 
     def _new(self, sequence: Stream) -> tuple[str, dict[str, Any] | None]:

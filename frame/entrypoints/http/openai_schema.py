@@ -59,6 +59,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The parameters; fields that were left out keep their defaults. Raises ApiError for a logit_bias key that is no token id."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
         same = ("temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
                 "min_tokens", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
                 "prompt_logprobs", "ebnf", "custom")  # fmt: skip

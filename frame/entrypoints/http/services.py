@@ -127,6 +127,8 @@ class Services:
         return await self.need_text_input().encode(prompt, add_special_tokens)
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        if params.stop:  # matched on text
+            self.need_tokenizer()
         return self.need_tokenizer().with_bad_words(params) if params.bad_words else params
 
     async def complete(self, answer: Answer) -> list[Stream]:

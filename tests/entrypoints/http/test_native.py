@@ -36,6 +36,15 @@ def test_generate_shows_all_so_far(server: RunningServer, checkpoint: Path) -> N
     assert {"id", "cached_tokens", "e2e_latency"} <= set(meta)
 
 
+def test_generate_nothing_but_scores(server: RunningServer) -> None:
+    body = {"text": ["The quick", "The"], "return_logprob": True, "logprob_start_len": 0}
+    none, one = server.post("/generate", {**body, "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}).json()
+    assert (none["text"], none["output_ids"], none["meta_info"]["completion_tokens"]) == ("", [], 0)
+    assert (none["meta_info"]["finish_reason"], none["meta_info"]["output_token_logprobs"]) == ({"type": "length", "length": 0}, [])
+    assert len(none["meta_info"]["input_token_logprobs"]) == none["meta_info"]["prompt_tokens"]
+    assert one["meta_info"]["completion_tokens"] == 1
+
+
 def test_generate_of_ids_and_batches(server: RunningServer, checkpoint: Path) -> None:
     ids = Tokenizer.load(checkpoint).encode("The quick")
     one = server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()
@@ -169,7 +178,9 @@ def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
         with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=30) as client:
             found = client.post("/generate", json=body).json()
             assert (found["text"], len(found["output_ids"])) == ("", 1)
-            assert client.post("/v1/completions", json={"prompt": "text"}).status_code == 400
+            for change in ({"prompt": "text"}, {"echo": True}, {"logprobs": 1, "stream": True}, {"stop": "x"}, {"bad_words": ["x"]}):
+                refused = client.post("/v1/completions", json={"prompt": [3, 4], **change})
+                assert (refused.status_code, "token ids only" in refused.text) == (400, True)
             assert client.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
             assert client.post("/generate", json={**body, "rid": "x" * 4000}).status_code == 413
             chunked = client.post("/generate", content=(b"x" * 1000 for _ in range(5)))

@@ -98,6 +98,22 @@ def test_echo_and_logprobs(client: openai.OpenAI, name: str, tokenizer: Tokenize
     assert alone.logprobs.token_logprobs == pytest.approx(found.token_logprobs[: len(ids)], abs=1e-4)
 
 
+def test_prompt_logprobs_are_those_of_echo(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The quick")
+    echoed = greedy(client, name, ids, 1, echo=True, logprobs=0).choices[0].logprobs
+    asked = greedy(client, name, ids, 1, extra_body={"prompt_logprobs": 2}).choices[0]
+    assert echoed is not None
+    found = asked.prompt_logprobs  # type: ignore[attr-defined]
+    assert found[0] is None
+    assert [entry[str(i)]["logprob"] for i, entry in zip(ids[1:], found[1:], strict=True)] == pytest.approx(
+        echoed.token_logprobs[1 : len(ids)],  # type: ignore[index]
+        abs=1e-4,
+    )
+    assert all({1, 2} <= {alternative["rank"] for alternative in entry.values()} for entry in found[1:])
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        greedy(client, name, ids, 1, stream=True, extra_body={"prompt_logprobs": 2})
+
+
 def test_echo_leaves_special_tokens_out(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
     special = min(tokenizer.special_ids)
     ids = [special, *tokenizer.encode("größe"), special, *tokenizer.encode(" x")]
