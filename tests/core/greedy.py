@@ -34,7 +34,10 @@ NATIVE = (
     EMBEDDED,
 )
 FALLBACK = ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel")  # transformers' layers over our cache
-WINDOWED = {"MistralForCausalLM": {"sliding_window": 24}, "Gemma2ForCausalLM": {"sliding_window": 24}}  # shorter than most prompts
+WINDOWED: dict[str, dict[str, Any]] = {  # windows shorter than most prompts
+    "MistralForCausalLM": {"sliding_window": 24},
+    "Gemma2ForCausalLM": {"sliding_window": 24},
+}
 
 
 @dataclass(frozen=True)
@@ -116,4 +119,6 @@ def check_logits(loop: LocalLoop, case: Case, prompts: Sequence[list[int]], para
         seen.clear()
         (output,) = loop.generate([prompt], params)
         ours = torch.cat([logits for logits in seen if len(logits)])[: len(output)]
-        assert (ours - case.logits(prompt, output)).abs().max() < 1e-4
+        theirs = case.logits(prompt, output)
+        assert output == theirs.argmax(-1).tolist()
+        assert (ours - theirs).abs().max() < 1e-4

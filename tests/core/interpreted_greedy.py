@@ -1,7 +1,8 @@
 """Float32 greedy tokens of the `triton` backend equal those of transformers; run by `test_greedy_equality.py` under TRITON_INTERPRET=1.
 
-The interpreter takes a millisecond for each program of a kernel's grid, so these are 4 prompts of 8 tokens where the other backend
-has 16 of 64. The same kernels, compiled, are compared on a GPU by tests/gpu.
+The interpreter takes milliseconds for each program of a kernel's grid, so these are 4 prompts of 6 tokens where the other backend
+has 16 of 64; and one rank, as it changes modules while a kernel runs, which two threads cannot share. The kernels, compiled, are
+compared on a GPU by tests/gpu.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import pytest
 
 from tests.core.greedy import FALLBACK, NATIVE, WHOLE, check_logits, greedy, make_case, make_loop, random_prompts, run
 
-GREEDY = greedy(8)
-LENGTHS = (35, 2, 20, 27)  # together 84 tokens, with the outputs 116
-TIGHT = 96
+GREEDY = greedy(6)
+LENGTHS = (8, 3, 30, 12)
+TIGHT = 80  # tokens; the prompts fit, in pages of 16, but not their outputs
 
 
 @pytest.fixture(scope="module", params=(*NATIVE, *FALLBACK))
@@ -25,19 +26,18 @@ def loop_of(case, tokens=2048, **settings):
 
 
 def test_every_architecture(case):
-    """Chunks, mixed batches and retraction at once; then radix hits; then logits."""
+    """Chunks, mixed batches and retraction at once; then a radix hit, with its logits."""
     loop = loop_of(case, tokens=TIGHT, chunk=16)
+    loop.scheduler._planner._ahead = 1  # the pages that are kept free for outputs would do for ones as short as these
     run(loop, case, GREEDY)
-    print(loop.stats, loop.scheduler.load())
     assert loop.stats["mixed"] > 1
     assert loop.scheduler.load()["retracted"] > 0
-    run(loop, case, GREEDY)
-    print(loop.stats, loop.scheduler.load())
-    assert loop.stats["cached"] > 0
-    check_logits(loop, case, case.prompts[:1], GREEDY)
+    before = loop.stats["cached"]
+    check_logits(loop, case, case.prompts[2:3], GREEDY)
+    assert loop.stats["cached"] > before
 
 
 @pytest.mark.parametrize("case", (*WHOLE, "Gemma2ForCausalLM"), indirect=True)  # latent attention; a sliding window with a soft cap
-@pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(1, 64, False), (16, 512, False), (64, 16, True)])
+@pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(1, 64, False), (64, 16, True)])
 def test_every_way(case, page_size, chunk, overlap):
     run(loop_of(case, page_size=page_size, chunk=chunk, overlap=overlap), case, GREEDY)
