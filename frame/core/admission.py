@@ -10,8 +10,7 @@ import numpy as np
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
 from frame.core.request import Request
-
-MAX_STOP_IDS = 64
+from frame.core.sampling_params import MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 MAX_STOP = 16
+MAX_STOP_IDS = 64
 MAX_LOGPROBS = 20
 LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
 
@@ -47,6 +48,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     custom: dict[str, str] = {}  # for third-party logits processors
 
+    def __post_init__(self) -> None:
+        # One string would be read as its letters: `stop="END"` means one stop string.
+        for name, value in (("stop", self.stop), ("bad_words", self.bad_words)):
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, (value,))
+
     def problems(self, vocab_size: int | None = None) -> list[str]:
         """Every reason why these parameters cannot be served, a sentence each that names the parameter and its range."""
         ranges = (
@@ -78,6 +85,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             (
                 all(0 <= token <= LARGEST for word in self.bad_words_ids for token in word),
                 "bad_words_ids holds an id that no vocabulary has",
+            ),
+            (
+                len(self.stop_token_ids) <= MAX_STOP_IDS,
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; it may have {MAX_STOP_IDS}",
             ),
             (all(self.stop), "stop holds an empty string; leave it out"),
             (

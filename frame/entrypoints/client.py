@@ -82,9 +82,15 @@ class EngineClient:
     # submit --------------------------------------------------------------------------------------------------------
 
     def reserve(self, count: int) -> None:
-        """Take `count` places before any work is spent on a request. Raises QueueFullError, EngineDeadError."""
+        """Take `count` places before any work is spent on a request. Raises QueueFullError, EngineDeadError, and InvalidRequestError
+        for more than there ever are."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
+        if count > self.limits.max_outstanding:
+            raise InvalidRequestError(
+                f"the request asks for {count} sequences, and this server holds {self.limits.max_outstanding}; send fewer at once,"
+                " or serve with a larger --max-queued-requests"
+            )
         if self._reserved + len(self._sequences) + count > self.limits.max_outstanding:
             self.stats.rejected += count
             raise QueueFullError(

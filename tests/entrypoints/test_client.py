@@ -95,6 +95,8 @@ async def test_places_are_bounded_and_given_back() -> None:
     client.reserve(1)
     with pytest.raises(QueueFullError, match="max_queued_requests"):
         client.reserve(1)
+    with pytest.raises(InvalidRequestError, match="send fewer"):  # later would not help
+        client.reserve(LIMITS.max_outstanding + 1)
     client.release(1)
     client.abandon(answer)
     assert client.num_outstanding == 0

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from frame import Engine, SamplingParams
 from frame.core.config import FrameConfig
@@ -50,6 +53,52 @@ def test_parameters_one_or_each(engine: Engine) -> None:
         engine.generate("a", {"temperature": -1.0})
     with pytest.raises(InvalidRequestError, match="shorten the prompt"):
         engine.generate([5] * 400)
+
+
+def test_arrays_are_token_ids(engine: Engine) -> None:
+    ids = engine.tokenizer.encode("The quick")
+    wanted = engine.generate(ids, GREEDY).token_ids
+    for one in (np.array(ids), torch.tensor(ids), tuple(ids), [np.int64(token) for token in ids]):
+        assert engine.generate(one, GREEDY).token_ids == wanted
+    assert [output.token_ids for output in engine.generate([np.array(ids), ids], GREEDY)] == [wanted] * 2
+    assert len(engine.generate(np.array([ids, ids]), GREEDY)) == 2
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", [b"abc"], [None], [1.5, 2.5], [1, "a"], [True], {"role": "user"}])
+def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="a prompt is a string, a list of token ids or a list of chat messages"):
+        engine.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (5, "parameters are SamplingParams or a dict"),
+        ([None], "parameters are SamplingParams or a dict"),
+        ({"max_tokenz": 2}, "did you mean 'max_tokens'"),
+        (SamplingParams(max_tokens="two"), "max_tokens"),  # type: ignore[arg-type]
+        (SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_parameters_are_refused_by_name(engine: Engine, params: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        engine.generate(["a"], params)
+    assert engine.generate("a", GREEDY).token_ids
+
+
+def test_half_a_surrogate_pair_and_an_unknown_command_are_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        engine.generate("\ud800", GREEDY)
+    with pytest.raises(EngineError, match="no command 'nope'"):
+        engine.control("nope")
+
+
+def test_one_stop_string_needs_no_list(engine: Engine) -> None:
+    assert SamplingParams(stop="END", bad_words="x") == SamplingParams(stop=("END",), bad_words=("x",))
+    text = engine.generate("a", GREEDY).text
+    stop = text[3:5]
+    for params in (SamplingParams(max_tokens=10, temperature=0.0, stop=stop), {"max_tokens": 10, "temperature": 0.0, "stop": stop}):  # type: ignore[arg-type]
+        assert engine.generate("a", params).matched == stop
 
 
 def test_streaming_adds_up(engine: Engine) -> None:
@@ -123,6 +172,8 @@ def test_ids_only(checkpoint: Path) -> None:
         assert outputs[0].text == ""
         with pytest.raises(EngineError, match="skip_tokenizer_init"):
             engine.generate("text")
+        with pytest.raises(InvalidRequestError, match="stop strings need a tokenizer"):
+            engine.generate([3, 4], SamplingParams(stop=("a",)))
 
 
 def test_a_closed_engine_says_so(checkpoint: Path) -> None:

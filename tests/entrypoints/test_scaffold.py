@@ -45,6 +45,8 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     result = run(sys.executable, "-m", "pytest", *plain, *tests, PYTHONPATH=str(tmp_path))
     assert " passed" in result.stdout
     assert "skipped" not in result.stdout
+    suites = [f"--frame-conformance={suite}:my_{suite}" for suite in ("logits_processor", "scheduling_policy")]
+    assert " passed" in run(sys.executable, "-m", "pytest", *plain, *suites, PYTHONPATH=str(tmp_path)).stdout
 
 
 def test_what_is_written_is_clean(written: Path) -> None:

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
+BODY_TIMEOUT = 60.0  # seconds between two pieces of a body
 MISSING = "Object missing required field "  # msgspec's words
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -38,14 +39,21 @@ class Call:
     # request -------------------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
-        """The whole body. Raises ApiError 413 before more than the limit is read, DisconnectedError when the client leaves."""
+        """The whole body. Raises ApiError 413 before more than the limit is read and 408 when nothing comes, DisconnectedError when the
+        client leaves."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self.max_body:
                 raise self._too_large()
         parts: list[bytes] = []
         size = 0
         while True:
-            message = await self.receive()
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT):
+                    message = await self.receive()
+            except TimeoutError:
+                error = ApiError(408, f"the rest of the body did not come within {BODY_TIMEOUT:g} s; send the request again")
+                error.headers = ((b"connection", b"close"),)
+                raise error from None
             if message["type"] == "http.disconnect":
                 raise DisconnectedError
             parts.append(message.get("body", b""))

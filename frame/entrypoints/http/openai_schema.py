@@ -1,5 +1,5 @@
-"""The OpenAI API's request bodies, and how they become `SamplingParams`. Unknown fields are ignored, as that API's servers do; wrong types
-and what cannot be served are errors that name the field. Knows no engine."""
+"""The OpenAI API's request bodies, and how they become `SamplingParams`. Unknown fields are ignored, as that API's servers do; wrong types,
+what cannot be served, and known fields that may not be ignored are errors that name the field. Knows no engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 
 MAX_CHOICES = 128  # sequences of one request: prompts × n
+
+# What other servers take and this one does not, with what to send instead: to ignore these would give another answer than was asked for.
+UNSERVED = {
+    "guided_choice": "use regex with the choices as alternatives",
+    "guided_grammar": "use ebnf",
+    "structured_outputs": "use response_format, regex or ebnf",
+    "structural_tag": "use response_format, regex or ebnf",
+    "functions": "use tools",
+    "continue_final_message": "use /v1/completions with the whole text",
+}
 
 
 class StreamOptions(msgspec.Struct):
@@ -56,9 +66,21 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     rid: str | None = None
+    # known and refused
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    structural_tag: Any = None
+
+    def refuse_unserved(self) -> None:
+        """Raise ApiError for the first field of `UNSERVED` that is set."""
+        for name, remedy in UNSERVED.items():
+            if getattr(self, name, None):
+                raise ApiError(400, f"{name} is not supported; {remedy}", name)
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The parameters; fields that were left out keep their defaults. Raises ApiError for a logit_bias key that is no token id."""
+        self.refuse_unserved()
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
         same = ("temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
@@ -87,6 +109,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = True
+    functions: Any = None
+    continue_final_message: Any = None
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:

@@ -105,8 +105,8 @@ class Services:
             self.client.reserve(count)
         except QueueFullError as error:
             raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
-        except EngineDeadError as error:
-            raise ApiError(503, str(error)) from None
+        except (EngineDeadError, InvalidRequestError) as error:
+            raise _as_api_error(error) from None
         try:
             ids = [await self._encode(prompt, add_special_tokens) for prompt in prompts]
             params = [self._with_bad_words(own) for own in params]

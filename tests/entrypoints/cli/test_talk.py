@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
+import pytest
 from click.testing import CliRunner
 
+from frame.entrypoints.cli import chat
 from frame.entrypoints.cli.main import cli
 from tests.entrypoints.serving import RunningServer
 
@@ -43,3 +48,35 @@ def test_eval_of_a_server_and_in_process(server: RunningServer, checkpoint: Path
     in_process = json.loads(run("eval", "--model", str(checkpoint), "--dtype", "float32", *TASK))
     assert by_server["tasks"]["copy"]["samples"] == 2
     assert by_server["tasks"]["copy"]["errors"] == in_process["tasks"]["copy"]["errors"] == 0
+
+
+@pytest.mark.parametrize("command", [["chat", "-m", "hi"], ["eval", *TASK]])
+def test_a_server_that_does_not_answer_is_one_sentence(command: list[str]) -> None:
+    done = CliRunner().invoke(cli, [*command, "--base-url", "http://127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert "The server at http://127.0.0.1:1 does not answer" in done.output
+    done = CliRunner().invoke(cli, [*command, "--base-url", "127.0.0.1:1"])
+    assert "write http://127.0.0.1:1" in done.output
+
+
+def test_a_refused_message_does_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[list[str]] = []
+
+    def answer(messages: list[dict[str, Any]]) -> Iterator[str]:
+        asked.append([message["content"] for message in messages])
+        if messages[-1]["content"] == "bad":
+            raise click.ClickException("no")
+        yield "yes"
+
+    lines = iter(["good", "bad", "more", "/exit"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    chat.talk(answer, None, None)
+    assert asked == [["good"], ["good", "yes", "bad"], ["good", "yes", "more"]]
+    assert "no" in capsys.readouterr().err
+
+
+def test_in_process_a_refusal_is_one_sentence(checkpoint: Path) -> None:
+    done = CliRunner().invoke(cli, ["chat", "--model", str(checkpoint), "--max-model-len", "64", "--max-tokens", "1000", "-m", "x"])
+    assert done.exit_code == 1
+    assert "lower max_tokens" in done.output

@@ -192,6 +192,7 @@ REFUSED = {
     "top_k": ({"top_k": 2**40}, 400, "top_k"),
     "min_tokens": ({"min_tokens": 2**70}, 400, "min_tokens"),
     "priority": ({"priority": 2**70}, 400, "priority"),
+    "ends": ({"stop_token_ids": list(range(3)) * 30}, 400, "stop_token_ids"),
     "end": ({"stop_token_ids": [2**70]}, 400, "stop_token_ids"),
     "impossible": ({"ebnf": "root ::= root"}, 400, "response_format"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import Finish
+from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import Histogram
-from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, check_choices
+from frame.entrypoints.http.openai_schema import UNSERVED, ChatRequest, CompletionRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser
 from frame.entrypoints.http.services import failure
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
@@ -150,6 +152,33 @@ def test_fields_become_parameters() -> None:
     assert json.loads(schema or "") == {"type": "object"}
     echo = msgspec.convert({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}, CompletionRequest).params()
     assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
+
+
+async def test_half_a_body_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return pieces.pop() if pieces else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr("frame.entrypoints.http.call.BODY_TIMEOUT", 0.01)
+    call = Call({"headers": []}, receive, send, 100)
+    with pytest.raises(ApiError) as caught:
+        await call.body()
+    await call.fail(caught.value)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_fields_that_must_not_be_ignored(name: str) -> None:
+    with pytest.raises(ApiError, match=f"{name} is not supported; use") as caught:
+        chat(**{name: True}).params()
+    assert caught.value.param == name
+    chat(**{name: None}).params()
 
 
 @pytest.mark.parametrize(
