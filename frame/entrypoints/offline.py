@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from frame.core.errors import did_you_mean
 from frame.core.messages import Abort, Control, ControlReply, Generate, Message
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.collector import Collected, Collector, Delta, Job, Output, grouped
@@ -162,6 +163,8 @@ class Engine:
         counts = []
         for prompt, own in zip(ids, wanted, strict=True):
             own = self._with_bad_words(own)
+            if own.stop and self._session.tokenizer is None:
+                raise InvalidRequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids", "stop")
             check_request(limits, prompt, own)
             counts.append(own.n)
             for number in range(own.n):
@@ -174,12 +177,12 @@ class Engine:
         ids: list[list[int]] = [[]] * len(prompts)
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         if texts:
-            for i, encoded in zip(texts, self.tokenizer.encode_batch([str(prompts[i]) for i in texts]), strict=True):
+            for i, encoded in zip(texts, self.tokenizer.encode_batch([_unicode(str(prompts[i])) for i in texts]), strict=True):
                 ids[i] = encoded
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 continue
-            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else list(prompt)  # type: ignore[arg-type]
+            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else _token_ids(prompt)  # type: ignore[arg-type]
         return ids
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
@@ -214,13 +217,47 @@ class Engine:
         return delta
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]:
-    """(whether it is one prompt, the prompts as a list)."""
+def _listed(prompts: Any) -> tuple[bool, list[Prompt]]:
+    """(whether it is one prompt, the prompts as a list). Arrays of token ids become lists."""
+    prompts = _without_arrays(prompts)
     if isinstance(prompts, str):
         return True, [prompts]
-    if not prompts:
-        return False, []
-    return (True, [prompts]) if isinstance(prompts[0], int | dict) else (False, prompts)  # type: ignore[list-item,return-value]
+    if not isinstance(prompts, list | tuple):
+        raise _not_a_prompt(prompts)
+    several = [_without_arrays(prompt) for prompt in prompts]
+    if several and isinstance(several[0], int | dict):
+        return True, [several]
+    for prompt in several:
+        if not isinstance(prompt, str | list | tuple):
+            raise _not_a_prompt(prompt)
+    return False, several
+
+
+def _without_arrays(value: Any) -> Any:
+    """numpy's and torch's arrays and numbers as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _token_ids(prompt: Sequence[Any]) -> list[int]:
+    ids = [_without_arrays(token) for token in prompt]
+    wrong = next((token for token in ids if type(token) is not int), None)
+    if wrong is not None:
+        raise _not_a_prompt(wrong)
+    return ids
+
+
+def _not_a_prompt(value: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a prompt is a string, a list of token ids or a list of chat messages, and this is or holds {value!r:.80}", "prompt"
+    )
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("the prompt holds half of a surrogate pair, which is no text; remove it", "prompt") from None
+    return text
 
 
 def _spread(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
@@ -228,19 +265,26 @@ def _spread(params: Params | Sequence[Params] | None, count: int) -> list[Sampli
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams | Mapping):
         return [_params(params)] * count
+    if not isinstance(params, list | tuple):
+        raise InvalidRequestError(f"parameters are SamplingParams or a dict, or a list of these, not {params!r:.80}", "params")
     if len(params) != count:
         raise InvalidRequestError(f"there are {count} prompts but {len(params)} parameters; give one for all, or one a prompt", "params")
     return [_params(own) for own in params]
 
 
 def _params(params: Params) -> SamplingParams:
-    if isinstance(params, SamplingParams):
-        return params
-    unknown = sorted(set(params) - set(SamplingParams.__struct_fields__))
+    if not isinstance(params, SamplingParams | Mapping):
+        raise InvalidRequestError(f"parameters are SamplingParams or a dict, not {params!r:.80}", "params")
+    given = dict(params) if isinstance(params, Mapping) else msgspec.structs.asdict(params)
+    unknown = sorted(map(str, set(given) - set(SamplingParams.__struct_fields__)))
     if unknown:
-        raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}; SamplingParams lists them", unknown[0])
-    try:
-        return msgspec.convert(dict(params), SamplingParams)
+        hint = did_you_mean(unknown[0], SamplingParams.__struct_fields__) or "; SamplingParams lists them"
+        raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}{hint}", unknown[0])
+    for name in ("stop", "bad_words"):
+        if isinstance(given.get(name), str):
+            given[name] = (given[name],)
+    try:  # the constructor checks no types
+        return msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"invalid sampling parameters: {error}", "params") from error
 
