@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_sources import LoadedConfig
+
+if TYPE_CHECKING:
+    from frame.entrypoints.offline import Engine
 
 Messages = list[dict[str, Any]]
 Answer = Callable[[Messages], Iterator[str]]
@@ -38,7 +41,7 @@ def command(
 
     click.echo(f"loading {loaded.config.model.path} …", err=True)
     with Engine(config=loaded.config) as engine:
-        talk(lambda messages: (delta.text for delta in engine.stream(messages, parameters)), system, message)
+        talk(_engine(engine, parameters), system, message)
 
 
 def talk(answer: Answer, system: str | None, only: str | None) -> None:
@@ -56,8 +59,13 @@ def talk(answer: Answer, system: str | None, only: str | None) -> None:
             messages = list(start)
             continue
         if line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _say(answer(messages))})
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                messages = [*asked, {"role": "assistant", "content": _say(answer(asked))}]
+            except click.ClickException as error:
+                if not is_terminal or only is not None:
+                    raise
+                error.show()  # the conversation goes on as if this had not been said
         if only is not None:
             return
 
@@ -84,6 +92,24 @@ def _say(pieces: Iterator[str]) -> str:
     return "".join(parts)
 
 
+def _engine(engine: Engine, parameters: dict[str, Any]) -> Answer:
+    def answer(messages: Messages) -> Iterator[str]:
+        try:
+            for delta in engine.stream(messages, parameters):
+                yield delta.text
+        except (ValueError, RuntimeError) as error:  # refused, or the engine ended
+            raise click.ClickException(str(error)) from None
+
+    return answer
+
+
+def unreachable(base_url: str, error: Exception) -> str:
+    """The sentence for a server that does not answer."""
+    if "://" not in base_url:
+        return f"--base-url {base_url} is no address; write http://{base_url}."
+    return f"The server at {base_url} does not answer ({error}); start one with `frame serve`, or give its address with --base-url."
+
+
 def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> Answer:
     import httpx
 
@@ -92,13 +118,16 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> A
 
     def answer(messages: Messages) -> Iterator[str]:
         body = {"model": "", "messages": messages, "stream": True, **parameters}
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise click.ClickException(_complaint(response.text))
-            for line in response.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    yield from _pieces(json.loads(line[6:]))
+        try:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise click.ClickException(_complaint(response.text))
+                for line in response.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield from _pieces(json.loads(line[6:]))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise click.ClickException(unreachable(base_url, error)) from None
 
     return answer
 

@@ -35,10 +35,16 @@ async def _evaluate(
     loaded: LoadedConfig, base_url: str | None, tasks: Sequence[str], samples: int, seed: int, concurrency: int
 ) -> Report:
     if base_url is not None:
+        import httpx
+
+        from frame.entrypoints.cli.chat import unreachable
         from frame.entrypoints.eval.http_backend import HttpBackend
 
-        async with HttpBackend(base_url, api_key=loaded.config.server.api_key) as server:
-            return await evaluate(server, tasks, samples, seed, concurrency)
+        try:
+            async with HttpBackend(base_url, api_key=loaded.config.server.api_key) as server:
+                return await evaluate(server, tasks, samples, seed, concurrency)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise click.ClickException(unreachable(base_url, error)) from None
     from frame.entrypoints.offline import Engine
 
     with Engine(config=loaded.config) as engine:
