@@ -107,7 +107,7 @@ class _Layers:
         loc = [str(part) for part in error["loc"]]
         key = ".".join(loc[:2])
         source = next((s for k, s in self.sources.items() if k == key or k.startswith(key + ".")), "default")
-        said = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        said = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ").replace("a valid tuple", "a list")
         return f"{source}: {key} is {error['input']!r}; it should be {said}."
 
 
@@ -117,6 +117,9 @@ def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
     sections = {key.partition(".")[0] for key in known}
     for section, inside in root.value.items():
         if section not in sections:
+            if section in known:
+                outer, _, inner = section.partition(".")
+                raise ConfigError(f"{inside.place}: {section} is written in one word; write {outer}: {{{inner}: …}}.")
             hint = did_you_mean(section, [*sections, *(s.key for s in known.values())])
             owner = next((s.key for s in known.values() if section in (s.path[1], s.keywords[0])), None)
             remedy = f"; it belongs into a section: {owner}" if owner else hint or f"; sections: {', '.join(sorted(sections))}"
@@ -124,7 +127,8 @@ def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
         if inside.value is None:
             continue
         if not isinstance(inside.value, dict):
-            raise ConfigError(f"{inside.place}: {section} is a section and holds settings, not {inside.value!r}.")
+            remedy = f"; write {section}: {{path: {inside.value}}}" if section == "model" and isinstance(inside.value, str) else ""
+            raise ConfigError(f"{inside.place}: {section} is a section and holds settings, not {inside.value!r}{remedy}.")
         for name, located in inside.value.items():
             setting = _known(f"{section}.{name}", known, located.place)
             if setting.path == OPTIONS_KEY:
@@ -263,5 +267,6 @@ def _known(key: str, known: Mapping[str, Setting], place: str) -> Setting:
 def _typed(setting: Setting, value: Any, place: str) -> Any:
     """Refuse a truth value where a number or a word is meant: pydantic would take `true` for 1."""
     if isinstance(value, bool) and bool not in setting.accepts:
-        raise ConfigError(f"{place}: {setting.key} is {str(value).lower()}; it is not a switch. {setting.description}")
+        words = f"; it is one of {', '.join(setting.choices)}" if setting.choices else ""
+        raise ConfigError(f"{place}: {setting.key} is {str(value).lower()}; it is not a switch{words}. {setting.description}")
     return value

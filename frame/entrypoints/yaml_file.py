@@ -98,6 +98,8 @@ def _value(loader: yaml.SafeLoader, node: yaml.Node, name: str, depth: int) -> L
             here = f"{name}:{key_node.start_mark.line + 1}"
             if key is None:
                 raise ConfigError(f"{here}: a key must be a word.")
+            if key == "<<":
+                raise ConfigError(f"{here}: merge keys (<<) are not read; write the settings out.")
             if key in found:
                 raise ConfigError(f"{here}: the key {key!r} is given twice (first at {found[key].place}); keep one.")
             value = _value(loader, value_node, name, depth + 1)
