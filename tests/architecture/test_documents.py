@@ -135,7 +135,7 @@ def unknown_names(text: str) -> list[str]:
     names = members()
     found = []
     for word in re.findall(r"`([^`\n]+)`", text):
-        if re.fullmatch(r"[\w/]+\.py", word) and "/" in word and word not in files:
+        if re.fullmatch(r"[\w/]+\.py", word) and "/" in word and word not in files and not (ROOT / word).is_file():
             found.append(word)
         elif (match := re.fullmatch(r"([A-Z]\w+)\.(_?\w+)", word)) and match[1] in names:
             if match[2] not in names[match[1]]:
