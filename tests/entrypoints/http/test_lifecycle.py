@@ -217,11 +217,14 @@ def test_text_processes_are_configuration(checkpoint: Path, workers: tuple[str, 
 def test_sigterm_during_the_start_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--detokenizer-workers", "1", "--model", str(checkpoint)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    main = psutil.Process(process.pid)
-    wait_until(lambda: len(main.children()) == 2)
-    children = main.children()
-    process.terminate()
-    process.communicate(timeout=20)
+    try:
+        main = psutil.Process(process.pid)
+        wait_until(lambda: len(main.children()) == 2)
+        children = main.children()
+        process.terminate()
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert process.returncode == 143
     psutil.wait_procs(children, timeout=5)
     assert not any(child.is_running() for child in children)
