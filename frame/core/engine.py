@@ -183,7 +183,7 @@ class Engine:
             elif control.action == "shutdown":
                 self._stopping = True
                 self.scheduler.abort([], "abort")
-            else:
+            elif control.action != "ping":  # which is answered, and nothing else
                 return ControlReply(id=control.id, ok=False, error=f"there is no command {control.action!r}")
         except Exception as error:  # noqa: BLE001 - a control that fails is answered, it does not end the engine
             return ControlReply(id=control.id, ok=False, error=_sentence(error))
