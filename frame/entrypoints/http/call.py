@@ -142,4 +142,6 @@ class Call:
             raise DisconnectedError from error
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self.max_body} bytes; send less, or serve with a larger --max-body-bytes")
+        error = ApiError(413, f"the body is larger than {self.max_body} bytes; send less, or serve with a larger --max-body-bytes")
+        error.headers = ((b"connection", b"close"),)  # the rest of the body is not read, so no request may follow it
+        return error

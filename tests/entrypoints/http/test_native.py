@@ -184,11 +184,14 @@ def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
             assert client.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
             assert client.post("/generate", json={**body, "rid": "x" * 4000}).status_code == 413
             chunked = client.post("/generate", content=(b"x" * 1000 for _ in range(5)))
+            assert chunked.headers["connection"] == "close"  # what is left of the body must not be read as a request
             assert chunked.status_code == 413
             assert "secret" not in client.get("/server_info").text
             long = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
             with client.stream("POST", "/generate", json=long) as first:
-                next(first.iter_lines())
+                assert first.status_code == 200
+                lines = first.iter_lines()
+                assert "error" not in next(lines)
                 two = {"input_ids": [[3], [4]], "sampling_params": {"max_new_tokens": 1}}  # one may wait, not two
                 full = client.post("/generate", json=two)
                 assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
