@@ -68,15 +68,8 @@ def test_rounding_is_at_most_half_a_step() -> None:
     assert not quantized[-1].any()
 
 
-# DeepSeek in bfloat16 is left out: it gave NaN once, which is an open fault (docs/roadmap.md)
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "bound"),
-    [
-        ("Qwen2ForCausalLM", torch.float32, 0.04),
-        ("Qwen2ForCausalLM", torch.bfloat16, 0.06),
-        ("DeepseekV3ForCausalLM", torch.float32, 0.04),
-    ],
-)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.04), (torch.bfloat16, 0.06)])
 def test_a_quantized_model_stays_near(architecture: str, dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
     folder = make_checkpoint(architecture, tmp_path)
     tokens = list(range(20, 60))
