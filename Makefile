@@ -13,7 +13,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint types docs bench clean setup setup-dev
+.PHONY: help serve test soak check lint types docs bench clean setup setup-dev
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,9 @@ serve: $(STAMPS)/package  ## set up, then serve the embedded model on http://127
 
 test: check  ## set up, lint, check types, run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+soak: $(STAMPS)/dev  ## the long form of the chaos, fuzzing, overload and structured-output tests (hours)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
 check: lint types  ## ruff and mypy
 

@@ -108,6 +108,10 @@ def test_a_run_learns_and_its_export_loads(tmp_path: Path) -> None:
     assert "step 1 " in lines[0]
     again = load_model(tmp_path, TINY)
     ids = torch.randint(0, 2048, (1, 20))
-    torch.testing.assert_close(again.logits(ids), model.logits(ids), rtol=0.05, atol=0.1)
+    with torch.no_grad():  # as the file keeps them: the routing bias stays float32
+        for name, value in model.state_dict().items():
+            if not name.endswith("e_score_correction_bias"):
+                value.copy_(value.bfloat16())
+    torch.testing.assert_close(again.logits(ids), model.logits(ids))
     report = asyncio.run(evaluate(CheckpointBackend(again, ENCODER), tasks=("sum", "python"), samples=2))
     assert [score.errors for score in report.tasks] == [0, 0]
