@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,36 +16,13 @@ from starlette.routing import Route, Router
 from frame.entrypoints.http import native, openai
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
-from frame.entrypoints.http.services import Services
+from frame.entrypoints.http.services import Handler, Routes, Services
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Call, Services], Awaitable[None]]
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # no key needed
 
-ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
-    ("/v1/chat/completions", ("POST",), openai.chat_completions),
-    ("/v1/completions", ("POST",), openai.completions),
-    ("/v1/models", ("GET",), openai.models),
-    ("/v1/models/{name:path}", ("GET",), openai.model),
-    ("/generate", ("POST",), native.generate),
-    ("/tokenize", ("POST",), native.tokenize),
-    ("/v1/tokenize", ("POST",), native.tokenize),
-    ("/detokenize", ("POST",), native.detokenize),
-    ("/v1/detokenize", ("POST",), native.detokenize),
-    ("/health", ("GET",), native.ready),
-    ("/health/ready", ("GET",), native.ready),
-    ("/health/live", ("GET",), native.live),
-    ("/health_generate", ("GET",), native.health_generate),
-    ("/flush_cache", ("GET", "POST"), native.flush_cache),
-    ("/server_info", ("GET",), native.server_info),
-    ("/get_server_info", ("GET",), native.server_info),
-    ("/check_integrity", ("POST",), native.check_integrity),
-    ("/pause_generation", ("POST",), native.pause),
-    ("/continue_generation", ("POST",), native.resume),
-    ("/abort_request", ("POST",), native.abort_request),
-    ("/metrics", ("GET",), native.metrics),
-)
+ROUTES: Routes = (*openai.ROUTES, *native.ROUTES)
 
 
 class Endpoint:

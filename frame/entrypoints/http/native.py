@@ -15,7 +15,7 @@ from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
-from frame.entrypoints.http.services import RETRY_AFTER, Chat, Services, failure
+from frame.entrypoints.http.services import RETRY_AFTER, Chat, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.limits import EngineDeadError
 
@@ -319,3 +319,24 @@ async def _ask(services: Services, action: str) -> dict[str, Any]:
     if not reply.ok:
         raise ApiError(500, reply.error or f"{action} failed")
     return reply.data
+
+
+ROUTES: Routes = (
+    ("/generate", ("POST",), generate),
+    ("/tokenize", ("POST",), tokenize),
+    ("/v1/tokenize", ("POST",), tokenize),
+    ("/detokenize", ("POST",), detokenize),
+    ("/v1/detokenize", ("POST",), detokenize),
+    ("/health", ("GET",), ready),
+    ("/health/ready", ("GET",), ready),
+    ("/health/live", ("GET",), live),
+    ("/health_generate", ("GET",), health_generate),
+    ("/flush_cache", ("GET", "POST"), flush_cache),
+    ("/server_info", ("GET",), server_info),
+    ("/get_server_info", ("GET",), server_info),
+    ("/check_integrity", ("POST",), check_integrity),
+    ("/pause_generation", ("POST",), pause),
+    ("/continue_generation", ("POST",), resume),
+    ("/abort_request", ("POST",), abort_request),
+    ("/metrics", ("GET",), metrics),
+)

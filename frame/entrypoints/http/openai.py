@@ -15,7 +15,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser
-from frame.entrypoints.http.services import Chat, Services, failure
+from frame.entrypoints.http.services import Chat, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -296,3 +296,11 @@ def _card(services: Services) -> dict[str, Any]:
         "root": services.resolved.model_path,
         "max_model_len": services.resolved.max_context,
     }
+
+
+ROUTES: Routes = (
+    ("/v1/chat/completions", ("POST",), chat_completions),
+    ("/v1/completions", ("POST",), completions),
+    ("/v1/models", ("GET",), models),
+    ("/v1/models/{name:path}", ("GET",), model),
+)

@@ -6,7 +6,7 @@ Knows no dialect: the shapes of requests and responses are the routes'.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +162,10 @@ class Services:
         if age > SILENT_AFTER:
             return f"the engine has been silent for {age:.0f} s"
         return None
+
+
+Handler = Callable[["Call", Services], Awaitable[None]]
+Routes = tuple[tuple[str, tuple[str, ...], Handler], ...]  # path, methods, handler: each module of routes has such a table
 
 
 def raise_failed(sequences: Sequence[Stream]) -> None:
