@@ -13,7 +13,6 @@ from frame.core.messages import Finish, FinishReason, Generate, Tokens
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar, GrammarBackend
-    from frame.core.sampling_params import SamplingParams
 
 BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP side answers 400
 
@@ -36,10 +35,9 @@ class GrammarCompiler:
 
     def hold(self, message: Generate) -> bool:
         """Whether the request has a grammar; if so it is compiled, and comes back from `ready`."""
-        if not message.params.has_grammar:
+        if message.params.grammar is None:
             return False
-        kind, source = _grammar_of(message.params)
-        self._waiting[message.rid] = (message, self._pool.submit(self._compile, kind, source))
+        self._waiting[message.rid] = (message, self._pool.submit(self._compile, *message.params.grammar))
         return True
 
     def _compile(self, kind: str, source: str) -> Grammar:
@@ -68,11 +66,3 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _grammar_of(params: SamplingParams) -> tuple[str, str]:
-    for kind in ("json_schema", "regex", "ebnf"):
-        source = getattr(params, kind)
-        if source is not None:
-            return kind, source
-    return "json_object", ""

@@ -17,7 +17,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `stop` are strings, matched on text; `stop_token_ids` end a request too,
     also where `ignore_eos` switches the model's own end tokens off.
     `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
-    `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. `json_schema`, `regex`, `ebnf` constrain.
+    `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`, `json_object`,
+    `regex`, `ebnf`, `choice` (one of these texts) and `structural_tag` (JSON that says where in free text which grammar holds)
+    constrains the output.
     """
 
     max_tokens: int | None = None
@@ -43,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     json_object: bool = False
     regex: str | None = None
     ebnf: str | None = None
+    choice: tuple[str, ...] = ()
+    structural_tag: str | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -50,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         # One string would be read as its letters: `stop="END"` means one stop string.
-        for name, value in (("stop", self.stop), ("bad_words", self.bad_words)):
+        for name, value in (("stop", self.stop), ("bad_words", self.bad_words), ("choice", self.choice)):
             if isinstance(value, str):
                 msgspec.structs.force_setattr(self, name, (value,))
 
@@ -103,10 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
                 "logit_bias holds a value outside -100 to 100",
             ),
-            (
-                sum(x is not None for x in (self.json_schema, self.regex, self.ebnf)) + self.json_object <= 1,
-                "json_schema, regex, ebnf and json_object exclude each other; keep one",
-            ),
+            (all(self.choice), "choice holds an empty string; leave it out"),
+            (len(self._grammars()) <= 1, f"{' and '.join(name for name, _ in self._grammars())} exclude each other; keep one"),
         )
         found = [sentence for is_fine, sentence in ranges if not is_fine]
         if vocab_size is not None:
@@ -123,5 +125,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return tuple(dict.fromkeys((*(() if self.ignore_eos else eos_ids), *self.stop_token_ids)))
 
     @property
-    def has_grammar(self) -> bool:
-        return self.json_object or self.json_schema is not None or self.regex is not None or self.ebnf is not None
+    def grammar(self) -> tuple[str, str] | None:
+        """(kind, source) of the grammar that constrains the output; None when it is free."""
+        return next(iter(self._grammars()), None)
+
+    def _grammars(self) -> list[tuple[str, str]]:
+        texts = [(kind, getattr(self, kind)) for kind in ("json_schema", "regex", "ebnf", "structural_tag")]
+        found = [(kind, source) for kind, source in texts if source is not None]
+        if self.json_object:
+            found.append(("json_object", ""))
+        if self.choice:
+            found.append(("choice", msgspec.json.encode(self.choice).decode()))
+        return found

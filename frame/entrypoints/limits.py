@@ -60,7 +60,7 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
         )
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
-    if params.has_grammar and not limits.grammar:
+    if params.grammar is not None and not limits.grammar:
         raise InvalidRequestError(
             "this server has no grammar backend; start it with --grammar-backend NAME (`frame plugins list` names them)",
             "response_format",

@@ -75,4 +75,4 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def compile(self, kind: str, source: str) -> Grammar:
-        """kind: "json_schema", "regex", "ebnf" or "json_object"."""
+        """kind: "json_schema", "json_object" (no source), "regex", "ebnf", "choice" (JSON list of texts) or "structural_tag" (JSON)."""

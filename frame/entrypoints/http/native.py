@@ -185,8 +185,9 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     values = {_SYNONYMS.get(name, name): value for name, value in given.items() if value is not None}
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
-    if isinstance(values.get("json_schema"), dict):
-        values["json_schema"] = msgspec.json.encode(values["json_schema"]).decode()
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(values.get(name), dict):
+            values[name] = msgspec.json.encode(values[name]).decode()
     unknown = sorted(set(values) - set(SamplingParams.__struct_fields__))
     if unknown:
         raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}", f"sampling_params.{unknown[0]}")

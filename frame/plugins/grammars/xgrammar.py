@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: JSON schema, any JSON object, regular expressions, EBNF.
+"""Grammars by xgrammar: JSON schema, any JSON object, regular expressions, EBNF, choices, structural tags.
 
 Sources are bounded before the compiler sees them, and its cache is bounded, because both come from clients.
 Knows one tokenizer and one vocabulary; which request has which grammar is the scheduler's.
@@ -7,6 +7,7 @@ Knows one tokenizer and one vocabulary; which request has which grammar is the s
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ from frame.plugins.grammars.options import XGrammarOptions
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-KINDS = ("json_schema", "json_object", "regex", "ebnf")
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 _LONGEST_REASON = 200
+_PREAMBLE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .* is false: )?", re.DOTALL)  # where in the library's source
 
 
 class XGrammar:
@@ -75,12 +77,12 @@ class XGrammarBackend(GrammarBackend):
             raise ValueError(f"grammar kind {kind!r} is unknown; use {', '.join(KINDS)}")
         if len(source) > self._options.max_source_chars:
             raise ValueError(f"{kind} has {len(source)} characters; the limit is {self._options.max_source_chars}")
-        if kind == "json_schema":
-            _check_depth(source, self._options.max_depth)
+        if kind in ("json_schema", "structural_tag"):
+            _check_depth(kind, source, self._options.max_depth)
         try:
             compiled = self._compile(kind, source)
         except Exception as error:  # the library raises RuntimeError, InvalidJSONError and others, some of many lines
-            reason = " ".join(str(error).split())[:_LONGEST_REASON]
+            reason = " ".join(_PREAMBLE.sub("", str(error)).split())[:_LONGEST_REASON]
             raise ValueError(f"{kind} does not compile: {reason}") from error
         grammar = XGrammar(compiled, self._vocab_size, self._stops)
         first = np.empty(-(-self._vocab_size // 32), np.int32)
@@ -93,6 +95,11 @@ class XGrammarBackend(GrammarBackend):
             return self._compiler.compile_json_schema(source, any_whitespace=self._options.any_whitespace)
         if kind == "json_object":
             return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=self._options.any_whitespace, strict_mode=False)
+        if kind == "choice":
+            texts = [{"type": "const_string", "value": text} for text in json.loads(source)]
+            return self._compiler.compile_structural_tag({"type": "structural_tag", "format": {"type": "or", "elements": texts}})
+        if kind == "structural_tag":
+            return self._compiler.compile_structural_tag(source)
         if kind == "regex":
             return self._compiler.compile_regex(source)
         return self._compiler.compile_grammar(source)
@@ -104,7 +111,7 @@ def _as_transformers(tokenizer: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=getattr(tokenizer, "backend", tokenizer))
 
 
-def _check_depth(source: str, limit: int) -> None:
+def _check_depth(kind: str, source: str, limit: int) -> None:
     """Refuse nesting that a recursive compiler might not survive, before anything recursive reads it."""
     depth, is_string, is_escaped = 0, False, False
     for char in source:
@@ -115,13 +122,13 @@ def _check_depth(source: str, limit: int) -> None:
         elif char in "{[":
             depth += 1
             if depth > limit:
-                raise ValueError(f"json_schema is nested deeper than {limit} levels")
+                raise ValueError(f"{kind} is nested deeper than {limit} levels")
         else:
             is_string = char == '"'
             depth -= char in "}]"
     try:
         parsed = json.loads(source)
     except ValueError as error:
-        raise ValueError(f"json_schema is no JSON: {error}") from None
+        raise ValueError(f"{kind} is no JSON: {error}") from None
     if not isinstance(parsed, dict | bool):
-        raise ValueError("json_schema must be a JSON object")
+        raise ValueError(f"{kind} must be a JSON object")

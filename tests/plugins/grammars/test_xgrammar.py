@@ -68,6 +68,36 @@ def test_regex_and_ebnf(backend, tokenizer):
     assert wander(backend.compile("ebnf", 'root ::= "a" [0-9] "b"'), tokenizer, 1)[::2] == "ab"
 
 
+def test_a_choice_is_one_of_the_texts(backend, tokenizer):
+    texts = {'a "quoted"\nline', "naïve 😀", "plain"}
+    assert {wander(backend.compile("choice", json.dumps(sorted(texts))), tokenizer, seed) for seed in range(24)} == texts
+
+
+CALL = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+
+
+def test_a_structural_tag_constrains_what_follows_its_trigger(backend, tokenizer):
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [CALL]}
+    grammar = backend.compile("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    free = set(allowed_ids(grammar).tolist())
+    assert len(free) > 1900 and free & set(tokenizer.eos_token_ids)  # free text may end at any time
+    for token in tokenizer.encode("so: <f>", False):
+        assert grammar.accept(token)
+    assert {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(grammar).tolist()} <= {"{", ""}
+    for token in tokenizer.encode('{"name": "x", "age": 1}</f>', False):
+        assert grammar.accept(token)
+    assert set(allowed_ids(grammar).tolist()) & set(tokenizer.eos_token_ids)
+
+
+def test_a_structural_tag_may_be_all_that_is_allowed(backend, tokenizer):
+    calls = {"type": "tags_with_separator", "tags": [CALL], "separator": "\n", "at_least_one": True, "stop_after_first": True}
+    grammar = backend.compile("structural_tag", json.dumps({"type": "structural_tag", "format": calls}))
+    for token in tokenizer.encode('<f>{"name": "x", "age": 1}</f>', False):
+        assert not grammar.is_finished()
+        assert grammar.accept(token)
+    assert grammar.is_finished()
+
+
 def test_json_object_starts_with_a_brace(backend, tokenizer):
     first = {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(backend.compile("json_object", "")).tolist()}
     assert first <= {"{", ""} and "{" in first
@@ -99,11 +129,14 @@ def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
         ("ebnf", "root ::= undefined_rule", "does not compile"),
         ("ebnf", 'root ::= root "a"', "allows no text"),
         ("json_schema", '{"$ref": "#"}', "allows no text"),
+        ("structural_tag", "{", "is no JSON"),
+        ("structural_tag", '{"format": {"type": "nope"}}', "not recognized: nope"),
+        ("structural_tag", '{"type": "structural_tag"}', "must have a format"),
         ("lark", "x", "is unknown"),
     ],
 )
 def test_a_bad_grammar_is_one_sentence(backend, kind, source, words):
     with pytest.raises(ValueError, match=words) as error:
         backend.compile(kind, source)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300 and ".cc" not in str(error.value)
     backend.compile("regex", "ok")
