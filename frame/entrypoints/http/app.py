@@ -15,8 +15,9 @@ from starlette.routing import Route, Router
 
 from frame.entrypoints.http import native, openai
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
-from frame.entrypoints.http.errors import ApiError, DisconnectedError
-from frame.entrypoints.http.services import Handler, Routes, Services
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
+from frame.entrypoints.http.openapi import description_of
+from frame.entrypoints.http.services import Operation, Routes, Services
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +29,14 @@ ROUTES: Routes = (*openai.ROUTES, *native.ROUTES)
 class Endpoint:
     """One route: makes the `Call`, and answers for the handler when it raises."""
 
-    def __init__(self, handler: Handler, services: Services) -> None:
-        self._handler = handler
+    def __init__(self, operation: Operation, services: Services) -> None:
+        self._handler = operation.handler
+        self._errors = operation.errors
         self._services = services
         self._max_body = services.resolved.user.server.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send, self._max_body)
+        call = Call(scope, receive, send, self._max_body, self._errors)
         with suppress(DisconnectedError):
             try:
                 await self._handler(call, self._services)
@@ -55,7 +57,9 @@ class App:
     def __init__(self, services: Services) -> None:
         key = services.resolved.user.server.api_key
         self._key = None if key is None else key.encode()
-        self._router = Router([Route(path, Endpoint(handler, services), methods=list(methods)) for path, methods, handler in ROUTES])
+        operations = (*ROUTES, description_of(ROUTES))
+        self._shapes = {operation.path: operation.errors for operation in operations}
+        self._router = Router([Route(o.path, Endpoint(o, services), methods=list(o.methods)) for o in operations])
         self._router.redirect_slashes = False
         self._router.default = _not_found
 
@@ -75,15 +79,19 @@ class App:
         except HTTPException as error:
             await self._refuse(scope, receive, send, _method_error(scope, error))
 
-    @staticmethod
-    async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
         with suppress(DisconnectedError):
-            await Call(scope, receive, send, 0).fail(error)
+            await Call(scope, receive, send, 0, self._shapes.get(scope["path"], OPENAI)).fail(error)
 
     def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return self._key is not None and scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+        return self._key is not None and hmac.compare_digest(_key_of(scope), self._key)
+
+
+def _key_of(scope: Scope) -> bytes:
+    """As clients of OpenAI send it (`Authorization: Bearer`), or as those of Anthropic do (`x-api-key`); empty when there is none."""
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def _no_key() -> ApiError:

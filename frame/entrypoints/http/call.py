@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -26,13 +26,14 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 class Call:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_watcher", "max_body", "receive", "scope", "send", "started")
+    __slots__ = ("_watcher", "errors", "max_body", "receive", "scope", "send", "started")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
         self.max_body = max_body
+        self.errors = errors
         self.started = False
         self._watcher: asyncio.Task[None] | None = None
 
@@ -118,11 +119,11 @@ class Call:
     async def fail(self, error: ApiError) -> None:
         """The error as the response, or as the last event of the stream."""
         if self.started:
-            await self.event(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
+            await self.event(self.errors.events(error))
             await self.end()
             return
         headers = () if error.retry_after is None else ((b"retry-after", str(error.retry_after).encode()),)
-        await self.respond(error.body(), error.status, (JSON, *headers, *error.headers))
+        await self.respond(self.errors.body(error), error.status, (JSON, *headers, *error.headers))
 
     async def start_events(self) -> None:
         self.started = True

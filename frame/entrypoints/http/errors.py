@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import msgspec
 
 TYPES = {
@@ -38,6 +41,20 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return msgspec.json.encode({"error": error})
+
+
+class ErrorShape(NamedTuple):
+    """How a dialect writes an error: as a whole response, and as the last events of a stream that fails midway."""
+
+    body: Callable[[ApiError], bytes]
+    events: Callable[[ApiError], bytes]
+
+
+def _openai_events(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
+
+
+OPENAI = ErrorShape(ApiError.body, _openai_events)
 
 
 class DisconnectedError(Exception):

@@ -15,7 +15,7 @@ from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
-from frame.entrypoints.http.services import RETRY_AFTER, Chat, Routes, Services, failure
+from frame.entrypoints.http.services import RETRY_AFTER, Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.limits import EngineDeadError
 
@@ -75,6 +75,7 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 
 
 async def generate(call: Call, services: Services) -> None:
+    """Text or tokens for text or tokens; all text so far in each event."""
     request = await call.json(_generate_decoder)
     prompts, is_single = _prompts(request)
     params, prompts_only = _sampling(request, len(prompts))
@@ -208,6 +209,7 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
 
 
 async def tokenize(call: Call, services: Services) -> None:
+    """Text or a conversation to token ids."""
     request = await call.json(_tokenize_decoder)
     tokenizer = services.need_tokenizer()
     text = request.text if request.text is not None else request.prompt
@@ -227,6 +229,7 @@ async def tokenize(call: Call, services: Services) -> None:
 
 
 async def detokenize(call: Call, services: Services) -> None:
+    """Token ids to text."""
     request = await call.json(_detokenize_decoder)
     tokenizer = services.need_tokenizer()
     if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < services.resolved.facts.vocab_size:
@@ -270,6 +273,7 @@ async def health_generate(call: Call, services: Services) -> None:
 
 
 async def flush_cache(call: Call, services: Services) -> None:
+    """Forget cached prefixes that nobody uses."""
     await _control(call, services, "flush_cache")
 
 
@@ -281,18 +285,22 @@ async def server_info(call: Call, services: Services) -> None:
 
 
 async def check_integrity(call: Call, services: Services) -> None:
+    """The self-check, now."""
     await _control(call, services, "check_integrity")
 
 
 async def pause(call: Call, services: Services) -> None:
+    """Stop launching steps."""
     await _control(call, services, "pause")
 
 
 async def resume(call: Call, services: Services) -> None:
+    """Go on after a pause."""
     await _control(call, services, "resume")
 
 
 async def abort_request(call: Call, services: Services) -> None:
+    """End requests by name, or all."""
     request = await call.json(_abort_decoder)
     rids = [request.rid] if isinstance(request.rid, str) else request.rid
     if request.abort_all:
@@ -305,6 +313,7 @@ async def abort_request(call: Call, services: Services) -> None:
 
 
 async def metrics(call: Call, services: Services) -> None:
+    """Prometheus' text format."""
     await call.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
 
 
@@ -323,21 +332,21 @@ async def _ask(services: Services, action: str) -> dict[str, Any]:
 
 
 ROUTES: Routes = (
-    ("/generate", ("POST",), generate),
-    ("/tokenize", ("POST",), tokenize),
-    ("/v1/tokenize", ("POST",), tokenize),
-    ("/detokenize", ("POST",), detokenize),
-    ("/v1/detokenize", ("POST",), detokenize),
-    ("/health", ("GET",), ready),
-    ("/health/ready", ("GET",), ready),
-    ("/health/live", ("GET",), live),
-    ("/health_generate", ("GET",), health_generate),
-    ("/flush_cache", ("GET", "POST"), flush_cache),
-    ("/server_info", ("GET",), server_info),
-    ("/get_server_info", ("GET",), server_info),
-    ("/check_integrity", ("POST",), check_integrity),
-    ("/pause_generation", ("POST",), pause),
-    ("/continue_generation", ("POST",), resume),
-    ("/abort_request", ("POST",), abort_request),
-    ("/metrics", ("GET",), metrics),
+    Operation("/generate", ("POST",), generate, GenerateRequest),
+    Operation("/tokenize", ("POST",), tokenize, TokenizeRequest),
+    Operation("/v1/tokenize", ("POST",), tokenize, TokenizeRequest),
+    Operation("/detokenize", ("POST",), detokenize, DetokenizeRequest),
+    Operation("/v1/detokenize", ("POST",), detokenize, DetokenizeRequest),
+    Operation("/health", ("GET",), ready),
+    Operation("/health/ready", ("GET",), ready),
+    Operation("/health/live", ("GET",), live),
+    Operation("/health_generate", ("GET",), health_generate),
+    Operation("/flush_cache", ("GET", "POST"), flush_cache),
+    Operation("/server_info", ("GET",), server_info),
+    Operation("/get_server_info", ("GET",), server_info),
+    Operation("/check_integrity", ("POST",), check_integrity),
+    Operation("/pause_generation", ("POST",), pause),
+    Operation("/continue_generation", ("POST",), resume),
+    Operation("/abort_request", ("POST",), abort_request, AbortRequest),
+    Operation("/metrics", ("GET",), metrics),
 )

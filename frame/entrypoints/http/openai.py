@@ -15,7 +15,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser
-from frame.entrypoints.http.services import Chat, Routes, Services, failure
+from frame.entrypoints.http.services import Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -77,18 +77,33 @@ class Response:
 
 
 async def chat_completions(call: Call, services: Services) -> None:
+    """A chat answer, as OpenAI."""
     request = await call.json(_chat_decoder)
-    services.check_model(request.model)
-    params = request.params()
-    check_choices(1, params.n)
-    chat = Chat(request.conversation(), _offered_tools(request), request.chat_template_kwargs or {})
-    answer = await services.begin(
-        call, [chat], [params], priority=request.priority or 0, namespace=request.cache_salt or "", rid=request.rid
-    )
+    answer = await begin_chat(call, services, request)
     try:
         await ChatResponse(services, request, answer).send(call)
     finally:
         services.client.abandon(answer)
+
+
+async def begin_chat(call: Call, services: Services, request: ChatRequest) -> Answer:
+    """Start a chat request of any dialect; the caller abandons the answer. Raises ApiError."""
+    services.check_model(request.model)
+    params = request.params()
+    check_choices(1, params.n)
+    chat = Chat(request.conversation(), _offered_tools(request), request.chat_template_kwargs or {})
+    return await services.begin(
+        call, [chat], [params], priority=request.priority or 0, namespace=request.cache_salt or "", rid=request.rid
+    )
+
+
+def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:
+    """A parser for each sequence; none where nothing is to be parsed."""
+    tools = services.tool_calls if _offered_tools(request) else None
+    reasoning = services.reasoning if request.separate_reasoning else None
+    if tools is None and reasoning is None:
+        return {}
+    return {sequence.index: AnswerParser(reasoning and reasoning(), tools and tools()) for sequence in answer.sequences}
 
 
 def _offered_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
@@ -106,15 +121,8 @@ class ChatResponse(Response):
     def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
         super().__init__(services, request, answer, "chat.completion")
         self._opened: set[int] = set()
-        self._parsers: dict[int, AnswerParser] = {}
-        has_tools = bool(services.tool_calls and _offered_tools(request))
-        reasoning = services.reasoning if request.separate_reasoning else None
-        self._is_parsed = has_tools or reasoning is not None
-        if self._is_parsed:
-            tools = services.tool_calls if has_tools else None
-            for sequence in answer.sequences:
-                self._parsers[sequence.index] = AnswerParser(reasoning and reasoning(), tools and tools())
-        self._is_plain = not (self._is_parsed or request.logprobs or self.has_running_usage)
+        self._parsers = answer_parsers(services, request, answer)
+        self._is_plain = not (self._parsers or request.logprobs or self.has_running_usage)
 
     async def send(self, call: Call) -> None:
         if self.request.stream:
@@ -185,6 +193,7 @@ class ChatResponse(Response):
 
 
 async def completions(call: Call, services: Services) -> None:
+    """A text completion, as OpenAI."""
     request = await call.json(_completion_decoder)
     services.check_model(request.model)
     params, prompts = request.params(), request.prompts()
@@ -276,10 +285,12 @@ class CompletionResponse(Response):
 
 
 async def models(call: Call, services: Services) -> None:
+    """The served models."""
     await call.respond_json({"object": "list", "data": [_card(services)]})
 
 
 async def model(call: Call, services: Services) -> None:
+    """One model."""
     name = call.scope["path_params"]["name"]
     if not name:
         raise ApiError(404, "name a model after /v1/models/, or leave the slash out for the list")
@@ -299,8 +310,8 @@ def _card(services: Services) -> dict[str, Any]:
 
 
 ROUTES: Routes = (
-    ("/v1/chat/completions", ("POST",), chat_completions),
-    ("/v1/completions", ("POST",), completions),
-    ("/v1/models", ("GET",), models),
-    ("/v1/models/{name:path}", ("GET",), model),
+    Operation("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
+    Operation("/v1/completions", ("POST",), completions, CompletionRequest),
+    Operation("/v1/models", ("GET",), models),
+    Operation("/v1/models/{name:path}", ("GET",), model),
 )

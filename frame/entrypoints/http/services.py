@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from frame.core.chat_template import ChatTemplateError
 from frame.core.grammars import BAD_GRAMMAR
@@ -16,7 +18,7 @@ from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
-from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
@@ -165,7 +167,21 @@ class Services:
 
 
 Handler = Callable[["Call", Services], Awaitable[None]]
-Routes = tuple[tuple[str, tuple[str, ...], Handler], ...]  # path, methods, handler: each module of routes has such a table
+
+
+class Operation(NamedTuple):
+    """A row of a module's table of routes. `request` is the JSON body and `query` the query parameters, for the OpenAPI description, which
+    takes its summary from the handler's docstring."""
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Handler
+    request: type[msgspec.Struct] | None = None
+    query: tuple[str, ...] = ()
+    errors: ErrorShape = OPENAI
+
+
+Routes = tuple[Operation, ...]
 
 
 def raise_failed(sequences: Sequence[Stream]) -> None:
