@@ -108,6 +108,10 @@ class SchedulerSection(Section):
     )
     overlap: Annotated[bool | None, Auto] = setting(None, "Schedule the next step while the last one runs.", flag="overlap")
     request_timeout: float = setting(600.0, "Seconds after which a request is ended.", flag="request-timeout", gt=0)
+    preemption: bool = setting(True, "Let a policy push running requests back for a waiting one (priority does).", flag="preemption")
+    short_prompt_share: float = setting(
+        0.5, "Share of chunked_prefill_size kept for short prompts while a long one is computed.", flag="short-prompt-share", ge=0.0, le=0.9
+    )
 
 
 class MoESection(Section):
@@ -151,7 +155,17 @@ class ServerSection(Section):
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="host")
     port: int = setting(30000, "Port to listen on; 0 takes a free one.", flag="port", ge=0, le=65535)
-    api_key: str | None = setting(None, "Key that every request must bring (Authorization: Bearer).", flag="api-key")
+    api_key: str | None = setting(None, "Key that every request must bring (Authorization: Bearer, or x-api-key).", flag="api-key")
+    api_keys: str | None = setting(None, "File of further keys: one a line, plain or sha256:HEX.", flag="api-keys")
+    insecure: bool = setting(False, "Serve without a key on an address that other machines reach.", flag="insecure")
+    share_cache: bool = setting(False, "Let requests of different keys share cached prefixes (their timing tells).", flag="share-cache")
+    max_requests_per_key: int | None = setting(
+        None, "Most requests of one key at once; more are refused with 429.", flag="max-requests-per-key", ge=1
+    )
+    max_connections: int = setting(4096, "Most open connections; more are refused with 503.", flag="max-connections", ge=1)
+    client_timeout: float = setting(
+        60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0
+    )
     max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
     drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
 

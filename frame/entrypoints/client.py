@@ -114,6 +114,7 @@ class EngineClient:
         priority: int = 0,
         namespace: str = "",
         rid: str | None = None,
+        deadline: float | None = None,
     ) -> Answer:
         """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up."""
         if self.dead is not None:
@@ -132,14 +133,14 @@ class EngineClient:
         self._reserved -= answer.open
         try:
             for sequence in answer.sequences:
-                self._start(sequence, priority, namespace)
+                self._start(sequence, priority, namespace, deadline)
         except BaseException:
             self.abandon(answer)
             self._reserved += answer.open  # the caller's again, who gives them back
             raise
         return answer
 
-    def _start(self, sequence: Stream, priority: int, namespace: str) -> None:
+    def _start(self, sequence: Stream, priority: int, namespace: str, deadline: float | None) -> None:
         rid, prompt = sequence.rid, sequence.prompt
         self._sequences[rid] = sequence
         self.stats.prompt_tokens += len(prompt)
@@ -148,7 +149,8 @@ class EngineClient:
             self._detokenizer.watch(watch)
         elif self._remote_text:
             self.link.send(watch)
-        self.link.send(Generate(rid=rid, token_ids=prompt, params=sequence.params, priority=priority, namespace=namespace))
+        params = sequence.params
+        self.link.send(Generate(rid=rid, token_ids=prompt, params=params, priority=priority, namespace=namespace, deadline=deadline))
 
     def abandon(self, answer: Answer) -> None:
         """The answer is not wanted any more: stop what still runs. Safe to call at any time."""

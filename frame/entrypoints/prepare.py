@@ -16,6 +16,7 @@ from frame.core.resolve import resolve
 from frame.core.resolved import Resolved
 from frame.core.selection import UnknownPluginError
 from frame.entrypoints.hardware import probe
+from frame.entrypoints.keys import check_exposure
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
@@ -37,6 +38,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
 
     Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user.
     """
+    if is_served:
+        check_exposure(config.server)
     registry = registry_of(config)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)

@@ -4,8 +4,8 @@ wrapper around `send` would be paid for each token.
 
 from __future__ import annotations
 
-import hmac
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,11 +17,13 @@ from frame.entrypoints.http import native, openai
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
+from frame.entrypoints.keys import load_keys
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # no key needed
+LONGEST_PATH = 200  # characters of a path that an error quotes
 
 ROUTES: Routes = (*openai.ROUTES, *native.ROUTES)
 
@@ -52,11 +54,16 @@ class Endpoint:
 
 
 class App:
-    """The whole application. Every path but the health checks needs the key, if there is one, whether or not a route exists there."""
+    """The whole application. Every path but the health checks needs a key, if there are keys, whether or not a route exists there.
+
+    `scope["tenant"]` names the key's holder for the routes: "" where no key is asked for.
+    """
 
     def __init__(self, services: Services) -> None:
-        key = services.resolved.user.server.api_key
-        self._key = None if key is None else key.encode()
+        server = services.resolved.user.server
+        self._keys = load_keys(server)
+        self._most_per_key = server.max_requests_per_key
+        self._num_open: Counter[str] = Counter()  # requests by tenant; as many entries as keys
         operations = (*ROUTES, description_of(ROUTES))
         self._shapes = {operation.path: operation.errors for operation in operations}
         self._router = Router([Route(o.path, Endpoint(o, services), methods=list(o.methods)) for o in operations])
@@ -69,39 +76,53 @@ class App:
             return
         if scope["type"] != "http":
             return
+        scope["tenant"] = ""
         try:
-            if self._key is not None and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+            if self._keys is None or scope["path"] in OPEN_PATHS:
+                await self._route(scope, receive, send)
+                return
+            tenant = self._keys.tenant(scope["headers"])
+            if tenant is None:
                 raise _no_key()
-            scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
-            await self._router(scope, receive, send)
+            scope["tenant"] = tenant
+            await self._route_counted(tenant, scope, receive, send)
         except ApiError as error:
             await self._refuse(scope, receive, send, error)
         except HTTPException as error:
             await self._refuse(scope, receive, send, _method_error(scope, error))
 
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
+        await self._router(scope, receive, send)
+
+    async def _route_counted(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._most_per_key is not None and self._num_open[tenant] >= self._most_per_key:
+            raise ApiError(
+                429,
+                f"{self._num_open[tenant]} requests of this key are running or waiting, which is all that a key may have; try again later",
+                code="too_many_requests_of_key",
+                retry_after=RETRY_AFTER,
+            )
+        self._num_open[tenant] += 1
+        try:
+            await self._route(scope, receive, send)
+        finally:
+            self._num_open[tenant] -= 1
+
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
         with suppress(DisconnectedError):
             await Call(scope, receive, send, 0, self._shapes.get(scope["path"], OPENAI)).fail(error)
 
-    def _has_key(self, scope: Scope) -> bool:
-        return self._key is not None and hmac.compare_digest(_key_of(scope), self._key)
-
-
-def _key_of(scope: Scope) -> bytes:
-    """As clients of OpenAI send it (`Authorization: Bearer`), or as those of Anthropic do (`x-api-key`); empty when there is none."""
-    headers = dict(scope["headers"])
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
-
 
 def _no_key() -> ApiError:
-    error = ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
+    error = ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY", code="invalid_api_key")
     error.headers = ((b"www-authenticate", b"Bearer"),)
     return error
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, f"there is no {scope['path']} here; the API is at /v1/chat/completions, /v1/completions and /generate")
+    path = scope["path"][:LONGEST_PATH]
+    raise ApiError(404, f"there is no {path} here; the API is at /v1/chat/completions, /v1/completions and /generate")
 
 
 def _method_error(scope: Scope, error: HTTPException) -> ApiError:

@@ -39,6 +39,15 @@ class Call:
 
     # request -------------------------------------------------------------------------------------------------------
 
+    @property
+    def tenant(self) -> str:
+        """Whose key the request brought; "" where no key is asked for. What is kept for a client must be kept by tenant."""
+        return str(self.scope.get("tenant", ""))
+
+    def header(self, name: bytes) -> str | None:
+        """The first header of this (lower-case) name."""
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
+
     async def body(self) -> bytes:
         """The whole body. Raises ApiError 413 before more than the limit is read and 408 when nothing comes, DisconnectedError when the
         client leaves."""

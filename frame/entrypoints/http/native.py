@@ -43,6 +43,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None  # seconds
     rid: str | None = None
 
 
@@ -80,7 +82,10 @@ async def generate(call: Call, services: Services) -> None:
     prompts, is_single = _prompts(request)
     params, prompts_only = _sampling(request, len(prompts))
     check_choices(len(prompts), max((own.n for own in params), default=1))
-    answer = await services.begin(call, prompts, params, priority=request.priority, rid=request.rid)
+    salt = request.cache_salt or ""
+    answer = await services.begin(
+        call, prompts, params, priority=request.priority, namespace=salt, rid=request.rid, time_limit=request.timeout
+    )
     shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
@@ -278,9 +283,9 @@ async def flush_cache(call: Call, services: Services) -> None:
 
 
 async def server_info(call: Call, services: Services) -> None:
-    """The resolved configuration (without the key), and the engine's own numbers."""
+    """The resolved configuration (without the keys), and the engine's own numbers."""
     reply = await _ask(services, "server_info")
-    config = services.resolved.model_dump(mode="json", exclude={"user": {"server": {"api_key"}}, "facts": {"config"}})
+    config = services.resolved.model_dump(mode="json", exclude={"user": {"server": {"api_key", "api_keys"}}, "facts": {"config"}})
     await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
 
 

@@ -93,7 +93,13 @@ async def begin_chat(call: Call, services: Services, request: ChatRequest) -> An
     check_choices(1, params.n)
     chat = Chat(request.conversation(), _offered_tools(request), request.chat_template_kwargs or {})
     return await services.begin(
-        call, [chat], [params], priority=request.priority or 0, namespace=request.cache_salt or "", rid=request.rid
+        call,
+        [chat],
+        [params],
+        priority=request.priority or 0,
+        namespace=request.cache_salt or "",
+        rid=request.rid,
+        time_limit=request.timeout,
     )
 
 
@@ -207,6 +213,7 @@ async def completions(call: Call, services: Services) -> None:
         priority=request.priority or 0,
         namespace=request.cache_salt or "",
         rid=request.rid,
+        time_limit=request.timeout,
         add_special_tokens=request.add_special_tokens,
     )
     try:

@@ -65,6 +65,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     custom: dict[str, str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: float | None = None  # seconds
     rid: str | None = None
     # known and refused
     guided_choice: Any = None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
+TIMEOUT_HEADER = "x-request-timeout"
 PRIORITY_LIMIT = 2**31
 SILENT_AFTER = 120.0  # seconds without a heartbeat, which comes at each step's start, after which the engine counts as hung
 
@@ -90,9 +91,16 @@ class Services:
         priority: int = 0,
         namespace: str = "",
         rid: str | None = None,
+        time_limit: float | None = None,
         add_special_tokens: bool = True,
     ) -> Answer:
-        """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError."""
+        """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
+
+        `namespace` is the client's salt of the prefix cache; `time_limit` (seconds), or the header x-request-timeout, ends it
+        early.
+        """
+        deadline = self._deadline(call, time_limit)
+        namespace = self._namespace(call, namespace)
         vocabulary = self.resolved.facts.vocab_size
         for own in params:
             problems = own.problems(vocabulary)
@@ -114,12 +122,32 @@ class Services:
             params = [self._with_bad_words(own) for own in params]
             for prompt, own in zip(ids, params, strict=True):
                 self.client.check(prompt, own)
-            answer = self.client.submit(ids, params, priority=priority, namespace=namespace, rid=rid)
+            answer = self.client.submit(ids, params, priority=priority, namespace=namespace, rid=rid, deadline=deadline)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise _as_api_error(error) from None
         call.on_disconnect(answer.hang_up)
         return answer
+
+    def _namespace(self, call: Call, salt: str) -> str:
+        """Which prefix cache a request sees: its key's own, and in that its salt's; else timing would tell one tenant of another."""
+        return salt if self.resolved.user.server.share_cache or not call.tenant else f"{call.tenant}:{salt}"
+
+    def _deadline(self, call: Call, time_limit: float | None) -> float | None:
+        """Seconds that a request may take, when it says so itself; never more than the server allows."""
+        name, given = "timeout", time_limit
+        if given is None:
+            text = call.header(TIMEOUT_HEADER.encode())
+            if text is None:
+                return None
+            name = TIMEOUT_HEADER
+            try:
+                given = float(text)
+            except ValueError:
+                raise ApiError(400, f"{name} is {text[:40]!r}; it must be a number of seconds", name) from None
+        if not given > 0:  # nan too
+            raise ApiError(400, f"{name} is {given}; it must be a number of seconds above 0", name)
+        return min(given, self.resolved.user.scheduler.request_timeout)
 
     async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, list):

@@ -1,0 +1,113 @@
+"""`KeyRing`: the API keys that a server takes, and whose a request is. Keys are kept as digests and compared in constant time.
+
+Knows no route; `check_exposure` says whether a configuration may be served to others at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from frame.core.config import ServerSection
+from frame.core.errors import ConfigurationError
+
+HASHED = "sha256:"  # what a line of the key file begins with when it holds a digest in hexadecimal
+DIGEST_LENGTH = hashlib.sha256().digest_size
+LARGEST_FILE = 16 * 1024 * 1024  # bytes
+TENANT_LENGTH = 16  # hexadecimal digits
+
+
+class KeyRing:
+    """Takes `Authorization: Bearer KEY` and `x-api-key: KEY`. A key's tenant is a name that says nothing about the key."""
+
+    def __init__(self, digests: Iterable[bytes]) -> None:
+        self._tenants = {digest: hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH] for digest in digests}
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+        """Whose request this is; None when it brings no key of ours. Every key is compared, whether or not one matched already."""
+        found = None
+        for given in _given(headers):
+            digest = hashlib.sha256(given).digest()
+            for known, tenant in self._tenants.items():
+                if hmac.compare_digest(digest, known):
+                    found = tenant
+        return found
+
+
+def _given(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+    """The first key in each of the two places."""
+    bearer = next((value for name, value in headers if name == b"authorization"), b"")
+    scheme, _, key = bearer.partition(b" ")
+    plain = next((value for name, value in headers if name == b"x-api-key"), b"")
+    return [given for given in (key.strip() if scheme.lower() == b"bearer" else b"", plain.strip()) if given]
+
+
+def load_keys(server: ServerSection) -> KeyRing | None:
+    """The keys of a configuration; None when it asks for none. Raises ConfigurationError that never quotes a key."""
+    if server.api_key is None and server.api_keys is None:
+        return None
+    digests = [] if server.api_key is None else [_digest(server.api_key)]
+    if server.api_keys is not None:
+        digests += _read(Path(server.api_keys))
+    return KeyRing(digests)
+
+
+def _digest(key: str) -> bytes:
+    if not key.strip():
+        raise ConfigurationError("server.api_key is empty; give a key, or leave it out to serve without one")
+    return hashlib.sha256(key.strip().encode()).digest()
+
+
+def _read(path: Path) -> list[bytes]:
+    """The digests of a file's keys: one a line, plain or `sha256:HEX`; empty lines and lines after # are skipped."""
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ConfigurationError(f"server.api_keys: {path} is larger than {LARGEST_FILE} bytes; it holds one key a line")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"server.api_keys: {path} cannot be read ({error.strerror}); name a file with one key a line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"server.api_keys: {path} is no text file; it holds one key a line") from error
+    digests = []
+    for number, line in enumerate(lines, 1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        digests.append(_hashed(key, path, number) if key.startswith(HASHED) else _digest(key))
+    if not digests:
+        raise ConfigurationError(f"server.api_keys: {path} holds no key, so that nobody could use the server; write one key a line")
+    return digests
+
+
+def _hashed(line: str, path: Path, number: int) -> bytes:
+    try:
+        digest = bytes.fromhex(line.removeprefix(HASHED))
+    except ValueError:
+        digest = b""
+    if len(digest) != DIGEST_LENGTH:
+        raise ConfigurationError(f"server.api_keys: line {number} of {path} is no SHA-256 digest; write {HASHED} and 64 hexadecimal digits")
+    return digest
+
+
+def check_exposure(server: ServerSection) -> None:
+    """Raise ConfigurationError for an address that others reach, without a key; and for keys that cannot be read."""
+    if load_keys(server) is None and not server.insecure and not _is_local(server.host):
+        raise ConfigurationError(
+            f"server.host is {server.host}, which other machines reach, and there is no API key; set --api-key or --api-keys,"
+            " listen on 127.0.0.1, or set --insecure to serve everybody who reaches it"
+        )
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name; what it stands for is not known here
+        return False

@@ -1,0 +1,126 @@
+"""The HTTP application over a real engine loop with a fake model, in one process: for tests that send thousands of requests.
+
+ASGI is called directly, so what uvicorn does with bytes is not tested here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from frame.core.config import FrameConfig
+from frame.core.detokenizer import Detokenizer
+from frame.core.engine import Engine, EngineOptions
+from frame.core.hardware import Hardware
+from frame.core.messages import AnyMessage, Control
+from frame.core.transport import InProcessTransport
+from frame.entrypoints.client import EngineClient
+from frame.entrypoints.http.app import App
+from frame.entrypoints.http.services import Services
+from frame.entrypoints.launch import limits_of, load_tokenizer
+from frame.entrypoints.prepare import prepare
+from frame.entrypoints.scheduling import build_scheduler
+from frame.entrypoints.tokenizing import ThreadedInput
+from frame.testing.fake_runner import FakeRunner
+
+CPU = Hardware(cpu_cores=1, memory_bytes=8 << 30)
+TIMEOUT = 60.0  # seconds
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+@dataclass(slots=True)
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+
+@dataclass(slots=True)
+class InProcess:
+    """`app` and what is behind it. `request` plays a client that sends all and reads all."""
+
+    app: App
+    services: Services
+    engine: Engine
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (JSON_TYPE,)
+    ) -> Response:
+        target, _, query = path.partition("?")
+        scope = {
+            "type": "http", "http_version": "1.1", "method": method, "path": target, "raw_path": target.encode("utf-8", "replace"),
+            "query_string": query.encode(), "root_path": "", "scheme": "http", "headers": list(headers), "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2), "state": {},
+        }  # fmt: skip
+        inbox = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> Any:
+            if inbox:
+                return inbox.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(dict(message))
+
+        async with asyncio.timeout(TIMEOUT):
+            await self.app(scope, receive, send)
+        assert sent and sent[0]["type"] == "http.response.start", f"{method} {path} was not answered"
+        assert not sent[-1].get("more_body"), f"{method} {path} was not answered to its end"
+        found = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+        return Response(sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:]))
+
+    async def post(self, path: str, body: Any, **headers: str) -> Response:
+        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        return await self.request("POST", path, msgspec.json.encode(body), (JSON_TYPE, *given))
+
+
+@asynccontextmanager
+async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path = "frame-tiny") -> AsyncIterator[InProcess]:
+    """The application over the tokenizer and the facts of a checkpoint. `sections` is a configuration, as in a file."""
+    small = {"max_running_requests": 16, "chunked_prefill_size": 256}
+    given = {name: dict(values) for name, values in (sections or {}).items()}
+    given["scheduler"] = {**small, **given.get("scheduler", {})}
+    given["cache"] = {"max_total_tokens": 4096, "page_size": 16, **given.get("cache", {})}
+    given["model"] = {"path": str(folder), "max_context": 512, **given.get("model", {})}
+    prepared = prepare(FrameConfig.model_validate(given), CPU, is_served=True)
+    resolved = prepared.resolved
+    tokens = resolved.max_total_tokens or 4096
+    loop = asyncio.get_running_loop()
+    clients: list[EngineClient] = []
+
+    def deliver(message: AnyMessage) -> None:
+        loop.call_soon_threadsafe(lambda: clients[0].take_in([message]))
+
+    near, far = InProcessTransport.pair(deliver)
+    scheduler = build_scheduler(resolved, prepared.registry, tokens // resolved.page_size + 1)
+    config = scheduler.config
+    runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
+    engine = Engine(scheduler, runner, far, EngineOptions(resolved.overlap, "fatal"))
+    tokenizer = load_tokenizer(resolved)
+    assert tokenizer is not None
+    info = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
+    client = EngineClient(near, limits_of(resolved, info), Detokenizer(tokenizer))
+    clients.append(client)
+    services = Services(resolved, client, tokenizer, ThreadedInput(tokenizer), info=info)
+    thread = threading.Thread(target=engine.run, name="engine", daemon=True)
+    thread.start()
+    try:
+        yield InProcess(App(services), services, engine)
+    finally:
+        near.send(Control(id="end", action="shutdown"))
+        await asyncio.to_thread(thread.join, 10)
+        assert services.text_input is not None
+        services.text_input.close()

@@ -1,0 +1,127 @@
+"""Keys over the whole application: nothing but the health checks answers without one, and each key has a prefix cache of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.config import ServerSection
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.http.app import OPEN_PATHS, ROUTES
+from frame.entrypoints.keys import KeyRing, check_exposure, load_keys
+from tests.entrypoints.inprocess import serving
+
+PROMPT = list(range(3, 100))
+
+
+def ring(*keys: str) -> KeyRing:
+    return KeyRing(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+def test_both_headers_and_several_keys() -> None:
+    keys = ring("one", "two")
+    one, two = keys.tenant([(b"authorization", b"Bearer one")]), keys.tenant([(b"x-api-key", b"two")])
+    assert one is not None and two is not None and one != two
+    assert keys.tenant([(b"authorization", b"bearer  one ")]) == one == keys.tenant([(b"x-api-key", b"one")])
+    assert "one" not in one
+    for wrong in ([], [(b"authorization", b"one")], [(b"authorization", b"Basic one")], [(b"authorization", b"Bearer")],
+                  [(b"x-api-key", b"")], [(b"x-api-key", b"On\xe9")], [(b"authorization", b"Bearer one two")]):  # fmt: skip
+        assert keys.tenant(wrong) is None
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hmac
+
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
+    keys = ring("one", "two", "three")
+    for given in (b"one", b"three", b"none", b"a much longer one than all the others"):
+        compared.clear()
+        keys.tenant([(b"x-api-key", given)])
+        assert len(compared) == 3
+        assert {len(side) for pair in compared for side in pair} == {32}  # digests: a length tells nothing
+
+
+def test_key_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\nplain\n\n  sha256:{hashlib.sha256(b'hashed').hexdigest()}  \n")
+    keys = load_keys(ServerSection(api_key="third", api_keys=str(file)))
+    assert keys is not None and len(keys) == 3
+    assert all(keys.tenant([(b"x-api-key", key)]) for key in (b"plain", b"hashed", b"third"))
+    assert load_keys(ServerSection()) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"# nobody\n", b"sha256:abc\n", b"sha256:" + b"zz" * 32, b"\xff\xfe"])
+def test_key_file_that_is_wrong(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match="api_keys") as error:
+        load_keys(ServerSection(api_keys=str(file)))
+    assert "zz" not in str(error.value)
+
+
+def test_missing_key_file_and_empty_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_keys(ServerSection(api_keys=str(tmp_path / "none")))
+    with pytest.raises(ConfigurationError, match="empty"):
+        load_keys(ServerSection(api_key=" "))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="insecure"):
+        check_exposure(ServerSection(host=host))
+    check_exposure(ServerSection(host=host, api_key="k"))
+    check_exposure(ServerSection(host=host, insecure=True))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_this_machine_alone_needs_no_key(host: str) -> None:
+    check_exposure(ServerSection(host=host))
+    assert ServerSection().host == "127.0.0.1"
+
+
+ODD_PATHS = ("/", "/nowhere", "//generate", "/health/../generate", "/generate/", "/%67enerate", "/health/", "/health%00", "/HEALTH",
+             "http://x/health", "/v1/models/..", "/health;/generate", "/health\\..\\generate", "*")  # fmt: skip
+
+
+async def test_every_path_wants_the_key() -> None:
+    async with serving({"server": {"api_key": "secret"}}) as server:
+        paths = [(method, o.path) for o in ROUTES for method in o.methods] + [("POST", path) for path in ODD_PATHS]
+        for method, path in paths:
+            for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"x-api-key", b"wrong")]):
+                answer = await server.request(method, path, b"{}", headers)
+                if path in OPEN_PATHS:
+                    assert answer.status == 200
+                else:
+                    assert (answer.status, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
+                    assert answer.headers["www-authenticate"] == "Bearer"
+        for headers in ([(b"authorization", b"Bearer secret")], [(b"x-api-key", b"secret")]):
+            assert (await server.request("GET", "/v1/models", headers=headers)).status == 200
+            assert (await server.request("GET", "/nowhere", headers=headers)).status == 404
+
+
+async def cached(server: Any, key: str, **more: Any) -> int:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, **more}
+    answer = await server.post("/generate", body, x_api_key=key)
+    assert answer.status == 200, answer.body
+    return int(answer.json()["meta_info"]["cached_tokens"])
+
+
+async def test_keys_do_not_see_each_others_prefixes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    async with serving({"server": {"api_keys": str(file)}}) as server:
+        assert await cached(server, "one") == 0
+        assert await cached(server, "one") > 0
+        assert await cached(server, "two") == 0  # no time is saved by another's prompt
+        assert await cached(server, "one", cache_salt="a") == 0  # nor by one's own under another salt
+        assert await cached(server, "one", cache_salt="a") > 0
+        assert await cached(server, "two", cache_salt="a") == 0
+    async with serving({"server": {"api_keys": str(file), "share_cache": True}}) as server:
+        assert await cached(server, "one") == 0
+        assert await cached(server, "two") > 0
