@@ -167,6 +167,9 @@ class ServerSection(Section):
         60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0
     )
     max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
+    metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
+        (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
+    )
     drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
 
 

@@ -70,13 +70,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Tokens(Message, frozen=True):
     """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
-    `finishes`, `logprobs`, `prompt_logprobs`, `cached` hold entries for some of the indices only.
-    `cached` (number of prompt tokens that came from the prefix cache) arrives with a request's first tokens."""
+    `finishes`, `logprobs`, `prompt_logprobs`, `cached`, `waited` hold entries for some of the indices only.
+    `cached` (number of prompt tokens that came from the prefix cache) and `waited` (seconds from the engine's receiving the request to its
+    place on the device) arrive with a request's first tokens."""
 
     rids: list[str]
     token_ids: list[list[int]]
     finishes: dict[int, Finish] = {}
     cached: dict[int, int] = {}
+    waited: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
 
@@ -163,6 +165,7 @@ class Text(Message, frozen=True):
     token_ids: list[list[int]]
     finishes: dict[int, Finish] = {}
     cached: dict[int, int] = {}
+    waited: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
     stopped: list[int] = []

@@ -61,6 +61,7 @@ class Request:
     cached_tokens: int = -1  # prompt tokens that came from the prefix cache at the first admission
     is_reported: bool = False  # tokens of it were sent
     retractions: int = 0
+    admitted: float = 0.0  # seconds, monotonic; when it first came onto the device
     wants_prompt_logprobs: bool = False
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 

@@ -94,6 +94,7 @@ class StepOutcome:
             if flags & FIRST:
                 request.is_reported = True
                 message.cached[i] = request.cached_tokens
+                message.waited[i] = round(request.admitted - request.arrival, 6)
             if flags & PROMPT_LOGPROBS:
                 message.prompt_logprobs[i] = _prompt_logprobs(request)
                 request.wants_prompt_logprobs, request.prompt_logprobs = False, []

@@ -151,7 +151,7 @@ class StepPlanner:
         for request in self._candidates(now):
             if rows.budget <= 0 or not self._running.table.num_free:
                 return
-            need = self._enter(request, reserved)
+            need = self._enter(request, reserved, now)
             if need is None:
                 return
             held = int(self._running.table.arrays.num_pages[request.slot])
@@ -170,7 +170,7 @@ class StepPlanner:
             request.match = None  # good for the moment only, and it would keep nodes alive
         return ordered
 
-    def _enter(self, request: Request, reserved: int) -> int | None:
+    def _enter(self, request: Request, reserved: int, now: float) -> int | None:
         """Put a request on the device if its whole prompt and the growth of all fit. -> pages it still needs, None: no room."""
         request.tokens = request.all_tokens()
         cached = self._ledger.lock_prefix(request)
@@ -182,6 +182,7 @@ class StepPlanner:
         if request.cached_tokens < 0:
             request.cached_tokens = min(len(cached) * self._config.page_size, request.prompt_len)
             self.num_cached_tokens += request.cached_tokens
+            request.admitted = now
         self._running.enter(request, cached)
         return need
 

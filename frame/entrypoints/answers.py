@@ -14,8 +14,8 @@ class Stream:
     """One sequence of an answer: what came since the last `take`, and totals. `index` is its place in the answer."""
 
     __slots__ = (
-        "answer", "cached", "changed", "finish", "index", "last", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
-        "prompt_logprobs", "rid", "texts", "token_ids",
+        "answer", "cached", "changed", "finish", "first", "index", "last", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
+        "prompt_logprobs", "rid", "texts", "token_ids", "waited",
     )  # fmt: skip
 
     def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
@@ -32,6 +32,8 @@ class Stream:
         self.finish: Finish | None = None
         self.cached = 0
         self.num_tokens = 0
+        self.waited = 0.0  # seconds until the engine had a place for it
+        self.first = 0.0  # when the first token came
         self.last = 0.0  # when the last token came
         self.changed = False
 
@@ -47,14 +49,15 @@ class Stream:
 class Answer:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
-    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "rid", "sequences")
+    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "rid", "sequences", "submitted")
 
     def __init__(self, rid: str = "") -> None:
         self.rid = rid  # of the request; its sequences' begin with it
         self.sequences: list[Stream] = []
         self.changed: list[Stream] = []
         self.open = 0  # sequences without a finish
-        self.created = time.perf_counter()
+        self.submitted = time.perf_counter()
+        self.created = self.submitted  # when the request arrived, if it was read and tokenized before
         self.gone = False  # the client hung up
         self.on_news: Callable[[], None] | None = None  # instead of a waiter
         self._waiter: asyncio.Future[None] | None = None

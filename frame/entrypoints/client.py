@@ -40,11 +40,16 @@ CONTROL_TIMEOUT = 30.0  # seconds
 
 @dataclass(slots=True)
 class ClientStats:
-    """What metrics are made of; lists of seconds are taken and emptied by the reader."""
+    """What metrics are made of; lists (of seconds, and of tokens a request) are taken and emptied by the reader."""
 
     first_token: list[float] = field(default_factory=list)
     inter_token: list[float] = field(default_factory=list)
     end_to_end: list[float] = field(default_factory=list)
+    queue: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    prompt_sizes: list[float] = field(default_factory=list)
+    output_sizes: list[float] = field(default_factory=list)
     finished: dict[str, int] = field(default_factory=dict)
     rejected: int = 0
     prompt_tokens: int = 0
@@ -238,6 +243,7 @@ class EngineClient:
                     latencies.append((now - sequence.last) / len(ids))
                 else:
                     self.stats.first_token.append(now - sequence.answer.created)
+                    sequence.first = now
                 sequence.last = now
                 sequence.token_ids += ids
                 sequence.num_tokens += len(ids)
@@ -260,6 +266,11 @@ class EngineClient:
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.cached = cached
                 self.stats.cached_tokens += cached
+        for place, waited in message.waited.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.waited = waited
+                self.stats.queue.append(waited)
+                self.stats.prefill.append(max(0.0, now - sequence.answer.submitted - waited))
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)
@@ -275,7 +286,12 @@ class EngineClient:
     def _end(self, sequence: Stream, finish: Finish, now: float) -> None:
         sequence.finish = finish
         sequence.answer.open -= 1
-        self.stats.end_to_end.append(now - sequence.answer.created)
+        stats = self.stats
+        stats.end_to_end.append(now - sequence.answer.created)
+        stats.prompt_sizes.append(len(sequence.prompt))
+        stats.output_sizes.append(sequence.num_tokens)
+        if sequence.first:
+            stats.decode.append(now - sequence.first)
         self._count(finish.reason, 1)
 
     def _count(self, reason: str, count: int) -> None:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # no key needed
 LONGEST_PATH = 200  # characters of a path that an error quotes
 
+GONE = 499  # the status of a request whose client left before the response began
+
 ROUTES: Routes = (*openai.ROUTES, *native.ROUTES)
 
 
@@ -32,6 +34,7 @@ class Endpoint:
     """One route: makes the `Call`, and answers for the handler when it raises."""
 
     def __init__(self, operation: Operation, services: Services) -> None:
+        self._path = operation.path
         self._handler = operation.handler
         self._errors = operation.errors
         self._services = services
@@ -50,6 +53,8 @@ class Endpoint:
                 log.exception("%s %s failed", scope["method"], scope["path"])
                 await call.fail(ApiError(500, "the server failed on this request; its log says why"))
             finally:
+                if self._services.metrics is not None:
+                    self._services.metrics.count_response(self._path, call.status or GONE)
                 await call.close()
 
 

@@ -26,7 +26,7 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 class Call:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_watcher", "errors", "max_body", "receive", "scope", "send", "started")
+    __slots__ = ("_watcher", "errors", "max_body", "receive", "scope", "send", "started", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI) -> None:
         self.scope = scope
@@ -35,6 +35,7 @@ class Call:
         self.max_body = max_body
         self.errors = errors
         self.started = False
+        self.status = 0  # of the response, once it has started
         self._watcher: asyncio.Task[None] | None = None
 
     # request -------------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class Call:
     # response ------------------------------------------------------------------------------------------------------
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        self.started = True
+        self.started, self.status = True, status
         length = (b"content-length", str(len(body)).encode())
         await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         await self._put({"type": "http.response.body", "body": body})
@@ -135,7 +136,7 @@ class Call:
         await self.respond(self.errors.body(error), error.status, (JSON, *headers, *error.headers))
 
     async def start_events(self) -> None:
-        self.started = True
+        self.started, self.status = True, 200
         await self._put({"type": "http.response.start", "status": 200, "headers": list(EVENTS)})
 
     async def event(self, body: bytes) -> None:

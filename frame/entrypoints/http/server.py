@@ -25,6 +25,7 @@ from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.metrics import ServerMetrics
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.http.starting import StartingServer
 from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
 from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
@@ -67,8 +68,9 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
     deployment = Deployment(resolved, layout)
     try:
-        tokenizer = load_tokenizer(resolved)
-        info = wait_ready(deployment, report)
+        with StartingServer(listener):
+            tokenizer = load_tokenizer(resolved)
+            info = wait_ready(deployment, report)
         services = _services(prepared, deployment, tokenizer, info)
         server = Server(services, deployment, listener, started)
         return _run(server.run())

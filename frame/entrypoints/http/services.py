@@ -101,6 +101,7 @@ class Services:
         """
         deadline = self._deadline(call, time_limit)
         namespace = self._namespace(call, namespace)
+        arrived = time.perf_counter()
         vocabulary = self.resolved.facts.vocab_size
         for own in params:
             problems = own.problems(vocabulary)
@@ -126,6 +127,7 @@ class Services:
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise _as_api_error(error) from None
+        answer.created = arrived
         call.on_disconnect(answer.hang_up)
         return answer
 

@@ -46,7 +46,7 @@ def body_of(number: int) -> bytes:
 def finishes(server: RunningServer) -> dict[str, float]:
     """How many sequences ended, by reason."""
     families = text_string_to_metric_families(httpx.get(server.url + "/metrics").text)
-    return {s.labels["reason"]: s.value for family in families for s in family.samples if s.name == "frame:num_finished_requests_total"}
+    return {s.labels["reason"]: s.value for family in families for s in family.samples if s.name == "frame_requests_finished_total"}
 
 
 async def cut(host: str, port: int, number: int, gate: asyncio.Semaphore) -> None:

@@ -151,14 +151,18 @@ def test_metrics(fake_server: RunningServer) -> None:
     before = read()
     fake_server.post("/v1/completions", {"prompt": "The quick", "max_tokens": 9, "ignore_eos": True})
     after = read()
-    assert after["frame:generation_tokens_total"] - before.get("frame:generation_tokens_total", 0) == 9
+    assert after["frame_generation_tokens_total"] - before.get("frame_generation_tokens_total", 0) == 9
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert after[f"frame:{name}_count"] - before[f"frame:{name}_count"] == 1
-    assert after["frame:inter_token_latency_seconds_count"] - before["frame:inter_token_latency_seconds_count"] == 8
-    assert after["frame:time_to_first_token_seconds_bucket+Inf"] == after["frame:time_to_first_token_seconds_count"]
-    assert after["frame:num_finished_requests_totallength"] > before.get("frame:num_finished_requests_totallength", 0)
-    assert after["frame:num_outstanding_reqs"] == 0
-    assert after["frame:kv_total_pages"] > 0
+        assert after[f"frame_{name}_count"] - before[f"frame_{name}_count"] == 1
+    assert after["frame_inter_token_latency_seconds_count"] - before["frame_inter_token_latency_seconds_count"] == 8
+    assert after["frame_time_to_first_token_seconds_bucket+Inf"] == after["frame_time_to_first_token_seconds_count"]
+    assert after["frame_requests_finished_totallength"] > before["frame_requests_finished_totallength"]
+    assert after["frame_requests_outstanding"] == 0
+    assert after["frame_kv_pages"] > 0
+    for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_generation_tokens"):
+        assert after[f"frame_{name}_count"] - before[f"frame_{name}_count"] == 1
+    assert after["frame_request_generation_tokens_sum"] - before["frame_request_generation_tokens_sum"] == 9
+    assert not any(name.startswith(("vllm:", "sglang:")) for name in after)
 
 
 # the HTTP layer ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,14 @@
+"""`frame dashboard`: prints the Grafana dashboard of this version's metrics, to be imported or provisioned."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import click
+
+FILE = "grafana_dashboard.json"
+
+
+@click.command(help="Print a Grafana dashboard (JSON) of the metrics at /metrics; import it, or provision it from a file.")
+def command() -> None:
+    click.echo(files("frame.entrypoints.http").joinpath(FILE).read_text(encoding="utf-8"), nl=False)

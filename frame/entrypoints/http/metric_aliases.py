@@ -1,0 +1,68 @@
+"""The metrics under the names that dashboards made for vLLM and SGLang look for (`server.metrics_aliases`). A table, and how a metric is
+renamed; knows nothing of how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from prometheus_client.core import Metric
+
+# ours -> theirs, without suffixes of samples (`_total`, `_bucket`)
+VLLM: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "requests_running": ("num_requests_running",),
+        "requests_waiting": ("num_requests_waiting",),
+        "kv_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
+        "cached_tokens": ("prefix_cache_hits",),
+        "generation_tokens": ("generation_tokens",),
+        "requests_finished": ("request_success",),
+        "retractions": ("num_preemptions",),
+        "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+        "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+        "request_queue_time_seconds": ("request_queue_time_seconds",),
+        "request_prefill_time_seconds": ("request_prefill_time_seconds",),
+        "request_decode_time_seconds": ("request_decode_time_seconds",),
+        "request_prompt_tokens": ("request_prompt_tokens",),
+        "request_generation_tokens": ("request_generation_tokens",),
+    }
+)
+SGLANG: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "requests_running": ("num_running_reqs",),
+        "requests_waiting": ("num_queue_reqs",),
+        "kv_usage_ratio": ("token_usage",),
+        "prefix_cache_hit_ratio": ("cache_hit_rate",),
+        "generation_tokens_per_second": ("gen_throughput",),
+        "prompt_tokens": ("prompt_tokens",),
+        "generation_tokens": ("generation_tokens",),
+        "cached_tokens": ("cached_tokens",),
+        "retractions": ("num_retracted_requests",),
+        "requests_aborted": ("num_aborted_requests",),
+        "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+        "inter_token_latency_seconds": ("inter_token_latency_seconds",),
+        "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+        "request_queue_time_seconds": ("queue_time_seconds",),
+    }
+)
+FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({"vllm": VLLM, "sglang": SGLANG})
+LABELS: Mapping[str, Mapping[str, str]] = MappingProxyType({"vllm": {"reason": "finished_reason"}, "sglang": {}})
+EXTRA: Mapping[str, Mapping[str, str]] = MappingProxyType({"vllm": {"engine": "0"}, "sglang": {}})
+
+
+def aliases_of(metric: Metric, families: Sequence[str]) -> Iterator[Metric]:
+    """The same samples under the names of each of `families` ("vllm", "sglang")."""
+    for family in families:
+        for name in FAMILIES[family].get(metric.name.removeprefix("frame_"), ()):
+            yield _renamed(metric, f"{family}:{name}", LABELS[family], EXTRA[family])
+
+
+def _renamed(metric: Metric, name: str, labels: Mapping[str, str], extra: Mapping[str, str]) -> Metric:
+    alias = Metric(name, metric.documentation, metric.type)
+    for sample in metric.samples:
+        named = {labels.get(label, label): value for label, value in sample.labels.items()}
+        alias.samples.append(sample._replace(name=name + sample.name.removeprefix(metric.name), labels={**named, **extra}))
+    return alias

@@ -1,0 +1,86 @@
+"""Metrics as dashboards read them: all that the Grafana dashboard draws is exported; other servers' names hold the same numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import promql_parser
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from frame.core.messages import Heartbeat
+from frame.entrypoints.client import ClientStats
+from frame.entrypoints.http.metric_aliases import FAMILIES, aliases_of
+from frame.entrypoints.http.metrics import ServerMetrics, exposition
+
+
+def services(aliases: tuple[str, ...] = ()) -> Any:
+    stats = ClientStats(finished={"stop": 3, "abort": 1}, prompt_tokens=40, generated_tokens=12, cached_tokens=10, first_token=[0.02, 0.3])
+    load = Heartbeat(process="engine", step=7, running=2, waiting=1, used_pages=5, total_pages=10, cached_tokens=10, prompt_tokens=40)
+    server = SimpleNamespace(metrics_aliases=aliases)
+    resolved = SimpleNamespace(
+        served_name="m", user=SimpleNamespace(server=server), facts=SimpleNamespace(architecture="A"), device="cpu", dtype="float32"
+    )
+    client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
+    return SimpleNamespace(resolved=resolved, client=client, info={"phases": {"weights": 0.5}})
+
+
+def scraped(aliases: tuple[str, ...] = ()) -> dict[str, float]:
+    metrics = ServerMetrics(services(aliases))
+    metrics.count_response("/generate", 200)
+    found = {}
+    for family in text_string_to_metric_families(exposition(metrics).decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def test_names_of_other_servers_hold_the_same_numbers() -> None:
+    plain, both = scraped(), scraped(("vllm", "sglang"))
+    assert not any(name.startswith(("vllm:", "sglang:")) for name in plain)
+    assert both["vllm:num_requests_running{engine=0}"] == both["sglang:num_running_reqs{}"] == both["frame_requests_running{}"] == 2
+    assert both["vllm:request_success_total{engine=0,finished_reason=stop}"] == 3
+    assert both["vllm:time_to_first_token_seconds_bucket{engine=0,le=0.02}"] == 1
+    assert both["vllm:time_to_first_token_seconds_count{engine=0}"] == both["sglang:time_to_first_token_seconds_count{}"] == 2
+    assert both["vllm:prefix_cache_hits_total{engine=0}"] / both["vllm:prefix_cache_queries_total{engine=0}"] == 0.25
+    assert both["sglang:token_usage{}"] == both["vllm:kv_cache_usage_perc{engine=0}"] == 0.5
+    assert both["frame_http_responses_total{route=/generate,status=200}"] == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_alias_is_of_a_metric_that_exists(family: str) -> None:
+    collected = list(ServerMetrics(services()).collect())
+    served = {alias.name for metric in collected for alias in aliases_of(metric, (family,))}
+    assert served == {f"{family}:{name}" for names in FAMILIES[family].values() for name in names}
+
+
+def queries(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [value for key, value in node.items() if key == "expr"]
+        return own + [query for value in node.values() for query in queries(value)]
+    return [query for value in node for query in queries(value)] if isinstance(node, list) else []
+
+
+def test_dashboard_shows_metrics_that_exist() -> None:
+    from frame.entrypoints.cli.dashboard import command
+
+    shown = CliRunner().invoke(command)
+    assert shown.exit_code == 0
+    dashboard = json.loads(shown.output)
+    found = queries(dashboard)
+    assert len(found) > 15
+    served = {name.partition("{")[0] for name in scraped()}
+    for query in found:
+        query = query.replace("$__rate_interval", "1m").replace("$model", "m")
+        promql_parser.parse(query)  # raises for what Prometheus would refuse
+        named = re.findall(r"\b(?:frame|process)_\w+", query)
+        assert named, query
+        assert set(named) <= served, query
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    drawn = {name for query in found for name in re.findall(r"\bframe_\w+", query)}
+    assert {"frame_requests_running", "frame_kv_usage_ratio", "frame_time_to_first_token_seconds_bucket"} <= drawn
