@@ -10,12 +10,23 @@ from frame.core.messages import Finish, TokenLogprobs
 from frame.core.sampling_params import SamplingParams
 
 
+class Times:
+    """When things happened to a sequence (`time.perf_counter`; 0: not yet). `waited`: seconds until the engine had a place for it."""
+
+    __slots__ = ("first", "last", "waited")
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.first = 0.0  # token
+        self.last = 0.0  # token
+
+
 class Stream:
     """One sequence of an answer: what came since the last `take`, and totals. `index` is its place in the answer."""
 
     __slots__ = (
-        "answer", "cached", "changed", "finish", "first", "index", "last", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
-        "prompt_logprobs", "rid", "texts", "token_ids", "waited",
+        "answer", "cached", "changed", "finish", "index", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
+        "prompt_logprobs", "rid", "texts", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
@@ -32,9 +43,7 @@ class Stream:
         self.finish: Finish | None = None
         self.cached = 0
         self.num_tokens = 0
-        self.waited = 0.0  # seconds until the engine had a place for it
-        self.first = 0.0  # when the first token came
-        self.last = 0.0  # when the last token came
+        self.times = Times()
         self.changed = False
 
     def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:

@@ -239,12 +239,13 @@ class EngineClient:
                 continue
             ids = token_ids[place]
             if ids:
-                if sequence.last:
-                    latencies.append((now - sequence.last) / len(ids))
+                times = sequence.times
+                if times.last:
+                    latencies.append((now - times.last) / len(ids))
                 else:
                     self.stats.first_token.append(now - sequence.answer.created)
-                    sequence.first = now
-                sequence.last = now
+                    times.first = now
+                times.last = now
                 sequence.token_ids += ids
                 sequence.num_tokens += len(ids)
                 count += len(ids)
@@ -268,7 +269,7 @@ class EngineClient:
                 self.stats.cached_tokens += cached
         for place, waited in message.waited.items():
             if (sequence := sequences.get(rids[place])) is not None:
-                sequence.waited = waited
+                sequence.times.waited = waited
                 self.stats.queue.append(waited)
                 self.stats.prefill.append(max(0.0, now - sequence.answer.submitted - waited))
         for place, logprobs in message.logprobs.items():
@@ -290,8 +291,8 @@ class EngineClient:
         stats.end_to_end.append(now - sequence.answer.created)
         stats.prompt_sizes.append(len(sequence.prompt))
         stats.output_sizes.append(sequence.num_tokens)
-        if sequence.first:
-            stats.decode.append(now - sequence.first)
+        if sequence.times.first:
+            stats.decode.append(now - sequence.times.first)
         self._count(finish.reason, 1)
 
     def _count(self, reason: str, count: int) -> None:
