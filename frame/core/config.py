@@ -187,6 +187,8 @@ class LogSection(Section):
     """What is written to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.", flag="log-level")
+    format: Literal["text", "json"] = setting("text", "Lines for people, or one JSON object a line.", flag="log-format")
+    access: bool = setting(False, "Log each HTTP request: method, path, status, seconds.", flag="access-log")
 
 
 class FrameConfig(Section):

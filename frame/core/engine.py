@@ -238,8 +238,8 @@ class Engine:
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """End the requests of a step that raised, and go on, unless the device is gone."""
-        log.error("step %d failed: %s", batch.step, _sentence(error), exc_info=error)
         ended = self.scheduler.fail(batch, f"the model failed on this request's batch: {_sentence(error)}")
+        log.error("step %d failed: %s; its requests: %s", batch.step, _sentence(error), ", ".join(ended.rids) or "none", exc_info=error)
         self._failures += bool(ended.rids)  # a step that was built on a failed one fails for nobody
         self._send(ended)
         if isinstance(error, DeviceLost) or self._failures >= MAX_FAILURES:

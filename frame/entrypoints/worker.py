@@ -24,6 +24,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.messages import Fatal, Forget, Message, Ready, Tokenize, Tokens, Watch
 from frame.core.resolved import Resolved
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
+from frame.entrypoints import logs
 from frame.entrypoints.processes import EXIT_CONFIGURATION
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
@@ -48,10 +49,9 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     resolved = Resolved.model_validate_json(_first_line())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
-    level = resolved.user.log.level.upper()
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {options.role}: %(message)s")
     numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}
     name = numbered.get(options.role, options.role)
+    logs.configure(name, resolved.user.log)
     transport = _transport(options, name)
     code = 0
     try:

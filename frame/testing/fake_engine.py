@@ -106,6 +106,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
 
 def serve(arguments: list[str]) -> int:
     """`frame serve` over fake engines."""
+    from frame.entrypoints import logs
     from frame.entrypoints.cli.options import config_command
     from frame.entrypoints.config_sources import LoadedConfig
     from frame.entrypoints.http import server
@@ -115,6 +116,7 @@ def serve(arguments: list[str]) -> int:
 
     @config_command()
     def command(loaded: LoadedConfig) -> None:
+        logs.configure("main", loaded.config.log)
         prepared = prepare(loaded.config, is_served=True)
         codes.append(server.serve(prepared, server.configured_layout(prepared.resolved, "frame.testing.fake_engine")))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import click
 
 from frame.entrypoints.cli.options import config_command
@@ -15,10 +13,11 @@ HELP = "Serve a model over HTTP: the OpenAI API at /v1, the native one at /gener
 @config_command(help=HELP)
 @click.pass_context
 def command(ctx: click.Context, loaded: LoadedConfig) -> None:
+    from frame.entrypoints import logs
     from frame.entrypoints.http.server import serve
     from frame.entrypoints.prepare import prepare
 
-    logging.basicConfig(level=loaded.config.log.level.upper(), format="%(asctime)s %(levelname)s main: %(message)s")
+    logs.configure("main", loaded.config.log)
     prepared = prepare(loaded.config, is_served=True)
     try:
         code = serve(prepared)

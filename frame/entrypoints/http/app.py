@@ -5,6 +5,7 @@ wrapper around `send` would be paid for each token.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,12 +20,14 @@ from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
 from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
 from frame.entrypoints.keys import load_keys
+from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # no key needed
 LONGEST_PATH = 200  # characters of a path that an error quotes
 
+REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
 GONE = 499  # the status of a request whose client left before the response began
 
 ROUTES: Routes = (*openai.ROUTES, *native.ROUTES)
@@ -53,8 +56,7 @@ class Endpoint:
                 log.exception("%s %s failed", scope["method"], scope["path"])
                 await call.fail(ApiError(500, "the server failed on this request; its log says why"))
             finally:
-                if self._services.metrics is not None:
-                    self._services.metrics.count_response(self._path, call.status or GONE)
+                _count(self._services, self._path, call)
                 await call.close()
 
 
@@ -66,6 +68,7 @@ class App:
 
     def __init__(self, services: Services) -> None:
         server = services.resolved.user.server
+        self._services = services
         self._keys = load_keys(server)
         self._most_per_key = server.max_requests_per_key
         self._num_open: Counter[str] = Counter()  # requests by tenant; as many entries as keys
@@ -82,6 +85,9 @@ class App:
         if scope["type"] != "http":
             return
         scope["tenant"] = ""
+        scope["request_id"] = request_id_of(scope["headers"])
+        scope["arrived"] = time.perf_counter()
+        REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
         try:
             if self._keys is None or scope["path"] in OPEN_PATHS:
                 await self._route(scope, receive, send)
@@ -115,8 +121,26 @@ class App:
             self._num_open[tenant] -= 1
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+        call = Call(scope, receive, send, 0, self._shapes.get(scope["path"], OPENAI))
         with suppress(DisconnectedError):
-            await Call(scope, receive, send, 0, self._shapes.get(scope["path"], OPENAI)).fail(error)
+            await call.fail(error)
+        _count(self._services, REFUSED, call)
+
+
+def _count(services: Services, route: str, call: Call) -> None:
+    """The response into the metrics and, where it is wanted, into the log."""
+    status, scope = call.status or GONE, call.scope
+    if services.metrics is not None:
+        services.metrics.count_response(route, status)
+    if ACCESS.isEnabledFor(logging.INFO):
+        seconds = round(time.perf_counter() - scope["arrived"], 6)
+        fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds, "client": _host(scope)}
+        path = scope["path"][:LONGEST_PATH]
+        ACCESS.info("%s %s %d in %.3f s from %s", scope["method"], path, status, seconds, fields["client"], extra={"fields": fields})
+
+
+def _host(scope: Scope) -> str | None:
+    return scope["client"][0] if scope.get("client") else None
 
 
 def _no_key() -> ApiError:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.logs import HEADER
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -39,6 +40,11 @@ class Call:
         self._watcher: asyncio.Task[None] | None = None
 
     # request -------------------------------------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        """As the request brought it, or a new one; goes with the response and with every line logged meanwhile."""
+        return str(self.scope.get("request_id", ""))
 
     @property
     def tenant(self) -> str:
@@ -120,7 +126,7 @@ class Call:
     async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
         self.started, self.status = True, status
         length = (b"content-length", str(len(body)).encode())
-        await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._identity()]})
         await self._put({"type": "http.response.body", "body": body})
 
     async def respond_json(self, value: Any, status: int = 200) -> None:
@@ -137,7 +143,7 @@ class Call:
 
     async def start_events(self) -> None:
         self.started, self.status = True, 200
-        await self._put({"type": "http.response.start", "status": 200, "headers": list(EVENTS)})
+        await self._put({"type": "http.response.start", "status": 200, "headers": [*EVENTS, *self._identity()]})
 
     async def event(self, body: bytes) -> None:
         """Raw bytes of one or more server-sent events."""
@@ -145,6 +151,9 @@ class Call:
 
     async def end(self, body: bytes = b"") -> None:
         await self._put({"type": "http.response.body", "body": body})
+
+    def _identity(self) -> list[tuple[bytes, bytes]]:
+        return [(HEADER, self.request_id.encode())] if self.request_id else []
 
     async def _put(self, message: MutableMapping[str, Any]) -> None:
         try:

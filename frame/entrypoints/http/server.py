@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from frame.entrypoints.http.metrics import ServerMetrics
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.starting import StartingServer
 from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
+from frame.entrypoints.logs import report
 from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
@@ -61,7 +61,6 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
     resolved = prepared.resolved
     started = time.perf_counter()
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its start and stop are ours to tell
     signal.signal(signal.SIGTERM, _give_up)  # until the server is up
     listener = _listen(resolved)
     layout = layout or configured_layout(resolved)
@@ -88,12 +87,6 @@ def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.worke
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
     detokenizer = has_text and text.detokenizer_workers > 0
     return Layout(resolved.user.parallel.tp, detokenizer, text.tokenizer_workers if has_text else 0, module)
-
-
-def report(line: str) -> None:
-    """A line of progress for the operator."""
-    sys.stderr.write(f"frame: {line}\n")
-    sys.stderr.flush()
 
 
 def _run(main: Any) -> int:

@@ -6,6 +6,7 @@ Knows no dialect: the shapes of requests and responses are the routes'.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,6 +119,8 @@ class Services:
             raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
         except (EngineDeadError, InvalidRequestError) as error:
             raise _as_api_error(error) from None
+        if rid is None and call.request_id:
+            rid = f"{call.request_id}-{uuid.uuid4().hex[:8]}"  # so that the engine's lines name it too
         try:
             ids = [await self._encode(prompt, add_special_tokens) for prompt in prompts]
             params = [self._with_bad_words(own) for own in params]
