@@ -64,12 +64,12 @@ def register_grammars(registry: KindRegistry) -> None:
 
 @hookspec
 def register_reasoning_parsers(registry: KindRegistry) -> None:
-    """Add reasoning parsers (`reasoning_parser/1`, frame.core.interfaces.parsing.ReasoningParser)."""
+    """Add reasoning parsers (`reasoning_parser/2`, frame.core.interfaces.parsing.ReasoningParser)."""
 
 
 @hookspec
 def register_tool_call_parsers(registry: KindRegistry) -> None:
-    """Add tool-call parsers (`tool_call_parser/1`, frame.core.interfaces.parsing.ToolCallParser)."""
+    """Add tool-call parsers (`tool_call_parser/2`, frame.core.interfaces.parsing.ToolCallParser)."""
 
 
 @hookspec

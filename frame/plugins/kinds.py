@@ -35,8 +35,8 @@ _ALL = (
     Kind("eviction_policy", "eviction_policies", "eviction_policy/1", f"{_INTERFACES}.cache:EvictionPolicy"),
     Kind("logits_processor", "logits_processors", "logits_processor/1", f"{_INTERFACES}.sampling:LogitsProcessor"),
     Kind("grammar", "grammars", "grammar/1", f"{_INTERFACES}.sampling:GrammarBackend"),
-    Kind("reasoning_parser", "reasoning_parsers", "reasoning_parser/1", f"{_INTERFACES}.parsing:ReasoningParser"),
-    Kind("tool_call_parser", "tool_call_parsers", "tool_call_parser/1", f"{_INTERFACES}.parsing:ToolCallParser"),
+    Kind("reasoning_parser", "reasoning_parsers", "reasoning_parser/2", f"{_INTERFACES}.parsing:ReasoningParser"),
+    Kind("tool_call_parser", "tool_call_parsers", "tool_call_parser/2", f"{_INTERFACES}.parsing:ToolCallParser"),
 )
 
 KINDS = MappingProxyType({kind.name: kind for kind in _ALL})

@@ -35,7 +35,7 @@ NAMED_ELSEWHERE = {
     "frame/core/config.py: fcfs": "the schema's default scheduling policy; a default has to name one",
     **{
         f"frame/core/model_facts.py: {name}": "a model_type of config.json, whose silence on sliding windows has to be read rightly"
-        for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+        for name in ("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
     },
 }
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from frame.core.interfaces.parsing import ParserCapabilities
 from frame.plugins.hookspecs import hookimpl
-from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
+from frame.plugins.reasoning_parsers.options import DeepSeekR1Options, MistralOptions, ThinkTagsOptions
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
+
+_API = "reasoning_parser/2"
+_THINK_TAGS = "frame.plugins.reasoning_parsers.think_tags:ThinkTags"
+_OTHERS = ("<|im_start|>", "<｜Assistant｜>")
 
 
 @hookimpl
@@ -19,8 +24,40 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
     """Add the in-tree reasoning parsers."""
     registry.add(
         "think-tags",
-        "frame.plugins.reasoning_parsers.think_tags:ThinkTags",
+        _THINK_TAGS,
         options=ThinkTagsOptions,
         summary="Thinking between <think> and </think> at the start of an answer.",
-        api="reasoning_parser/1",
+        capabilities=ParserCapabilities(("</think>",), never=_OTHERS),
+        api=_API,
+    )
+    registry.add(
+        "qwen3",
+        _THINK_TAGS,
+        options=ThinkTagsOptions,
+        summary="Qwen3, QwQ and others of ChatML: <think> and </think>.",
+        capabilities=ParserCapabilities(("</think>", "<|im_start|>")),
+        api=_API,
+    )
+    registry.add(
+        "deepseek_r1",
+        _THINK_TAGS,
+        options=DeepSeekR1Options,
+        summary="DeepSeek-R1 and V3.1: thinking up to </think>; the opening tag may be missing.",
+        capabilities=ParserCapabilities(("</think>", "<｜Assistant｜>")),
+        api=_API,
+    )
+    registry.add(
+        "mistral",
+        "frame.plugins.reasoning_parsers.mistral:Mistral",
+        options=MistralOptions,
+        summary="Magistral: [THINK] and [/THINK], which are special tokens.",
+        capabilities=ParserCapabilities(("[THINK]",)),
+        api=_API,
+    )
+    registry.add(
+        "gpt-oss",
+        "frame.plugins.reasoning_parsers.gpt_oss:GptOss",
+        summary="gpt-oss (harmony): the analysis channel is thinking.",
+        capabilities=ParserCapabilities(("<|channel|>", "analysis")),
+        api=_API,
     )

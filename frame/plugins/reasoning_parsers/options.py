@@ -13,3 +13,16 @@ class ThinkTagsOptions(BaseModel):
     open: str = Field(default="<think>", min_length=1, description="What starts the thinking.")
     close: str = Field(default="</think>", min_length=1, description="What ends it.")
     starts_open: bool = Field(default=False, description="The chat template opens the thinking, so answers start inside of it.")
+
+
+class DeepSeekR1Options(ThinkTagsOptions):
+    """As think-tags, for answers that start inside of the thinking whatever the prompt's end."""
+
+    starts_open: bool = Field(default=True, description="Text before the closing tag is thinking, also where nothing opened it.")
+
+
+class MistralOptions(ThinkTagsOptions):
+    """As think-tags, with Mistral's marks."""
+
+    open: str = Field(default="[THINK]", min_length=1, description="What starts the thinking.")
+    close: str = Field(default="[/THINK]", min_length=1, description="What ends it.")

@@ -5,7 +5,7 @@ Whitespace around the tags belongs to neither part. Text that does not start wit
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser
+from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, held_back
 from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
 
 _START, _THINKING, _GAP, _ANSWER = range(4)
@@ -19,6 +19,26 @@ class ThinkTags(ReasoningParser):
         self._state = _START
         self._held = ""
         self._is_first = True  # nothing of the thinking was given out yet
+
+    def begin(self, prompt_end: str) -> None:
+        """What the prompt ends with counts more than `starts_open`."""
+        end = prompt_end.rstrip()
+        if end.endswith(self._options.open):
+            self._state = _THINKING
+        elif end.endswith(self._options.close):
+            self._state = _GAP
+
+    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
+        if self._state in (_GAP, _ANSWER):
+            return answer
+        is_open = self._state == _THINKING or self._options.starts_open
+        begin = "" if is_open else self._options.open
+        thinking: Format = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": self._options.close}
+        gap: Format = {"type": "regex", "pattern": r"\n{0,2}"}
+        if is_open:
+            return {"type": "sequence", "elements": [thinking, gap, answer]}
+        optional: Format = {"type": "optional", "content": {"type": "sequence", "elements": [thinking, gap]}}
+        return {"type": "sequence", "elements": [optional, answer]}
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text
@@ -64,8 +84,3 @@ class ThinkTags(ReasoningParser):
             self._held = self._held[len(found) :]
         self._is_first = self._is_first and not found
         return found
-
-
-def held_back(text: str, tag: str) -> int:
-    """How many characters at the end of `text` may be the start of `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

@@ -6,17 +6,20 @@ Knows JSON's outline (strings, nesting) and no tool; further keys are skipped. A
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 
 
 class CallScanner:
-    """`feed` text until `is_closed` or `is_bad`. The call is started when its name is known and its arguments begin (or are missing)."""
+    """`feed` text until `is_closed` or `is_bad`. The call is started when its name is known and its arguments begin (or are missing).
+    With `names`, an object that names none of them is no call."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str] | None = None) -> None:
         self.name: str | None = None
-        self.raw = ""
+        self._names = names
+        self._raw: list[str] = []
         self.is_started = False
         self.is_closed = False
         self.is_bad = False
@@ -26,21 +29,29 @@ class CallScanner:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._arguments: str | None = None  # of a call whose name comes later
-        self._out: list[str] = []
+        self._out: list[str] = []  # arguments, which may come before the name
 
     def feed(self, text: str) -> int:
         """Read as far as the object goes; returns how many characters were read, the one that was wrong included."""
+        size = len(text)
         for count, char in enumerate(text, 1):
             self._read(char)
             if self.is_closed or self.is_bad:
-                self.raw += text[:count]
-                return count
-        self.raw += text
-        return len(text)
+                size = count
+                break
+        if not self.is_started:
+            self._raw.append(text[:size])
+        return size
+
+    @property
+    def raw(self) -> str:
+        """All that was read of what has not become a call."""
+        return "".join(self._raw)
 
     def take(self) -> str:
-        """The arguments' text since the last call."""
+        """The arguments' text since the last call; nothing before the call is started."""
+        if not self.is_started:
+            return ""
         text = "".join(self._out)
         self._out.clear()
         return text
@@ -157,20 +168,15 @@ class CallScanner:
             return ""
 
     def _named(self, name: str) -> None:
-        if self.is_started or not name:
+        if self.is_started or not name or (self._names is not None and name not in self._names):
             self.is_bad = True
             return
         self.name = name
-        if self._arguments is not None:
-            self.is_started = True
-            self._out.append(self._arguments)
+        self.is_started = bool(self._out)
 
     def _argue(self, text: str) -> None:
-        if self.name is None:
-            self._arguments = (self._arguments or "") + text
-        else:
-            self.is_started = True
-            self._out.append(text)
+        self._out.append(text)
+        self.is_started = self.name is not None
 
     def _close(self) -> None:
         if self.name is None:

@@ -6,8 +6,9 @@ whitespace around a call belongs to it.
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import ToolCallDelta, ToolCallParser, ToolDelta
+from frame.core.interfaces.parsing import CallRule, Format, Function, ToolCallDelta, ToolCallParser, ToolDelta, held_back
 from frame.plugins.tool_call_parsers.call_scanner import CallScanner
+from frame.plugins.tool_call_parsers.formats import marked, tag
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TEXT, _CALL, _TAIL = range(3)
@@ -23,6 +24,9 @@ class Hermes(ToolCallParser):
         self._follows_call = False  # whitespace now is whitespace after a call
         self._scanner = CallScanner()
         self._num_calls = 0
+
+    def grammar(self, rule: CallRule) -> Format:
+        return marked(rule, _call, OPEN, "\n")
 
     def feed(self, text: str) -> ToolDelta:
         self._held += text
@@ -50,7 +54,7 @@ class Hermes(ToolCallParser):
         if self._follows_call:
             self._held = self._held.lstrip()
         start = self._held.find(OPEN)
-        until = start if start >= 0 else len(self._held) - _held_back(self._held, OPEN)
+        until = start if start >= 0 else len(self._held) - held_back(self._held, OPEN)
         found = self._held[:until].rstrip()
         if start >= 0:
             self._gap, self._held = self._held[len(found) : start], self._held[start + len(OPEN) :]
@@ -85,10 +89,9 @@ class Hermes(ToolCallParser):
             self._held = self._held[end + len(CLOSE) :]
             self._state, self._follows_call = _TEXT, True
         else:
-            kept = _held_back(self._held, CLOSE)
+            kept = held_back(self._held, CLOSE)
             self._held = self._held[len(self._held) - kept :]
 
 
-def _held_back(text: str, tag: str) -> int:
-    """How many characters at the end of `text` may be the start of `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+def _call(function: Function, arguments: Format) -> Format:
+    return tag(f'{OPEN}\n{{"name": "{function.name}", "arguments": ', arguments, f"}}\n{CLOSE}")

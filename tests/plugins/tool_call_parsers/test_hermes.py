@@ -82,9 +82,7 @@ def test_every_call_is_read(wanted, ascii_only, size):
 
 
 PIECES = st.lists(
-    st.sampled_from(
-        ["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}', *'{}"\\< \nx[,:1']
-    ),
+    st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": 1}', *'{}"\\< \nx[,:1']),
     max_size=16,
 )
 

@@ -1,0 +1,109 @@
+"""The harmony format of gpt-oss: `<|start|>assistant<|channel|>NAME<|message|>text<|end|>`, where the channel `analysis` is thinking.
+
+Messages to a function are passed on as content, in the form that the tool-call parser `gpt-oss` reads. Other marks are left out.
+"""
+
+from __future__ import annotations
+
+import re
+
+from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, held_back
+
+START, MESSAGE = "<|start|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+LONGEST_HEADER = 256
+
+_CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
+
+
+class GptOss(ReasoningParser):
+    """Text without any header is content."""
+
+    keeps_special_tokens = True
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_header = True
+        self._is_thinking = False
+        self._is_call = False
+        self._count = {True: 0, False: 0}  # messages of thinking and of content
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+
+    def begin(self, prompt_end: str) -> None:
+        """A prompt may end within a message."""
+        _, start, header = prompt_end.rpartition(START)
+        if start and MESSAGE in header and not any(end in header for end in ENDS):
+            self._open(header.partition(MESSAGE)[0])
+
+    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
+        thinking: Format = {
+            "type": "sequence",
+            "elements": [
+                {"type": "tag", "begin": ANALYSIS, "content": {"type": "any_text"}, "end": ENDS[0]},
+                {"type": "const_string", "value": START + "assistant"},
+            ],
+        }
+        header: list[Format] = [] if is_calls else [{"type": "const_string", "value": FINAL}]
+        return {"type": "sequence", "elements": [{"type": "optional", "content": thinking}, *header, answer]}
+
+    def feed(self, text: str) -> ReasoningDelta:
+        self._held += text
+        while self._header() if self._is_header else self._body():
+            pass
+        return self._taken()
+
+    def finish(self) -> ReasoningDelta:
+        held, self._held = self._held, ""
+        if not self._is_header:
+            self._say(held)
+        elif not any(self._count.values()):  # no message at all
+            self._content.append(held)
+        return self._taken()
+
+    def _header(self) -> bool:
+        at = self._held.find(MESSAGE, 0, LONGEST_HEADER)
+        if at >= 0:
+            header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
+            self._open(header)
+            return True
+        if len(self._held) < LONGEST_HEADER:
+            return False
+        self._open("")
+        return True
+
+    def _open(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._is_call = recipient is not None
+        self._is_thinking = recipient is None and channel is not None and channel[1] == "analysis"
+        if recipient is not None:
+            self._content.append(f"<|channel|>commentary to={recipient[1]}{MESSAGE}")
+        elif self._count[self._is_thinking]:
+            self._say("\n")
+        self._count[self._is_thinking] += 1
+        self._is_header = False
+
+    def _body(self) -> bool:
+        found = min(((at, end) for end in ENDS if (at := self._held.find(end)) >= 0), default=None)
+        if found is None:
+            until = len(self._held) - held_back(self._held, *ENDS)
+            self._say(self._held[:until])
+            self._held = self._held[until:]
+            return False
+        at, end = found
+        self._say(self._held[:at])
+        self._held = self._held[at + len(end) :]
+        if self._is_call:
+            self._content.append("<|call|>")
+        self._is_header = True
+        return True
+
+    def _say(self, text: str) -> None:
+        (self._reasoning if self._is_thinking else self._content).append(text)
+
+    def _taken(self) -> ReasoningDelta:
+        found = ReasoningDelta("".join(self._reasoning), "".join(self._content))
+        self._reasoning.clear()
+        self._content.clear()
+        return found

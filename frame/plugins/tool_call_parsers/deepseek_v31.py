@@ -1,0 +1,14 @@
+"""Tool calls as DeepSeek-V3.1 writes them: `NAME<｜tool▁sep｜>{…}` between the marks of a call."""
+
+from __future__ import annotations
+
+import re
+
+from frame.plugins.tool_call_parsers.deepseek import END, SEPARATOR, DeepSeek
+
+
+class DeepSeekV31(DeepSeek):
+    """Nothing stands between calls."""
+
+    header = re.compile(rf"\s*(?P<name>[^\s<{{]+)\s*{SEPARATOR}\s*")
+    before, after, between = ("", SEPARATOR), END, ""

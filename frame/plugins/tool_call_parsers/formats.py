@@ -1,0 +1,58 @@
+"""Grammars of tool calls, put together from what one call looks like. Knows structural tags and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from frame.core.interfaces.parsing import CallRule, Format, Function
+
+Tag = Callable[[Function, Format], Format]  # a function and the format of its arguments -> the format of the call
+
+
+def arguments_of(function: Function, rule: CallRule, style: str = "json") -> Format:
+    """What stands for the arguments: the schema where the call is forced or the function strict, else any object."""
+    schema = function.parameters if rule.is_required or function.is_strict else {"type": "object"}
+    found: Format = {"type": "json_schema", "json_schema": schema}
+    return found if style == "json" else {**found, "style": style}
+
+
+def tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
+def either(elements: Sequence[Format]) -> Format:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
+
+
+def several(calls: Sequence[Format], separator: str, rule: CallRule) -> Format:
+    """One call or more, and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(calls),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not rule.is_parallel,
+    }
+
+
+def within_text(trigger: str, calls: Sequence[Format], rule: CallRule) -> Format:
+    """Any text, in which `trigger` begins one of `calls`."""
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": list(calls), "stop_after_first": not rule.is_parallel}
+
+
+def marked(rule: CallRule, call: Tag, trigger: str, separator: str) -> Format:
+    """Calls that each have marks of their own: several when they are required, else within text."""
+    calls = [call(function, arguments_of(function, rule)) for function in rule.functions]
+    return several(calls, separator, rule) if rule.is_required else within_text(trigger, calls, rule)

@@ -1,0 +1,31 @@
+"""Tool calls in the harmony format of gpt-oss: a message of the commentary channel with a function as its recipient.
+
+Other channels are the reasoning parser's (`gpt-oss`), which passes these messages on as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.plugins.tool_call_parsers.formats import marked, tag
+from frame.plugins.tool_call_parsers.headed import HeadedCalls
+
+OPEN, CALL, NEXT = "<|channel|>commentary to=functions.", "<|call|>", "<|start|>assistant"
+
+
+class GptOss(HeadedCalls):
+    """`<|call|>` ends the turn as a stop token, so it is seldom seen."""
+
+    keeps_special_tokens = True
+    opening, close, around = OPEN, CALL, (NEXT,)
+    header = re.compile(r"(?P<name>[^\s<{]+)\s*(?:(?:<\|constrain\|>)?\s*json)?\s*<\|message\|>\s*")
+
+    def grammar(self, rule: CallRule) -> Format:
+        """One call: the stop token that ends it ends the turn."""
+        return marked(replace(rule, is_parallel=False), _call, OPEN, "")
+
+
+def _call(function: Function, arguments: Format) -> Format:
+    return tag(f"{OPEN}{function.name} <|constrain|>json<|message|>", arguments, "")

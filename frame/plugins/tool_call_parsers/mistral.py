@@ -1,0 +1,54 @@
+"""Tool calls as Mistral's models write them: `[TOOL_CALLS]name[ARGS]{…}`, or the older `[TOOL_CALLS] [{"name": …, "arguments": …}, …]`."""
+
+from __future__ import annotations
+
+import re
+
+from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.plugins.tool_call_parsers.formats import marked, tag
+from frame.plugins.tool_call_parsers.headed import HeadedCalls
+from frame.plugins.tool_call_parsers.object_run import ObjectRun
+
+OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+
+
+class Mistral(HeadedCalls):
+    """Reads both forms; constrained calls have the newer one."""
+
+    keeps_special_tokens = True
+    opening = OPEN
+    header = re.compile(r"\s*(?P<name>[^\s\[\]{]+)\s*(?:\[CALL_ID\][^\s\[\]{]*\s*)?(?:\[ARGS\])?\s*")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: ObjectRun | None = None
+
+    def grammar(self, rule: CallRule) -> Format:
+        return marked(rule, _call, OPEN, "")
+
+    def reject(self, begin: int, brace: int) -> bool:
+        if brace < 0 or self.held[begin:brace].strip() != "[":
+            return super().reject(begin, brace)
+        self._run = ObjectRun(self, self.cut(brace), ",")
+        return self.go(self._list)
+
+    def _list(self) -> bool:
+        run = self._run
+        if run is None or not run.read():
+            return False
+        if not run.is_over:
+            return True
+        if run.num_calls:
+            self.cut(self.held.startswith("]"))
+            self.follows_call = True
+        return self.go(self.start)
+
+    def end(self) -> None:
+        if self.read == self._list and self._run is not None:
+            self._run.end()
+        else:
+            super().end()
+
+
+def _call(function: Function, arguments: Format) -> Format:
+    return tag(f"{OPEN}{function.name}{ARGUMENTS}", arguments, "")

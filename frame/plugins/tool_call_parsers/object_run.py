@@ -1,0 +1,58 @@
+"""Reads a run of call objects, `{"name": …, "arguments": …}` one after the other, out of a machine's text. Knows no marks."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from frame.plugins.tool_call_parsers.call_scanner import CallScanner
+from frame.plugins.tool_call_parsers.machine import Machine
+
+
+class ObjectRun:
+    """`read` until `is_over`: at the first thing that is no call object. `lead` is text that stands before the first object, and is
+    said when that is no call; `separators` may stand between objects, besides whitespace."""
+
+    def __init__(self, machine: Machine, lead: str, separators: str, names: Container[str] | None = None) -> None:
+        self.is_over = False
+        self.num_calls = 0
+        self._machine = machine
+        self._lead = lead
+        self._separators = separators + " \t\r\n"
+        self._names = names
+        self._scanner: CallScanner | None = None
+
+    def read(self) -> bool:
+        """Whether the machine should go on."""
+        machine = self._machine
+        if self._scanner is None:
+            if not machine.strip(self._separators if self.num_calls else None):
+                return False
+            if machine.held[0] != "{":
+                return self._stop("")
+            self._scanner = CallScanner(self._names)
+        scanner, was_started = self._scanner, self._scanner.is_started
+        machine.cut(scanner.feed(machine.held))
+        if scanner.is_bad and not scanner.is_started:
+            return self._stop(scanner.raw)
+        if scanner.is_started:
+            arguments = scanner.take()
+            machine.argue(arguments) if was_started else machine.start_call(scanner.name or "", arguments)
+        if not (scanner.is_bad or scanner.is_closed):
+            return False
+        self.num_calls += 1
+        self._scanner = None
+        self.is_over = scanner.is_bad
+        return True
+
+    def end(self) -> None:
+        """The text is over: what was read of an object that never became a call is text."""
+        if self._scanner is None:
+            if not self.num_calls:
+                self._machine.say(self._lead)
+        elif not self._scanner.is_started:
+            self._stop(self._scanner.raw)
+
+    def _stop(self, raw: str) -> bool:
+        self._machine.say((self._lead if not self.num_calls else "") + raw)
+        self.is_over = True
+        return True

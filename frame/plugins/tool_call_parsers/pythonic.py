@@ -1,0 +1,206 @@
+"""Tool calls as a list of Python calls with literal arguments, which is the whole answer: `[f(a=1, b="x"), g()]` (Llama 4, Llama 3.2).
+
+Nothing is evaluated: the text is parsed, and only literals are taken. A call is passed on when it is complete; what is no list of calls
+to offered functions is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import keyword
+import re
+import warnings
+from typing import Any
+
+from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.plugins.tool_call_parsers.formats import either, optional, sequence, several, tag, text
+from frame.plugins.tool_call_parsers.machine import Machine
+
+MARKS = ("<|python_start|>", "<|python_end|>")
+DEEPEST = 64
+LONGEST_HEAD = 256
+
+_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
+_HEAD_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
+_OUTSIDE = re.compile(r"""[()\[\]{}"']""")
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class Pythonic(Machine):
+    """`held` holds the call that is being read, from its name on."""
+
+    keeps_special_tokens = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lead = ""  # said when no call follows
+        self._name = ""
+        self._place = 0  # how far the call's text was read
+        self._depth = 0
+        self._quote = ""
+
+    def grammar(self, rule: CallRule) -> Format | None:
+        if not all(_is_argument(key) for function in rule.functions for key in function.parameters.get("properties") or ()):
+            return None
+        calls = several([_call(function, rule) for function in rule.functions], ", ", rule)
+        block = tag("[", calls, "]")
+        return block if rule.is_required else either([block, {"type": "regex", "pattern": r"[^\[<][\s\S]*"}])
+
+    def start(self) -> bool:
+        stripped = self.held.lstrip()
+        if not stripped or any(mark.startswith(stripped) and mark != stripped for mark in MARKS):
+            return False
+        if stripped.startswith(MARKS):
+            self._lead += self.cut(self.held.index(">") + 1)
+            return True
+        if stripped[0] != "[":
+            return self.go(self._text)
+        self._lead += self.cut(self.held.index("[") + 1)
+        return self.go(self._head)
+
+    def _head(self) -> bool:
+        found = _HEAD.match(self.held, 0, LONGEST_HEAD)
+        if found is None:
+            if len(self.held) < LONGEST_HEAD and _HEAD_BEGINS.fullmatch(self.held):
+                return False
+            return self.go(self._text)
+        if found["name"] not in self.names:
+            return self.go(self._text)
+        self._name, self._place, self._depth, self._quote = found["name"], found.end(), 1, ""
+        return self.go(self._body)
+
+    def _body(self) -> bool:
+        """Find the closing bracket of the call."""
+        while self._depth:
+            if self._quote and not self._skip_string():
+                return False
+            found = _OUTSIDE.search(self.held, self._place)
+            if found is None:
+                self._place = len(self.held)
+                return False
+            self._place, char = found.end(), found.group()
+            if char in "\"'":
+                self._quote = char
+            else:
+                self._depth += 1 if char in "([{" else -1
+                if self._depth > DEEPEST:
+                    return self.go(self._text)
+        arguments = _arguments(self.held[self.held.index("(") + 1 : self._place - 1])
+        if arguments is None:
+            return self.go(self._text)
+        self.cut(self._place)
+        self._lead = ""
+        self.start_call(self._name, arguments)
+        return self.go(self._between)
+
+    def _skip_string(self) -> bool:
+        """Go behind the string's closing quote; false when it has not come."""
+        while True:
+            found = re.compile(rf"[\\{self._quote}]").search(self.held, self._place)
+            if found is None:
+                self._place = len(self.held)
+                return False
+            if found.group() == self._quote:
+                self._place, self._quote = found.end(), ""
+                return True
+            if found.end() >= len(self.held):
+                self._place = found.start()
+                return False
+            self._place = found.end() + 1
+
+    def _between(self) -> bool:
+        if not self.strip():
+            return False
+        if self.held[0] == ",":
+            self.cut(1)
+            return self.go(self._head)
+        if self.held[0] == "]":
+            self.cut(1)
+            return self.go(self._last)
+        return self.go(self._text)
+
+    def _last(self) -> bool:
+        """Behind the list: whitespace and the closing mark belong to it."""
+        if not self.strip() or (MARKS[1].startswith(self.held) and MARKS[1] != self.held):
+            return False
+        if self.held.startswith(MARKS[1]):
+            self.cut(len(MARKS[1]))
+            return True
+        return self.go(self._text)
+
+    def _text(self) -> bool:
+        self.say(self._lead + self.held)
+        self._lead = self.held = ""
+        return False
+
+    def end(self) -> None:
+        self.say(self._lead + self.held)
+
+
+def _arguments(source: str) -> str | None:
+    """Keyword arguments with literal values as a JSON object; None for anything else."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            tree = ast.parse(f"f({source}\n)", mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args or not isinstance(tree.func, ast.Name):
+            return None
+        values = {}
+        for argument in tree.keywords:
+            if argument.arg is None:
+                return None
+            values[argument.arg] = _value(argument.value)
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of a literal. Raises ValueError for what is none."""
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | int | float | bool)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id.lower() in _WORDS:
+        return _WORDS[node.id.lower()]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("no key")
+
+
+def _is_argument(key: str) -> bool:
+    """Whether Python can name an argument so."""
+    return key.isidentifier() and not keyword.iskeyword(key)
+
+
+def _call(function: Function, rule: CallRule) -> Format:
+    """`name(key=value, …)`: required parameters first, then any of the others, in their order."""
+    schema = function.parameters
+    properties: dict[str, Any] = schema.get("properties") or {}
+    required = [key for key in schema.get("required", ()) if key in properties]
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+    def argument(key: str) -> Format:
+        value = properties[key]
+        whole = {**shared, **value} if isinstance(value, dict) else value
+        return sequence(text(f"{key}="), {"type": "json_schema", "json_schema": whole})
+
+    parts = [part for key in required for part in (text(", "), argument(key))][1:]
+    others = [optional(sequence(text(", "), argument(key))) for key in properties if key not in required]
+    if required:
+        parts += others
+    elif others:
+        firsts = [sequence(argument(key), *others[place + 1 :]) for place, key in enumerate(properties)]
+        parts = [optional(either(firsts))]
+    return tag(f"{function.name}(", sequence(*parts) if parts else text(""), ")")

@@ -1,0 +1,154 @@
+"""Tool calls as Qwen3-Coder writes them: `<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>`.
+
+Values are plain text; what type they have is said by the function's schema. A parameter is passed on when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.plugins.tool_call_parsers.formats import arguments_of, optional, sequence, several, tag, text, within_text
+from frame.plugins.tool_call_parsers.machine import Machine
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+LONGEST_NAME = 256
+
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+
+
+class Qwen3Coder(Machine):
+    """The outer tag may be missing, as it sometimes is; a block without a function is text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._schemas: dict[str, dict[str, Any]] = {}
+        self._name = ""
+        self._key = ""
+        self._has_arguments = False
+        self._follows_call = False
+
+    def begin(self, functions: Sequence[Function]) -> None:
+        super().begin(functions)
+        self._schemas = {function.name: function.parameters for function in functions}
+
+    def grammar(self, rule: CallRule) -> Format:
+        calls = [self._call(function, rule) for function in rule.functions]
+        return several(calls, "\n", rule) if rule.is_required else within_text(OPEN, calls, rule)
+
+    @staticmethod
+    def _call(function: Function, rule: CallRule) -> Format:
+        arguments = sequence(arguments_of(function, rule, style="qwen_xml"), text("\n"))
+        if not function.parameters.get("required"):
+            arguments = optional(arguments)
+        return tag(f"{OPEN}\n{FUNCTION}{function.name}>\n", arguments, f"{FUNCTION_END}\n{CLOSE}")
+
+    def start(self) -> bool:
+        if self._follows_call:
+            self._follows_call = not self.strip()
+        return self.speak(OPEN, FUNCTION) is not None and self.go(self._header)
+
+    def _header(self) -> bool:
+        """`held` is whitespace, one of the tags, and what has come of `<function=NAME>`."""
+        found = _HEADER.match(self.held, 0, LONGEST_NAME)
+        if found is not None:
+            self._name, self._has_arguments = found["name"], False
+            self.cut(found.end())
+            self.start_call(self._name, "{")
+            return self.go(self._parameters)
+        if len(self.held) < LONGEST_NAME and _HEADER_BEGINS.fullmatch(self.held):
+            return False
+        self.say(self.cut(self.held.index("<") + 1))
+        return self.go(self.start)
+
+    def _parameters(self) -> bool:
+        mark = self.drop(PARAMETER, FUNCTION_END, CLOSE)
+        if mark is None:
+            return False
+        if mark != PARAMETER:
+            self.argue("}")
+            return self.go(self._after)
+        end = self.held.find(">", 0, LONGEST_NAME)
+        if end < 0:
+            if len(self.held) >= LONGEST_NAME:
+                self.cut(len(mark))
+                return True
+            return False
+        self._key = self.cut(end + 1)[len(PARAMETER) : -1].strip()
+        return self.go(self._value)
+
+    def _value(self) -> bool:
+        found = self.find(PARAMETER_END, PARAMETER, FUNCTION_END)
+        if found is None:
+            return False
+        place, mark = found
+        value = self.cut(place).removeprefix("\n").removesuffix("\n")
+        if mark == PARAMETER_END:
+            self.cut(len(mark))
+        schema = self._schemas.get(self._name, {}).get("properties")
+        types = _types(schema.get(self._key) if isinstance(schema, dict) else None)
+        comma = ", " if self._has_arguments else ""
+        self.argue(f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {_as_json(value, types)}")
+        self._has_arguments = True
+        return self.go(self._parameters)
+
+    def _after(self) -> bool:
+        """Drop all up to the closing tag, or to the next function."""
+        if self.held.startswith(FUNCTION_END):
+            self.cut(len(FUNCTION_END))
+        mark = self.drop(CLOSE, OPEN, FUNCTION)
+        if mark is None:
+            return False
+        if mark == CLOSE:
+            self.cut(len(mark))
+        self._follows_call = True
+        return self.go(self.start)
+
+    def end(self) -> None:
+        if self.read in (self.start, self._header):
+            self.say(self.held)
+
+
+_HEADER = re.compile(rf"\s*(?:{OPEN}\s*)?{FUNCTION}(?P<name>[^<>\s]+)\s*>")
+_STARTS = "|".join(re.escape(FUNCTION[:size]) for size in range(len(FUNCTION), 0, -1))
+_HEADER_BEGINS = re.compile(rf"\s*(?:{OPEN}\s*(?:{_STARTS})?|{FUNCTION})(?:(?<==)[^<>\s]*\s*)?")
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """The JSON types that a value may have; none when the schema does not say."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    for value in schema.get("enum", ()) if isinstance(schema.get("enum"), list) else ():
+        found.add(_NAMES.get(type(value), "string"))
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        for branch in branches if isinstance(branches, list) else ():
+            found |= _types(branch)
+    if "$ref" in schema and not found:
+        found = {"object", "array", "number", "integer", "boolean", "null", "string"}
+    return frozenset(name for name in found if isinstance(name, str))
+
+
+def _as_json(source: str, types: frozenset[str]) -> str:
+    """The JSON of a value: its text, when that is of one of `types`, else a string."""
+    if types - {"string"}:
+        try:
+            value = json.loads(source, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            value = {"true": True, "false": False, "none": None}.get(source.strip().lower(), source)
+        name = _NAMES.get(type(value), "")
+        fits = name in types or (name == "integer" and "number" in types) or (name == "number" and "integer" in types)
+        if name != "string" and fits:
+            return json.dumps(value, ensure_ascii=False)
+    return json.dumps(source, ensure_ascii=False)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
