@@ -22,6 +22,7 @@ TORCH_NATIVE = AttentionCapabilities(
     sliding_window=True,
     soft_cap=True,
     sinks=True,
+    bidirectional=True,
 )
 
 

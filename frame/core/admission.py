@@ -20,7 +20,8 @@ class SchedulerConfig:
     `num_pages` counts every page of the pool, the reserved page 0 too. `token_budget` is the most prompt tokens computed in one
     step; decodes come on top, so a step has at most `token_budget + max_running` tokens. `request_timeout` in seconds.
     `growth_reserve` is how many tokens of growth are kept free at first for each running request when another is admitted:
-    it doubles with every retraction and halves in calm times, down to half of what it was.
+    it doubles with every retraction and halves in calm times, down to half of what it was. With `pools` a request ends when its
+    prompt is computed, and yields a vector instead of tokens; with `whole_prompts` a prompt is computed in one step.
     """
 
     page_size: int
@@ -35,6 +36,8 @@ class SchedulerConfig:
     seed: int = 0
     overlap: bool = False
     growth_reserve: int = 32
+    pools: bool = False
+    whole_prompts: bool = False
 
     @property
     def capacity(self) -> int:
@@ -86,6 +89,7 @@ class Admission:
             priority=message.priority,
             namespace=message.namespace,
             grammar=grammar,
+            segment=message.segment,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())
@@ -104,7 +108,16 @@ class Admission:
             return f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})"
         if len(message.params.stop_token_ids) > MAX_STOP_IDS:
             return f"stop_token_ids has {len(message.params.stop_token_ids)} ids; it may have {MAX_STOP_IDS}"
+        if config.pools:
+            return self._too_long_to_pool(prompt_len)
         return self._too_long(prompt_len, message.params.max_tokens)
+
+    def _too_long_to_pool(self, prompt_len: int) -> str | None:
+        config = self._config
+        limit = min(config.max_context, config.capacity, config.token_budget if config.whole_prompts else prompt_len)
+        if prompt_len > limit:
+            return f"the input has {prompt_len} tokens, and the model takes {limit}; shorten it"
+        return None
 
     def _too_long(self, prompt_len: int, max_tokens: int | None) -> str | None:
         config = self._config
@@ -126,5 +139,7 @@ class Admission:
         return None
 
     def _max_total(self, message: Generate, prompt_len: int) -> int:
+        if self._config.pools:
+            return prompt_len
         limit = min(self._config.max_context, self._config.capacity + 1)
         return limit if message.params.max_tokens is None else min(limit, prompt_len + message.params.max_tokens)

@@ -83,6 +83,8 @@ def plan_pages(
 ) -> int:
     """How many pages the pool gets, the reserved one included. Raises CapacityError with the arithmetic when too few fit."""
     each = geometry.bytes_per_token
+    if not each:  # an encoder's: pages are counted, and there is nothing behind them
+        return limits.max_running_requests * -(-limits.max_context // geometry.page_size) + RESERVED_PAGES
     reserve = memory.activations + (0 if is_cpu else _CUDA_WORKSPACES)
     memory = Memory(memory.total, memory.free, memory.weights, reserve)
     if max_total_tokens is not None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from frame.core.interfaces.model import PoolingMode, Task
+
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
@@ -55,6 +57,15 @@ class ModelSection(Section):
     served_name: str | None = setting(None, "The model's name in the API; the folder's name when not set.", flag="served-model-name")
     tokenizer: str | None = setting(None, "Folder of the tokenizer; the model's own when not set.", flag="tokenizer")
     skip_tokenizer_init: bool = setting(False, "Serve token ids only: no tokenizer is loaded.", flag="skip-tokenizer-init")
+    task: Annotated[Task | None, Auto] = setting(
+        None, "What the model is asked for: generate, embed (vectors) or classify (classes, relevance)."
+    )
+    pooling: Annotated[PoolingMode | None, Auto] = setting(
+        None, "Of which tokens a sequence's vector is made: cls, last, mean, max; the checkpoint's own when not set.", flag="pooling"
+    )
+    label_tokens: tuple[str, ...] = setting(
+        (), "For --task classify with a language model: the tokens whose logits count, the wanted one last.", flag="label-tokens"
+    )
     dtype: Annotated[DType | None, Auto, TypeName] = setting(None, "Computing type of weights and activations.", flag="dtype")
     load_format: LoadFormat = setting(
         "auto", "Where weights come from: safetensors, pt (weights_only), dummy (random).", flag="load-format"

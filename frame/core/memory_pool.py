@@ -46,14 +46,14 @@ class KVGeometry:
 
 def kv_geometry(facts: ModelFacts, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
     """The cache of one rank. KV heads are split over the ranks, and repeated where there are fewer heads than ranks;
-    a latent is whole on every rank."""
+    a latent is whole on every rank. An encoder has no layers here: it keeps nothing."""
     shapes: tuple[tuple[int, ...], ...]
     if facts.kind == "mla" and facts.latent is not None:
         layout, shapes = "paged_latent", ((sum(facts.latent),),)
     else:
         heads = max(1, facts.num_kv_heads // tp_size)
         layout, shapes = "paged_nhd", ((heads, facts.head_dim), (heads, facts.v_head_dim))
-    return KVGeometry(layout, facts.num_layers, page_size, DTYPES[kv_dtype], shapes)
+    return KVGeometry(layout, 0 if facts.encoder else facts.num_layers, page_size, DTYPES[kv_dtype], shapes)
 
 
 class KVPool:

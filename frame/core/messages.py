@@ -23,7 +23,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 
 class Generate(Message, frozen=True):
     """One sequence to generate (`n` is spread out by the client). `token_ids` is prompt plus `output_len` tokens generated before
-    (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival."""
+    (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival; `segment` is where a pair's
+    second text begins (0: there is one text)."""
 
     rid: str
     token_ids: list[int]
@@ -32,6 +33,7 @@ class Generate(Message, frozen=True):
     priority: int = 0
     namespace: str = ""
     deadline: float | None = None
+    segment: int = 0
 
 
 class Abort(Message, frozen=True):
@@ -70,7 +72,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Tokens(Message, frozen=True):
     """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
-    `finishes`, `logprobs`, `prompt_logprobs`, `cached`, `waited` hold entries for some of the indices only.
+    `finishes`, `logprobs`, `prompt_logprobs`, `cached`, `waited` hold entries for some of the indices only. `pooled` has the float32 bytes
+    of a vector for each request of an engine that embeds or classifies: its one result, which comes with its finish.
     `cached` (number of prompt tokens that came from the prefix cache) and `waited` (seconds from the engine's receiving the request to its
     place on the device) arrive with a request's first tokens."""
 
@@ -81,6 +84,7 @@ class Tokens(Message, frozen=True):
     waited: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
+    pooled: dict[int, bytes] = {}
 
 
 class ControlReply(Message, frozen=True):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelFacts, is_classifier
+from frame.core.sentence_facts import read_sentence_facts
 
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_facts"]
 
@@ -54,7 +56,8 @@ def read_facts(path: str | Path) -> ModelFacts:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
-    return _Reader(folder / "config.json", text).facts(eos=_eos_ids(generation, text, raw))
+    facts = _Reader(folder / "config.json", text).facts(eos=_eos_ids(generation, text, raw))
+    return replace(facts, sentence=read_sentence_facts(folder))
 
 
 class _Reader:
@@ -86,6 +89,7 @@ class _Reader:
             sliding_window=self._sliding_window(),
             quantization=self._quantization(),
             eos_token_ids=eos,
+            labels=self._labels(),
             config=config,
         )
 
@@ -107,6 +111,15 @@ class _Reader:
             raise CheckpointError(f'{self.file} names no architecture; add for example "architectures": ["LlamaForCausalLM"].')
         return names[0]
 
+    def _labels(self) -> tuple[str, ...]:
+        """The names of a sequence classifier's outputs; transformers' own when the configuration is silent."""
+        if not is_classifier(self._architecture()):
+            return ()
+        names = self.config.get("id2label")
+        if isinstance(names, Mapping) and names:
+            return tuple(str(names[key]) for key in sorted(names, key=lambda key: int(key) if str(key).isdigit() else 0))
+        return tuple(f"LABEL_{number}" for number in range(self._count(("num_labels",), default=2)))
+
     def _kv_heads(self, heads: int) -> int:
         if self.config.get("multi_query") is True and not self.config.get("new_decoder_architecture"):
             return 1
@@ -127,6 +140,8 @@ class _Reader:
     def _max_context(self) -> int:
         """What the positions were trained for, or are stretched to by a rope that says so."""
         base = self._count(_CONTEXT, default=2048)
+        if "Roberta" in self._architecture():  # whose positions start behind the padding id
+            return base - self._count(("pad_token_id",), default=1) - 1
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         if isinstance(rope, Mapping) and rope and all(isinstance(value, Mapping) for value in rope.values()):
             rope = rope.get("full_attention", {})  # one entry a kind of layer

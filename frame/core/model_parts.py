@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.attention import AttentionBackend
-    from frame.core.interfaces.model import CausalLM, ModelFacts
+    from frame.core.interfaces.model import Model, ModelFacts
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.quantization import QuantizationMethod
     from frame.core.interfaces.sampling import LogitsProcessor
@@ -38,7 +38,7 @@ class Loaded(Generic[T]):
 class Parts:
     """The chosen classes of one rank. A family that the model has no use for is None."""
 
-    model: type[CausalLM]
+    model: type[Model]
     attention: Loaded[AttentionBackend]
     quantization: Loaded[QuantizationMethod] | None = None
     moe_runner: Loaded[MoERunner] | None = None
@@ -58,7 +58,7 @@ def limits_of(resolved: Resolved) -> Limits:
 
 def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
     """The context of one rank, with its backend, quantization method, MoE runner and dispatcher built."""
-    base = BuildContext(device=device, dtype=DTYPES[resolved.dtype], tp=tp, limits=limits_of(resolved))
+    base = BuildContext(device=device, dtype=DTYPES[resolved.dtype], tp=tp, limits=limits_of(resolved), task=resolved.task)
     built: dict[str, Any] = {"attention": parts.attention.target(base, parts.attention.options)}
     if parts.quantization is not None:
         checkpoint_config = resolved.facts.config.get("quantization_config")

@@ -32,7 +32,7 @@ from frame.core.weights import WeightSource, load_model
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext, Collective
-    from frame.core.interfaces.model import CausalLM, ModelFacts
+    from frame.core.interfaces.model import Model, ModelFacts
     from frame.core.interfaces.runner import PendingStep
     from frame.core.processors import ProcessorPlan
     from frame.core.prompt_logprobs import PromptPlan
@@ -56,7 +56,7 @@ class TorchModelRunner(ModelRunner):
     """One rank's runner. Steps run in launch order on one stream; tensors that steps share live at fixed addresses."""
 
     def __init__(
-        self, model: CausalLM, facts: ModelFacts, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
+        self, model: Model, facts: ModelFacts, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
     ) -> None:
         if context.attention is None:
             raise ValueError("a runner needs a context with an attention backend")
@@ -171,10 +171,15 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     pages = _least_of_ranks(pages, tp, device)
     pool = KVPool(geometry, pages, device)
     slots = context.limits.max_running_requests
-    processors = Processors(build_processors(parts, facts, slots, device), slots)
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
-    runner = TorchModelRunner(model, facts, context, pool, processors, capacity)
+    if resolved.pooling is None:
+        processors = Processors(build_processors(parts, facts, slots, device), slots)
+        runner = TorchModelRunner(model, facts, context, pool, processors, capacity)
+    else:
+        from frame.core.pooling_runner import PoolingRunner, build_pooler
+
+        runner = PoolingRunner(model, facts, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
     runner.warm_up()
     if user.execution.torch_compile:  # after a plain step, in which backends learn what they keep

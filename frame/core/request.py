@@ -62,6 +62,7 @@ class Request:
     is_reported: bool = False  # tokens of it were sent
     retractions: int = 0
     admitted: float = 0.0  # seconds, monotonic; when it first came onto the device
+    segment: int = 0  # where a pair's second text begins
     wants_prompt_logprobs: bool = False
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 

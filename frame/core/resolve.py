@@ -14,13 +14,14 @@ from typing import Any
 from frame.core.config import FrameConfig
 from frame.core.hardware import Hardware
 from frame.core.interfaces.attention import AttentionNeeds
-from frame.core.interfaces.model import ModelCapabilities, ModelFacts, ModelNeeds
+from frame.core.interfaces.model import ModelCapabilities, ModelFacts, ModelNeeds, Pooling, Task
 from frame.core.interfaces.moe import MoENeeds
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.quantization import QuantizationNeeds
 from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
 from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_processors, plugin_choice
+from frame.core.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.resolved import Resolved
 from frame.core.selection import PlainNeeds, ResolveError, Selection, by_rank, nearest_change, select
 
@@ -57,6 +58,8 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "model.served_name": resolved.served_name,
         "model.tokenizer": resolved.tokenizer_path,
         "model.dtype": resolved.dtype,
+        "model.task": resolved.task,
+        "model.pooling": resolved.pooling and resolved.pooling.mode,
         "model.max_context": resolved.max_context,
         "cache.kv_dtype": resolved.kv_dtype,
         "cache.page_size": resolved.page_size,
@@ -93,7 +96,8 @@ class _Solver:
         if not self.hardware.accelerators:
             self.chosen.hopeless = frozenset({"execution.device: cuda"})
         self.reasons.update({key: why for key, why in reasons.items() if why})
-        self._model()
+        task = self._task()
+        pooling = self._model(task)
         self._check_tensor_parallel()
         self._quantization()
         kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
@@ -102,10 +106,12 @@ class _Solver:
         if self.facts.num_experts:
             needs = MoENeeds(self.device, self._capability(), self.dtype, tp=config.parallel.tp)
             choose_moe(self.chosen, self.records, config.moe, needs)
-        self._policies()
+        self._policies(task)
         max_context = self._max_context(page_size)
         path = str(find_model(config.model.path))
         sizes = self._budgets()
+        if pooling is not None and pooling.needs_whole_prompts(self.facts.encoder):
+            sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
         served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
         tokenizer = (
             None if config.model.skip_tokenizer_init else self._value("model.tokenizer", config.model.tokenizer, path, "the model's own")
@@ -123,6 +129,8 @@ class _Solver:
             max_context=max_context,
             page_size=page_size,
             max_total_tokens=config.cache.max_total_tokens,
+            task=task,
+            pooling=pooling,
             plugins=plugins,
             reasons=self.reasons | self.chosen.reasons,
             rejected=self.chosen.rejected,
@@ -140,18 +148,42 @@ class _Solver:
         found = self.hardware.of(self.device)
         return min(accelerator.compute_capability for accelerator in found) if found else None
 
-    def _model(self) -> None:
-        needs = ModelNeeds(self.facts.architecture, self.config.parallel.tp)
+    def _task(self) -> Task:
+        task, why = choose_task(self.config, self.facts)
+        if why:
+            self.reasons["model.task"] = why
+        return task
+
+    def _model(self, task: Task) -> Pooling | None:
+        """Choose the model plugin, and with it what the checkpoint's facts mean; for a task without tokens, how vectors are made."""
+        needs = ModelNeeds(self.facts.architecture, self.config.parallel.tp, task)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             capabilities = record.capabilities
             return (isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None, *by_rank(record))
 
-        subject = f"No model plugin serves {needs.architecture} on {needs.tp} tensor-parallel rank(s)"
+        subject = f"No model plugin serves {needs.architecture} for {task} on {needs.tp} tensor-parallel rank(s)"
         found = self._select("model", needs, self.config.model.implementation, subject, exact_first)
         capabilities = found.record.capabilities
         if self.facts.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
             self.facts = replace(self.facts, kind="mha", latent=None, num_kv_heads=self.facts.num_heads)
+        if isinstance(capabilities, ModelCapabilities) and capabilities.encoder:
+            self.facts = replace(self.facts, encoder=True)
+        if task == "generate":
+            return None
+        pooling, why = choose_pooling(self.config, self.facts, task)
+        if why:
+            self.reasons["model.pooling"] = f"{pooling.mode}: {why}"
+        return pooling
+
+    def _whole_prompts(self, chunk: int, max_context: int) -> int:
+        """The most tokens of a step, when prompts are computed in one piece; and why nothing is kept of them."""
+        self.reasons["cache.prefix"] = "not used: vectors are made of whole prompts, each computed in one step"
+        if self.config.scheduler.chunked_prefill_size is None and chunk < max_context:
+            self.reasons["scheduler.chunked_prefill_size"] = "holds the longest prompt, which is computed in one step"
+            return max_context
+        check_step(self.config, chunk, max_context)
+        return chunk
 
     def _check_tensor_parallel(self) -> None:
         tp, facts = self.config.parallel.tp, self.facts
@@ -188,6 +220,7 @@ class _Solver:
             page_size=self.config.cache.page_size,
             sliding_window=facts.sliding_window is not None,
             soft_cap=bool(facts.config.get("attn_logit_softcapping")),
+            bidirectional=facts.encoder,
         )
         page = f", pages of {needs.page_size} tokens" if needs.page_size else ""
         subject = (
@@ -206,11 +239,13 @@ class _Solver:
             why = f"of the page sizes {list(sizes)} of {record.name} the nearest to {PREFERRED_PAGE_SIZE}"
         return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
 
-    def _policies(self) -> None:
+    def _policies(self, task: Task) -> None:
         config, needs = self.config, PlainNeeds(self.device)
         self._select("scheduling_policy", needs, config.scheduler.policy, "")
         if config.cache.prefix != "none":
             self._select("eviction_policy", needs, config.cache.eviction, "")
+        if task != "generate":  # nothing is sampled
+            return
         choose_processors(self.chosen, self.records, config.sampling.processors, needs)
         if not config.model.skip_tokenizer_init:
             self._optional("grammar", needs, config.sampling.grammar)
@@ -253,6 +288,9 @@ class _Solver:
             )
         if total is not None and total < trained:
             return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
+        longest = self.facts.sentence and self.facts.sentence.max_tokens
+        if given is None and longest and longest < trained:
+            return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
 
     def _budgets(self) -> dict[str, Any]:

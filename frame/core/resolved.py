@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from frame.core.config import FrameConfig
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelFacts, Pooling, Task
 
 
 class PluginChoice(BaseModel):
@@ -49,9 +49,16 @@ class Resolved(BaseModel):
     mem_fraction: float
     max_total_tokens: int | None  # None: from the free memory, once the weights are loaded
     threads: int | None
+    task: Task = "generate"
+    pooling: Pooling | None = None  # None: the task is generate
     plugins: dict[str, list[PluginChoice]]
     reasons: dict[str, str]
     rejected: dict[str, dict[str, list[str]]] = {}
+
+    @property
+    def computes_whole_prompts(self) -> bool:
+        """No prompt is cut into chunks or begun from a cached prefix."""
+        return self.pooling is not None and self.pooling.needs_whole_prompts(self.facts.encoder)
 
     def choice(self, kind: str) -> PluginChoice:
         """The one selected plugin of a kind. Raises KeyError when the kind was not needed."""

@@ -67,7 +67,7 @@ class RunningSet:
         self.ledger.enter(request, cached)
         insort(self.requests, request, key=attrgetter("index"))
         self.extending[request.slot] = request
-        self._setups.append(SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens))
+        self._setups.append(SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.segment))
 
     def leave(self, request: Request, *, keep: bool, state: RequestState) -> None:
         """Take a request off the device. `keep`: what was computed of it stays in the prefix cache."""

@@ -15,6 +15,7 @@ from frame.core.request import NOT_FINITE, Request
 from frame.core.request_table import FIRST, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.running import InFlight, RunningSet
 
+ENDED_ALONE = "the request was ended, others are not affected"
 BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
 
 
@@ -40,7 +41,9 @@ class StepOutcome:
         self._end = end
 
     def apply(self, record: InFlight, result: StepResult) -> Tokens:
-        """Append tokens, stop, insert, free. `record` must not be in flight any more."""
+        """Append tokens (or hand out vectors), stop, insert, free. `record` must not be in flight any more."""
+        if result.pooled is not None:
+            return self._apply_pooled(record, result, result.pooled)
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(record, result.prompt_logprobs)
         sampled = self._live(record, result)
@@ -71,6 +74,21 @@ class StepOutcome:
             slots, tokens, entries, rows = slots[live], tokens[live], entries[live], rows[live]
         return Sampled(slots, tokens, entries, rows)
 
+    def _apply_pooled(self, record: InFlight, result: StepResult, pooled: np.ndarray) -> Tokens:
+        """Every prompt that is complete ends with its row of `pooled`."""
+        live = record.samples & (self._table.arrays.epoch[record.slots] == record.epochs)
+        entries = (np.cumsum(record.samples) - 1)[live]
+        requests = [self._table.request(slot) for slot in record.slots[live].tolist()]
+        broken = result.invalid[entries].tolist() if result.invalid is not None else [False] * len(requests)
+        message = Tokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests])
+        for i, (request, entry) in enumerate(zip(requests, entries.tolist(), strict=True)):
+            finish = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}") if broken[i] else Finish("stop")
+            message.finishes[i], message.cached[i] = finish, request.cached_tokens
+            if not broken[i]:
+                message.pooled[i] = pooled[entry].tobytes()
+            self._end(request, finish, not broken[i])
+        return message
+
     def _find_ended(self, sampled: Sampled, known: np.ndarray, result: StepResult) -> None:
         a, slots, tokens = self._table.arrays, sampled.slots, sampled.tokens
         stops = (a.stop_ids[slots] == tokens[:, None]).any(axis=1)
@@ -81,7 +99,7 @@ class StepOutcome:
             sampled.finishes[i] = Finish("stop", matched=int(tokens[i]))
         if result.invalid is not None:
             for i in np.flatnonzero(result.invalid[sampled.entries]).tolist():
-                sampled.finishes[i] = Finish("error", error=f"{NOT_FINITE}; the request was ended, others are not affected")
+                sampled.finishes[i] = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}")
                 sampled.broken.add(i)
 
     def _add_details(self, sampled: Sampled, result: StepResult, message: Tokens) -> None:

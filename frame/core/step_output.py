@@ -31,6 +31,19 @@ class PromptResult(Protocol):
         ...
 
 
+class Output(Protocol):
+    """What a step yields, still on the device."""
+
+    @property
+    def step(self) -> int: ...
+
+    def tensors(self) -> list[torch.Tensor]: ...
+
+    def result(self, arrays: list[np.ndarray]) -> StepResult:
+        """The StepResult, from `tensors()` as host arrays that nobody else will write to."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What `fetch` moves: the sampler's tensors, and how their rows map to the batch."""
@@ -66,7 +79,7 @@ class StepOutput:
 class DoneStep:
     """A step that was computed synchronously."""
 
-    def __init__(self, output: StepOutput) -> None:
+    def __init__(self, output: Output) -> None:
         self._result = output.result([tensor.numpy() for tensor in output.tensors()])
 
     def wait(self) -> StepResult:
@@ -76,7 +89,7 @@ class DoneStep:
 class CudaStep:
     """A step on a stream: copies to pinned memory are queued behind it, `wait` blocks on the event after them."""
 
-    def __init__(self, output: StepOutput) -> None:
+    def __init__(self, output: Output) -> None:
         self._output = output
         self._device = output.tensors()  # kept alive until the copies are done
         self._host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in self._device]
@@ -93,9 +106,9 @@ class CudaStep:
         return self._output.result([tensor.numpy().copy() for tensor in self._host])
 
 
-def fetch(output: StepOutput) -> PendingStep:
+def fetch(output: Output) -> PendingStep:
     """Start moving the output to the host, on the current stream."""
-    return CudaStep(output) if output.sampled.token_ids.is_cuda else DoneStep(output)
+    return CudaStep(output) if output.tensors()[0].is_cuda else DoneStep(output)
 
 
 def _spread(values: np.ndarray, plan: SamplingPlan) -> np.ndarray:

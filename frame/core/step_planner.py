@@ -121,11 +121,13 @@ class StepPlanner:
             self._extend(rows, request)
 
     def _extend(self, rows: Rows, request: Request) -> None:
-        """Schedule the next chunk of a prompt, as long as budget and pages allow."""
+        """Schedule the next chunk of a prompt (all of it, where prompts are computed whole), as long as budget and pages allow."""
         a, slot = self._running.table.arrays, request.slot
         start, end = int(a.computed[slot]), len(request.tokens)
         room = (int(a.num_pages[slot]) + self._ledger.num_available) * self._config.page_size - start
         count = min(end - start, rows.budget, room)
+        if self._config.whole_prompts and count < end - start:
+            return
         if count <= 0 or not self._ledger.grow(slot, start + count):
             return
         rows.chunks.append((request, start, count))

@@ -166,7 +166,10 @@ def _load_backend(folder: Path) -> Backend:
         from tokenizers import Tokenizer as Backend
 
         try:
-            return Backend.from_file(str(file))
+            backend = Backend.from_file(str(file))
+            backend.no_padding()  # files of embedding models ask for both, which is for batches of one length
+            backend.no_truncation()
+            return backend
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} cannot be read: {error}; fetch the file again") from error
     try:

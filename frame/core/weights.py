@@ -17,7 +17,7 @@ from torch import nn
 from frame.core.checkpoint_files import read_weights
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.model import CausalLM, LazyTensor, ModelFacts
+from frame.core.interfaces.model import LazyTensor, Model, ModelFacts
 from frame.core.random_weights import random_weights
 
 _NAMED = 4  # names listed in an error; the rest is counted
@@ -47,14 +47,14 @@ class WeightSource:
 
 
 def load_model(
-    model_type: type[CausalLM], facts: ModelFacts, context: BuildContext, source: WeightSource
-) -> tuple[CausalLM, LoadReport]:
+    model_type: type[Model], facts: ModelFacts, context: BuildContext, source: WeightSource
+) -> tuple[Model, LoadReport]:
     """A model on `context.device`, ready to run. Raises CheckpointError with one sentence for whatever does not fit."""
     report = LoadReport()
     with report.phase("build"), torch.device("meta"):
         model = model_type(facts, context)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{model_type.__name__} is a CausalLM, but not a torch.nn.Module")
+        raise TypeError(f"{model_type.__name__} is a Model, but not a torch.nn.Module")
     with report.phase("materialise"):
         materialise(model, context.device)
     with report.phase("load"):

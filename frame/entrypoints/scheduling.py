@@ -24,7 +24,7 @@ def build_scheduler(
     """The scheduler over `num_pages` pages (the reserved one included)."""
     user = resolved.user
     cache: PrefixCache = NoCache(resolved.page_size)
-    if user.cache.prefix == "radix":
+    if user.cache.prefix == "radix" and not resolved.computes_whole_prompts:
         eviction, _ = registry.choose(resolved.choice("eviction_policy"))
         cache = RadixCache(resolved.page_size, eviction())
     policy, _ = registry.choose(resolved.choice("scheduling_policy"))
@@ -40,5 +40,7 @@ def build_scheduler(
         request_timeout=user.scheduler.request_timeout,
         seed=user.model.seed,
         overlap=resolved.overlap,
+        pools=resolved.pooling is not None,
+        whole_prompts=resolved.computes_whole_prompts,
     )
     return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)

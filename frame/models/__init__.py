@@ -7,34 +7,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.model import API, ModelCapabilities
+from frame.core.interfaces.model import API, ModelCapabilities, Task
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
 
-_MODELS = (
-    ("llama", "llama:LlamaForCausalLM", ("LlamaForCausalLM", "MistralForCausalLM"), "Llama 2 and 3, Mistral"),
-    ("qwen2", "qwen2:Qwen2ForCausalLM", ("Qwen2ForCausalLM",), "Qwen2 and Qwen2.5"),
-    ("qwen3", "qwen3:Qwen3ForCausalLM", ("Qwen3ForCausalLM",), "Qwen3"),
+
+def _forms(family: str) -> tuple[str, ...]:
+    """A decoder's checkpoints: with its language head, as a body alone, with a head over labels."""
+    return (f"{family}ForCausalLM", f"{family}Model", f"{family}ForSequenceClassification")
+
+
+_TASKS: tuple[Task, ...] = ("generate", "embed", "classify")
+_DECODERS = (
+    ("llama", "llama:LlamaForCausalLM", (*_forms("Llama"), *_forms("Mistral")), "Llama 2 and 3, Mistral"),
+    ("qwen2", "qwen2:Qwen2ForCausalLM", _forms("Qwen2"), "Qwen2 and Qwen2.5"),
+    ("qwen3", "qwen3:Qwen3ForCausalLM", _forms("Qwen3"), "Qwen3, with its embedding models and rerankers"),
     ("mixtral", "mixtral:MixtralForCausalLM", ("MixtralForCausalLM",), "Mixtral"),
     ("qwen2_moe", "qwen2_moe:Qwen2MoeForCausalLM", ("Qwen2MoeForCausalLM",), "Qwen2-MoE, Qwen1.5-MoE"),
     ("qwen3_moe", "qwen3_moe:Qwen3MoeForCausalLM", ("Qwen3MoeForCausalLM",), "Qwen3-MoE"),
     ("deepseek_v2", "deepseek_v2:DeepseekV2ForCausalLM", ("DeepseekV2ForCausalLM",), "DeepSeek-V2, with latent attention"),
     ("deepseek_v3", "deepseek_v3:DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM",), "DeepSeek-V3, V3.1 and R1"),
 )
+_ENCODERS = (
+    ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and their like"),
+    (
+        "roberta",
+        "roberta:RobertaModel",
+        tuple(f"{family}{form}" for family in ("Roberta", "XLMRoberta") for form in ("Model", "ForSequenceClassification")),
+        "RoBERTa, XLM-RoBERTa, BGE-M3 (dense vectors) and BGE rerankers",
+    ),
+)
 
 
 @hookimpl
 def register_models(registry: KindRegistry) -> None:
     """Add the in-tree models."""
-    for name, target, architectures, summary in _MODELS:
-        capabilities = ModelCapabilities(architectures)
+    for name, target, architectures, summary in _DECODERS:
+        capabilities = ModelCapabilities(architectures, tasks=_TASKS)
+        registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10, api=API)
+    for name, target, architectures, summary in _ENCODERS:
+        capabilities = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10, api=API)
     registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
-        capabilities=ModelCapabilities(None, tensor_parallel=False),
+        capabilities=ModelCapabilities(None, tensor_parallel=False, tasks=("generate",)),
         summary="Any decoder of the installed transformers whose attention goes through its interface",
         rank=-10,
         api=API,

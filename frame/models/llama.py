@@ -19,7 +19,7 @@ class LlamaForCausalLM(Decoder):
     def attention(self, layer: int, prefix: str) -> nn.Module:
         config = self.facts.config
         bias = bool(config.get("attention_bias", False))
-        window = self.facts.sliding_window if self.facts.architecture == "MistralForCausalLM" else None
+        window = self.facts.sliding_window if self.facts.architecture.startswith("Mistral") else None
         options = AttentionOptions(qkv_bias=bias, out_bias=bias, sliding_window=window)
         return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
 

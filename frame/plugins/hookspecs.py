@@ -19,7 +19,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_models(registry: KindRegistry) -> None:
-    """Add model architectures (`model/1`, frame.core.interfaces.model.CausalLM)."""
+    """Add model architectures (`model/1`, frame.core.interfaces.model.Model)."""
 
 
 @hookspec

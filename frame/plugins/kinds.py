@@ -26,7 +26,7 @@ class Kind:
 _INTERFACES = "frame.core.interfaces"
 
 _ALL = (
-    Kind("model", "models", "model/1", f"{_INTERFACES}.model:CausalLM"),
+    Kind("model", "models", "model/1", f"{_INTERFACES}.model:Model"),
     Kind("attention_backend", "attention_backends", "attention/1", f"{_INTERFACES}.attention:AttentionBackend"),
     Kind("quantization_method", "quantization_methods", "quantization/1", f"{_INTERFACES}.quantization:QuantizationMethod"),
     Kind("moe_runner", "moe_runners", "moe_runner/1", f"{_INTERFACES}.moe:MoERunner"),

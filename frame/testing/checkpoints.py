@@ -37,6 +37,8 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "StableLmForCausalLM": ("stablelm", {}),
         "Olmo2ForCausalLM": ("olmo2", {}),
         "GPT2LMHeadModel": ("gpt2", {"num_key_value_heads": 4}),
+        "BertModel": ("bert", {"max_position_embeddings": 512}),
+        "RobertaModel": ("roberta", {"max_position_embeddings": 514, "pad_token_id": 1, "type_vocab_size": 1}),
     }
 )
 
@@ -71,18 +73,19 @@ _CHAT_TEMPLATE = (
 def make_checkpoint(
     architecture: str, folder: str | Path, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "5GB", **overrides: Any
 ) -> Path:
-    """Write a checkpoint of `architecture` (a name in `TINY`) to `folder` and return the folder.
+    """Write a checkpoint of `architecture` to `folder` and return the folder: a name in `TINY`, or one of its bodies and classifiers
+    (`LlamaModel`, `BertForSequenceClassification`).
 
     Weights depend on (seed, parameter name, shape) alone and are scaled so that logits have a standard deviation of about 3.
     `overrides` are fields of the transformers config; None-valued ones are set to None. Raises KeyError for an unknown name.
     """
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
-    model_type, changes = TINY[architecture]
+    model_type, changes = TINY[architecture] if architecture in TINY else TINY[_relative(architecture)]
     config = CONFIG_MAPPING[model_type](**{**_BASE, **changes, **overrides})
     config.architectures = [architecture]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
+    model = _auto_class(architecture).from_config(config, attn_implementation="eager").to(torch.float32)
     _set_weights(model, seed)
     folder = Path(folder)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
@@ -93,9 +96,25 @@ def make_checkpoint(
 def load_reference(folder: str | Path) -> Any:
     """The checkpoint as transformers runs it: float32, eager attention, on the CPU, in eval mode."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    architecture = AutoConfig.from_pretrained(folder).architectures[0]
+    return _auto_class(architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _relative(architecture: str) -> str:
+    """The name in `TINY` of another form of the same model. Raises KeyError."""
+    family = architecture.removesuffix("ForSequenceClassification").removesuffix("Model")
+    return next(name for name in (f"{family}ForCausalLM", f"{family}Model", architecture) if name in TINY or name == architecture)
+
+
+def _auto_class(architecture: str) -> Any:
+    import transformers
+
+    if architecture.endswith("ForSequenceClassification"):
+        return transformers.AutoModelForSequenceClassification
+    is_body = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return transformers.AutoModel if is_body else transformers.AutoModelForCausalLM
 
 
 def _set_weights(model: Any, seed: int) -> None:

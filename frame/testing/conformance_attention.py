@@ -40,6 +40,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    causal: bool = True  # False: an encoder's layer, whose rows have no prefix
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
@@ -108,6 +109,7 @@ def make_inputs(case: Case) -> Inputs:
         sliding_window=case.window,
         soft_cap=case.soft_cap,
         sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
+        causal=case.causal,
     )
     return Inputs(
         spec=spec,
@@ -131,7 +133,7 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         at = torch.arange(prefix, prefix + queries, device=case.device)[:, None]
         keys = torch.arange(length, device=case.device)[None]
-        hidden = keys > at
+        hidden = keys > (at if case.causal else length)
         if spec.sliding_window is not None:
             hidden |= keys <= at - spec.sliding_window
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -251,7 +253,7 @@ LATENT: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 
 
 def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
     """Named cases that the capabilities cover."""
-    candidates = [*_heads_cases(), *_latent_cases()]
+    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
@@ -279,6 +281,7 @@ def needs(case: Case) -> AttentionNeeds:
         sliding_window=case.window is not None,
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
+        bidirectional=not case.causal,
     )
 
 
@@ -311,6 +314,14 @@ def _latent_cases() -> Iterator[tuple[str, Case]]:
     yield "mla-short-extends-of-long-rows", Case(Rows.of([40], [(250, 2), (200, 3)]), **LATENT)
     yield "mla-window", Case(MIXED, window=12, **LATENT)
     yield "mla-soft-cap", Case(MIXED, soft_cap=1.5, **LATENT)
+
+
+def _encoder_cases() -> Iterator[tuple[str, Case]]:
+    fresh = Rows.of([], [(0, 21), (0, 1), (0, 9), (0, 130), (0, 21), (0, 131)])
+    yield "encoder", Case(fresh, kv_heads=4, causal=False)
+    yield "encoder-equal-rows", Case(Rows.of([], [(0, 40)] * 3), kv_heads=4, head_dim=64, v_head_dim=64, causal=False)
+    yield "encoder-shared-keys", Case(fresh, heads=6, kv_heads=2, causal=False)
+    yield "encoder-soft-cap", Case(fresh, soft_cap=1.5, causal=False)
 
 
 def _large_cases() -> Iterator[tuple[str, Case]]:

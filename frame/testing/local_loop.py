@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from frame.core.messages import Generate, Tokens
 from frame.core.sampling_params import SamplingParams
 
@@ -53,6 +55,25 @@ class LocalLoop:
         if ended != set(rids):
             raise RuntimeError(f"requests {sorted(set(rids) - ended)} did not end")
         return [outputs[rid] for rid in rids]
+
+    def pool(self, prompts: Sequence[Sequence[int]], segments: Sequence[int] = ()) -> np.ndarray:
+        """The vector of every prompt, float32 [prompts, width], of a model that embeds or classifies. Raises RuntimeError as above."""
+        rids = []
+        for index, prompt in enumerate(prompts):
+            self._number += 1
+            rids.append(f"r{self._number}")
+            segment = segments[index] if segments else 0
+            refusal = self.scheduler.add(Generate(rid=rids[-1], token_ids=list(prompt), params=SamplingParams(), segment=segment))
+            if refusal is not None:
+                raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
+        vectors: dict[str, np.ndarray] = {}
+        for tokens in self._steps():
+            self.stats["cached"] += sum(tokens.cached.values())
+            for index, finish in tokens.finishes.items():
+                if finish.reason == "error":
+                    raise RuntimeError(f"request {tokens.rids[index]} failed: {finish.error}")
+                vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
+        return np.stack([vectors[rid] for rid in rids])
 
     def _steps(self) -> Iterator[Tokens]:
         """Yields the `Tokens` of every step until nothing is left to do, one step behind when the scheduler overlaps."""

@@ -20,8 +20,10 @@ CONFIGURATION = (
     "frame.core.resolve",
     "frame.core.resolve_machine",
     "frame.core.resolve_plugins",
+    "frame.core.resolve_task",
     "frame.core.resolved",
     "frame.core.selection",
+    "frame.core.sentence_facts",
 )
 SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",

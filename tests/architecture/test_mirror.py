@@ -26,6 +26,8 @@ UNTESTED: dict[str, str] = {
         for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "server", "services", "sse")
     },
     "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
+    "frame.core.pooler": "every vector in tests/core/test_pooling.py comes out of it",
+    "frame.core.pooling_runner": "runs every prompt in tests/core/test_pooling.py",
     "frame.core.prompt_logprobs": "tests/core/test_model_runner.py compares its numbers over chunks with those of the whole prompt",
     "frame.core.step_output": "every StepResult in tests/core/test_model_runner.py comes out of it",
     "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",

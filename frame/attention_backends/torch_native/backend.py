@@ -24,22 +24,27 @@ BLOCK_QUERIES = 512
 EXPANDED_BYTES = 1 << 30  # a latent prefix that would expand to more than this stays absorbed
 
 Places = slice | torch.Tensor
+View = tuple[int | None, bool]  # sliding window, and whether a token sees nothing behind itself
 
 
 class StepGroups:
-    """A step's plan: the groups of every window that layers ask for, each made once."""
+    """A step's plan: the groups of every view (window, or all of the row) that layers ask for, each made once."""
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._batch, self._dtype = batch, dtype
-        self._token_bytes = sum(part[0, 0].numel() * part.element_size() for part in batch.kv.layer(0))
-        self._by_window: dict[int | None, Groups] = {}
+        self._by_view: dict[View, Groups] = {}
 
-    def window(self, window: int | None) -> Groups:
-        groups = self._by_window.get(window)
+    def view(self, view: View) -> Groups:
+        groups = self._by_view.get(view)
         if groups is None:
-            groups = Grouping(self._batch, window, self._dtype, self._token_bytes).make(self._batch.num_decodes)
-            self._by_window[window] = groups
+            window, causal = view
+            grouping = Grouping(self._batch, window, self._dtype, self._token_bytes() if causal else 0)
+            groups = grouping.make(self._batch.num_decodes) if causal else grouping.make_bidirectional()
+            self._by_view[view] = groups
         return groups
+
+    def _token_bytes(self) -> int:
+        return sum(part[0, 0].numel() * part.element_size() for part in self._batch.kv.layer(0))
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -49,16 +54,19 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._windows: set[int | None] = set()  # those that this model's layers use, learnt in the first step
+        self._views: set[View] = set()  # those that this model's layers use, learnt in the first step
 
     def plan(self, batch: ForwardBatch) -> StepGroups:
         groups = StepGroups(batch, self.context.dtype)
-        for window in self._windows:
-            groups.window(window)
+        for view in self._views:
+            groups.view(view)
         return groups
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         groups = self._groups(spec, batch)
+        if not spec.causal:
+            each = groups.extends
+            return _assemble(q.shape[0], each, [attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
         work = [*groups.decodes, *groups.extends]
         results = []
@@ -115,9 +123,10 @@ class TorchNativeBackend(AttentionBackend):
         return layer.unabsorb(attended.flatten(0, 1)).reshape(group.rows, group.query_len, *q_nope.shape[1:2], -1)
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
-        self._windows.add(spec.sliding_window)
+        view = (spec.sliding_window, spec.causal)
+        self._views.add(view)
         plan: StepGroups = batch.plan
-        return plan.window(spec.sliding_window)
+        return plan.view(view)
 
 
 def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -125,7 +134,7 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     q = q.view(group.rows, group.query_len, *q.shape[1:])
     k, v = (part.view(group.rows, group.key_len, *part.shape[1:]) for part in (k, v))
     plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's own attention has neither
-    if group.query_len == 1 or group.mask is not None:
+    if group.query_len == 1 or group.mask is not None or not spec.causal:
         return _plain(spec, q, k, v, group.mask) if plain else _fused(spec, q, k, v, group.mask)
     if group.offset == 0 and not plain and (spec.sliding_window is None or group.key_len <= spec.sliding_window):
         return _fused(spec, q, k, v, None, is_causal=True)

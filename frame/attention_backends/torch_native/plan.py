@@ -99,6 +99,15 @@ class Grouping:
             extends=[*self._fresh(extends[fresh]), *self._prefixed(extends[~fresh])],
         )
 
+    def make_bidirectional(self) -> Groups:
+        """An encoder's rows: whole prompts, each of whose tokens sees all of its row; the mask hides padding."""
+        rows = np.argsort(-self.queries, kind="stable")
+        groups = []
+        for start, stop in spans(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS):
+            some = np.sort(rows[start:stop])
+            groups.append(self._padded(some, own_keys=True, bidirectional=True))
+        return Groups(decodes=[], extends=groups)
+
     def _decodes(self, rows: np.ndarray) -> Iterator[Group]:
         large = self.keys[rows] * self.token_bytes >= SLICE_BYTES
         for row in rows[large]:
@@ -143,7 +152,7 @@ class Grouping:
             targets=tokens,
         )
 
-    def _padded(self, rows: np.ndarray, own_keys: bool = False) -> Group:
+    def _padded(self, rows: np.ndarray, own_keys: bool = False, bidirectional: bool = False) -> Group:
         queries, keys = self.queries[rows], self.keys[rows]
         query_len, key_len = int(queries.max()), int(keys.max())
         steps = np.arange(query_len)
@@ -156,7 +165,6 @@ class Grouping:
             places: slice | torch.Tensor = self._device(tokens)
         else:
             places = targets = self._tokens(tokens)
-        equal = bool((keys == key_len).all() and (queries == query_len).all())
         return Group(
             rows=len(rows),
             query_len=query_len,
@@ -165,13 +173,23 @@ class Grouping:
             own_keys=own_keys,
             keys=places if own_keys else self._device(self._cache_slots(rows, key_len)),
             offset=int(self.prefix[rows[0]]),
-            # prompts padded at their end need no mask: a real query never sees the padding behind it
-            mask=None if own_keys or (equal and query_len == 1) else self._mask(rows, query_len, key_len),
+            mask=self._padding_mask(rows, key_len) if bidirectional else self._causal_mask(rows, query_len, key_len, own_keys),
             real=real,
             targets=targets,
         )
 
-    def _mask(self, rows: np.ndarray, query_len: int, key_len: int) -> torch.Tensor:
+    def _padding_mask(self, rows: np.ndarray, key_len: int) -> torch.Tensor | None:
+        """Additive [rows, 1, 1, key_len]; None where no row is padded."""
+        hidden = np.arange(key_len) >= self.keys[rows, None]
+        if not hidden.any():
+            return None
+        return self._copy(torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)[:, None, None])
+
+    def _causal_mask(self, rows: np.ndarray, query_len: int, key_len: int, own_keys: bool) -> torch.Tensor | None:
+        """Additive [rows, 1, query_len, key_len]; None where there is nothing to hide."""
+        # prompts padded at their end need no mask: a real query never sees the padding behind it
+        if own_keys or (query_len == 1 and bool((self.keys[rows] == key_len).all())):
+            return None
         last = self.prefix[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)  # [rows, queries]
         keys = np.arange(key_len)
         hidden = keys > last[..., None]

@@ -41,6 +41,7 @@ class AttentionNeeds:
     sliding_window: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    bidirectional: bool = False  # an encoder: every token sees the whole row
     graphs: bool = False  # CUDA-graph capture of decode
     batch_invariant: bool = False
 
@@ -64,6 +65,7 @@ class AttentionCapabilities:
     soft_cap: bool = False
     sinks: bool = False
     tree_mask: bool = False
+    bidirectional: bool = False
     graphs: Literal["none", "decode", "full"] = "none"
     batch_invariant: bool = False
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
@@ -122,6 +124,7 @@ class AttentionCapabilities:
             (needs.sliding_window and not self.sliding_window, "has no sliding window"),
             (needs.soft_cap and not self.soft_cap, "has no logit soft cap"),
             (needs.sinks and not self.sinks, "has no attention sinks"),
+            (needs.bidirectional and not self.bidirectional, "attends backwards only, and the model is an encoder"),
             (needs.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
             (needs.batch_invariant and not self.batch_invariant, "is not batch invariant"),
         )
@@ -133,7 +136,8 @@ class AttentionSpec:
     """The facts of one attention layer on this rank, fixed at construction.
 
     `layer` indexes the KV cache. For MLA `head_dim` is nope + rope, `num_kv_heads` is 1.
-    `sliding_window` is in tokens and includes the query's own position.
+    `sliding_window` is in tokens and includes the query's own position. With `causal` False, an encoder's layer, every token
+    sees its whole row, which is computed in one step: `run` takes this step's K and V, and there is no cache to read.
     """
 
     layer: int
@@ -145,6 +149,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    causal: bool = True
 
 
 class LatentProjections(Protocol):
@@ -173,7 +178,7 @@ class LatentProjections(Protocol):
 
 
 class AttentionBackend(ABC):
-    """Computes causal attention of a mixed batch over the paged cache.
+    """Computes causal attention of a mixed batch over the paged cache, and, where it says `bidirectional`, an encoder's.
 
     Laws:
     - `plan` is called once a step, before any `run` of that step, on the host; its value arrives as `batch.plan`. It may run while

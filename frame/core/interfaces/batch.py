@@ -27,7 +27,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
 
     `token_ids` is the prompt followed by the output so far (int32); `prompt_len` divides them. `seed` is always set:
     the scheduler draws one for requests without. Sampling of the token at position p depends on (seed, p) alone,
-    so a request that comes back goes on exactly where it was.
+    so a request that comes back goes on exactly where it was. `segment` is where a pair's second text begins (0: there is one).
     """
 
     slot: int
@@ -35,6 +35,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     prompt_len: int
     token_ids: np.ndarray
+    segment: int = 0
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: np.ndarray | None = None  # float32 [sampling rows, k]
     prompt_logprobs: list[PromptLogprobs | None] | None = None  # one a batch row
     invalid: np.ndarray | None = None  # bool [sampling rows]: the logits were not finite; None when all were
+    pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of tasks without tokens, whose `token_ids` are empty
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -106,6 +108,13 @@ class HostView:
     query_lens: np.ndarray  # int32 [rows]
     seq_lens: np.ndarray  # int32 [rows]; cached tokens after this step
     page_table: np.ndarray  # int32 [slots, max pages]; the whole table, read-only, row = request slot
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTypes:
+    """Extension of a batch for encoders: 0 for the tokens of a pair's first text, 1 for those of its second. int64 [tokens]."""
+
+    types: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.model import Task
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.quantization import QuantizationMethod
 
@@ -54,3 +55,4 @@ class BuildContext:
     quantization: QuantizationMethod | None = None
     moe_runner: MoERunner | None = None
     moe_dispatcher: MoEDispatcher | None = None
+    task: Task = "generate"

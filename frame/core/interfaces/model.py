@@ -20,6 +20,38 @@ if TYPE_CHECKING:
 
 API = "model/1"
 
+Task = Literal["generate", "embed", "classify"]
+PoolingMode = Literal["cls", "last", "mean", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a sequence becomes one vector: `mode` says of which tokens (first, last, all), `normalize` whether its length is made 1.
+
+    A classifier's vector goes through its head, then `activation`. With `label_tokens` the head is the language model's own,
+    of which only these tokens' logits count.
+    """
+
+    mode: PoolingMode
+    normalize: bool = False
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    label_tokens: tuple[str, ...] = ()
+
+    def needs_whole_prompts(self, is_encoder: bool) -> bool:
+        """Whether a prompt must be computed in one step and never from a cached prefix: all its hidden states are looked at."""
+        return is_encoder or self.mode != "last"
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceFacts:
+    """What a folder in the layout of sentence-transformers says beside `config.json`. `prompts` are texts put before an input, by name."""
+
+    mode: PoolingMode | None = None
+    normalize: bool = False
+    max_tokens: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -41,19 +73,30 @@ class ModelFacts:
     sliding_window: int | None = None
     quantization: str | None = None  # quant_method of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    encoder: bool = False  # attends in both directions and keeps no cache; set by `resolve` of the model's record
+    labels: tuple[str, ...] = ()  # of a sequence classifier, in the order of its outputs
+    sentence: SentenceFacts | None = None
     config: dict[str, Any] = field(default_factory=dict)  # the whole of config.json (text part)
+
+    @property
+    def num_labels(self) -> int:
+        return max(1, len(self.labels))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
     """Which checkpoints a model plugin serves: names in `architectures`, or any (the fallback).
 
+    `tasks` are what it can be asked for; what a checkpoint can do, its architecture's name says.
     `expands_mla`: it caches the expanded keys and values of latent attention, so for the cache and the backend the model is mha.
+    `encoder`: it attends in both directions, computes a prompt in one piece and uses no KV cache.
     """
 
     architectures: tuple[str, ...] | None
     tensor_parallel: bool = True
     expands_mla: bool = False
+    tasks: tuple[Task, ...] = ("generate",)
+    encoder: bool = False
 
     def unsupported(self, needs: ModelNeeds) -> list[Reason]:
         reasons = []
@@ -61,6 +104,8 @@ class ModelCapabilities:
             reasons.append(Reason(f"implements {', '.join(self.architectures)}, not {needs.architecture}"))
         if needs.tp > 1 and not self.tensor_parallel:
             reasons.append(Reason("has no tensor parallelism", "parallel.tp: 1"))
+        if needs.task not in self.tasks:
+            reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {needs.task}", f"model.task: {self.tasks[0]}"))
         return reasons
 
 
@@ -70,6 +115,20 @@ class ModelNeeds:
 
     architecture: str
     tp: int = 1
+    task: Task = "generate"
+
+
+def is_classifier(architecture: str) -> bool:
+    """Whether the checkpoint has a head over labels, by the name that its `config.json` gives."""
+    return architecture.endswith("ForSequenceClassification")
+
+
+def checkpoint_tasks(architecture: str) -> tuple[Task, ...]:
+    """What a checkpoint can be asked for, by its architecture's name: a body alone embeds, a head over labels classifies, and a language
+    model does everything."""
+    if is_classifier(architecture):
+        return ("classify",)
+    return ("embed",) if architecture.endswith("Model") and "LMHead" not in architecture else ("generate", "embed", "classify")
 
 
 class LazyTensor(Protocol):
@@ -80,12 +139,13 @@ class LazyTensor(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
-class CausalLM(ABC):
-    """A decoder, built on the meta device from facts and a build context.
+class Model(ABC):
+    """A model, built on the meta device from facts and a build context, which also holds the task that it is built for.
 
     Laws:
     - `forward` reads nothing but the batch and its own parameters, and returns hidden states after the final norm.
-    - `logits` is called with the rows that need logits only; it returns the full vocabulary on every rank.
+    - `logits` is called with the rows that need logits only. A decoder that generates (or is asked for label tokens) returns the full
+      vocabulary on every rank, a sequence classifier its labels. A model for embeddings is not asked.
     - `load_weights` consumes every (name, tensor) it is given and returns the names of parameters it set, so that the loader
       can name what is missing; a name that it does not know is an error, unless `ignored` matches it.
     Implementations also derive from `torch.nn.Module`.
@@ -100,10 +160,18 @@ class CausalLM(ABC):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """-> hidden states [tokens, hidden_size]."""
 
-    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size]."""
+        """[n, hidden_size] -> [n, vocab_size], of a sequence classifier [n, labels]."""
+        raise TypeError(f"{type(self).__name__} has no head")
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         """Set the parameters from a checkpoint's tensors, each sliced to this rank's part."""
+
+
+class CausalLM(Model):
+    """A decoder with a head over the vocabulary."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size]."""

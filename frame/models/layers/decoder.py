@@ -6,14 +6,15 @@ An architecture's file derives from `Decoder` and says what stands at the two pl
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
-from frame.core.interfaces.model import CausalLM
+from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
+from frame.models.layers.linear import HeadLinear
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.rotary import Rotary, rope_parameters
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import LazyTensor, ModelFacts
+
+
+BODY = ("embed_tokens.", "layers.", "norm.")  # what a model without head begins its names with
 
 
 class DecoderLayer(nn.Module):
@@ -57,7 +61,7 @@ class Decoder(CausalLM, nn.Module):
         self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", facts.vocab_size, facts.hidden_size)
         self.layers = nn.ModuleList(self._layer(index, f"model.layers.{index}") for index in range(facts.num_layers))
         self.norm = self.build_norm("model.norm")
-        self.head = Head(context, "lm_head", facts.vocab_size, facts.hidden_size, self.embed_tokens if self.tied else None)
+        self.head = self._head()
 
     @abstractmethod
     def attention(self, layer: int, prefix: str) -> nn.Module:
@@ -84,15 +88,35 @@ class Decoder(CausalLM, nn.Module):
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.head is None:
+            raise TypeError(f"{type(self).__name__} was built for embeddings, without a head")
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, weights, self.left_out())
+        return load_parameters(self, self._renamed(weights), self.left_out())
 
     def left_out(self) -> tuple[str, ...]:
         """Patterns of checkpoint names that this model has no use for."""
         # A tied checkpoint may hold the head nevertheless; transformers takes the embedding then, and so do we.
-        return (*self.ignored, r"lm_head\.weight$") if self.tied else self.ignored
+        return self.ignored if self._needs_own_head() else (*self.ignored, r"lm_head\.weight$", r"score\.")
+
+    def _needs_own_head(self) -> bool:
+        """Whether the checkpoint must hold a head over the vocabulary."""
+        return not self.tied and isinstance(self.head, Head)
+
+    def _head(self) -> nn.Module | None:
+        facts, context = self.facts, self.context
+        if context.task == "embed":
+            return None
+        if is_classifier(facts.architecture):
+            return HeadLinear(context, "score", facts.hidden_size, facts.num_labels, bias=False)
+        return Head(context, "lm_head", facts.vocab_size, facts.hidden_size, self.embed_tokens if self.tied else None)
+
+    @staticmethod
+    def _renamed(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        """Checkpoints of a body alone, as embedding models are often saved, lack the prefix `model.`."""
+        for name, tensor in weights:
+            yield f"model.{name}" if name.startswith(BODY) else name, tensor
 
     def _layer(self, index: int, prefix: str) -> DecoderLayer:
         return DecoderLayer(

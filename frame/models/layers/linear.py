@@ -100,6 +100,13 @@ class RowLinear(Linear):
         return self.tp.all_reduce(out) if self.tp.size > 1 else out
 
 
+class HeadLinear(Linear):
+    """A small linear layer of a classification head: whole on every rank, and left plain by quantization methods that spare heads."""
+
+    def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = True) -> None:
+        super().__init__(context, (name,), Range.whole(input_size), (Range.whole(output_size),), bias, kind="head")
+
+
 class HeadLayout:
     """Which attention heads are this rank's. `num_heads` and `num_kv_heads` are the rank's own numbers."""
 

@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation, with the addition of the residual stream that precedes it. Replicated on every rank."""
+"""Root-mean-square normalisation, with the addition of the residual stream that precedes it, and layer normalisation. Replicated on every
+rank."""
 
 from __future__ import annotations
 
@@ -39,3 +40,19 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual): the two steps that a fused kernel joins."""
         stream = x if residual is None else x + residual
         return self(stream), stream
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last dimension. `name` is the checkpoint layer."""
+
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+        super().__init__()
+        self.shape = (size,)
+        self.eps = eps
+        self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
+        self.bias = ShardedParameter(torch.empty(size, dtype=context.dtype))
+        self.weight.bind(f"{name}.weight")
+        self.bias.bind(f"{name}.bias")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,50 @@
+"""`Pooler`: a step's hidden states to one vector a sequence, in batched tensor code. Knows no request, no page and no model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.model import Pooling
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Pooler:
+    """`head` turns pooled hidden states into logits, of which `label_ids` keeps these columns; None: the hidden states are the result."""
+
+    def __init__(
+        self, pooling: Pooling, head: Head | None = None, label_ids: Sequence[int] = (), device: torch.device | None = None
+    ) -> None:
+        self._pooling = pooling
+        self._head = head
+        self._labels = torch.tensor(label_ids, dtype=torch.int64, device=device) if label_ids else None
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """hidden [tokens, hidden_size] -> float32 [rows of `batch.logits_indices`, width]. Unless the mode is "last", every row is one of
+        those, with its whole prompt."""
+        pooled = self._pool(hidden, batch)
+        if self._head is not None:
+            return self._activate(self._head(pooled).float())
+        return F.normalize(pooled.float(), dim=-1) if self._pooling.normalize else pooled.float()
+
+    def _pool(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        mode = self._pooling.mode
+        if mode == "last":
+            return hidden.index_select(0, batch.logits_indices)
+        if mode == "cls":
+            return hidden.index_select(0, batch.query_starts[:-1].long())
+        pooled = torch.segment_reduce(hidden.float(), mode, lengths=batch.query_lens.long(), unsafe=True)
+        return pooled.to(hidden.dtype) if self._head is not None else pooled
+
+    def _activate(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._labels is not None:
+            logits = logits.index_select(-1, self._labels)
+        if self._pooling.activation == "sigmoid":
+            return torch.sigmoid(logits)
+        return torch.softmax(logits, dim=-1) if self._pooling.activation == "softmax" else logits

@@ -1,0 +1,83 @@
+"""Reads what sentence-transformers writes beside a checkpoint: how token vectors become one, the longest input, prompts. No torch.
+
+Knows the folder's layout (`modules.json`, `1_Pooling/config.json`, …), not how anything is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.model import PoolingMode, SentenceFacts
+
+MODES: Mapping[str, PoolingMode] = MappingProxyType(
+    {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_lasttoken": "last",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_max_tokens": "max",
+    }
+)
+UNKNOWN = "choose one with --pooling cls, last, mean or max"
+
+
+def read_sentence_facts(folder: Path) -> SentenceFacts | None:
+    """None for a folder that is not in that layout. Raises CheckpointError, one sentence, for a module that is not known here."""
+    modules = _read(folder / "modules.json")
+    if modules is None:
+        return None
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError(f"{folder / 'modules.json'} is no list of modules; download it again.")
+    mode: PoolingMode | None = None
+    normalize = False
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            mode = _mode(folder / str(module.get("path", "")) / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise CheckpointError(f"{folder / 'modules.json'} has a module {kind!r}, and frame knows Transformer, Pooling and Normalize.")
+    sizes = _object(folder / "sentence_bert_config.json")
+    more = _object(folder / "config_sentence_transformers.json")
+    prompts = {name: text for name, text in (more.get("prompts") or {}).items() if isinstance(text, str)}
+    longest = sizes.get("max_seq_length")
+    return SentenceFacts(
+        mode=mode,
+        normalize=normalize,
+        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
+        prompts=prompts,
+        default_prompt=more.get("default_prompt_name") if more.get("default_prompt_name") in prompts else None,
+    )
+
+
+def _mode(file: Path) -> PoolingMode:
+    config = _object(file)
+    chosen = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
+    named = config.get("pooling_mode")  # newer files name it
+    if isinstance(named, str):
+        known = {mode: mode for mode in MODES.values()} | {"lasttoken": "last"}
+        if named in known:
+            return known[named]  # type: ignore[return-value]
+        chosen = [named]
+    if len(chosen) != 1 or chosen[0] not in MODES:
+        raise CheckpointError(f"{file} asks for {' and '.join(chosen) or 'no pooling mode'}, which frame does not compute; {UNKNOWN}.")
+    return MODES[chosen[0]]
+
+
+def _object(file: Path) -> dict[str, Any]:
+    found = _read(file)
+    return found if isinstance(found, dict) else {}
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); download it again.") from error

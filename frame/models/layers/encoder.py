@@ -1,0 +1,144 @@
+"""The post-norm encoder that BERT and its relatives share: attention over the whole row, a plain feed-forward part, absolute positions.
+
+An architecture's file derives from `Encoder` and says where positions start and what its classification head is made of.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.batch import TokenTypes
+from frame.core.interfaces.model import Model
+from frame.models.layers.embedding import VocabEmbedding
+from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
+from frame.models.layers.norm import LayerNorm
+from frame.models.layers.parameter import ShardedParameter, load_parameters
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.model import LazyTensor, ModelFacts
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))  # of norms, in checkpoints that were converted from TensorFlow
+
+
+def activation(name: str) -> Activation:
+    """The feed-forward part's function by its name in `config.json`. Raises CheckpointError for one that is not known."""
+    if name in ("gelu_new", "gelu_pytorch_tanh"):
+        return lambda x: F.gelu(x, approximate="tanh")
+    known: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swish": F.silu}
+    if name not in known:
+        raise CheckpointError(f"hidden_act is {name!r}, and the encoder knows {', '.join(known)} and gelu_new.")
+    return known[name]
+
+
+class LearntEmbedding(nn.Module):
+    """A small table that every rank holds whole: positions, token types. ids int64 [tokens] -> [tokens, hidden]."""
+
+    def __init__(self, context: BuildContext, name: str, rows: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype))
+        self.weight.bind(f"{name}.weight")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class EncoderLayer(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden]: attention and feed-forward, each added to its input and normed after that."""
+
+    def __init__(self, facts: ModelFacts, context: BuildContext, layer: int) -> None:
+        super().__init__()
+        if context.attention is None:
+            raise TypeError("a model's context needs an attention backend")
+        config, prefix, hidden = facts.config, f"encoder.layer.{layer}", facts.hidden_size
+        inner, eps = config["intermediate_size"], config.get("layer_norm_eps", 1e-12)
+        heads = HeadLayout(context, facts.num_heads, facts.num_heads, facts.head_dim)
+        self.backend = context.attention
+        self.spec = AttentionSpec(
+            layer=layer,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_heads,
+            head_dim=facts.head_dim,
+            v_head_dim=facts.head_dim,
+            scale=facts.head_dim**-0.5,
+            causal=False,
+        )
+        names = [f"{prefix}.attention.self.{name}" for name in ("query", "key", "value")]
+        self.qkv_proj = QKVLinear(context, names, hidden, heads, bias=True)
+        self.o_proj = RowLinear(context, f"{prefix}.attention.output.dense", hidden, hidden, bias=True)
+        self.attention_norm = LayerNorm(context, f"{prefix}.attention.output.LayerNorm", hidden, eps)
+        self.up_proj = ColumnLinear(context, (f"{prefix}.intermediate.dense",), hidden, (inner,), bias=True)
+        self.down_proj = RowLinear(context, f"{prefix}.output.dense", inner, hidden, bias=True)
+        self.output_norm = LayerNorm(context, f"{prefix}.output.LayerNorm", hidden, eps)
+        self.activation = activation(config.get("hidden_act", "gelu"))
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.spec.head_dim)).chunk(3, 1)
+        attended = self.backend.run(self.spec, q, k, v, batch).flatten(1)
+        x = self.attention_norm(x + self.o_proj(attended))
+        return self.output_norm(x + self.down_proj(self.activation(self.up_proj(x))))
+
+
+class Encoder(Model, nn.Module):
+    """An encoder for embeddings, or with a head for classes. Checkpoints may put a prefix before the names of its body."""
+
+    prefix: ClassVar[str]  # "bert.": before the body's names in checkpoints with a head
+    first_position: int = 0
+    ignored: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")  # where nobody takes them
+
+    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+        super().__init__(facts, context)
+        config, hidden = facts.config, facts.hidden_size
+        if config.get("position_embedding_type", "absolute") != "absolute":
+            raise CheckpointError(f"position_embedding_type is {config['position_embedding_type']!r}; the encoder knows absolute ones.")
+        self.facts = facts
+        self.context = context
+        self.words = VocabEmbedding(context, "embeddings.word_embeddings", facts.vocab_size, hidden)
+        self.positions = LearntEmbedding(context, "embeddings.position_embeddings", config["max_position_embeddings"], hidden)
+        self.num_types = int(config.get("type_vocab_size", 2))
+        self.types = LearntEmbedding(context, "embeddings.token_type_embeddings", self.num_types, hidden)
+        self.norm = LayerNorm(context, "embeddings.LayerNorm", hidden, config.get("layer_norm_eps", 1e-12))
+        self.layers = nn.ModuleList(EncoderLayer(facts, context, index) for index in range(facts.num_layers))
+        self.head = self.build_head() if context.task == "classify" else None
+
+    @abstractmethod
+    def build_head(self) -> nn.Module:
+        """The classification head: [n, hidden] of the first tokens -> [n, labels]."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        x = self.words(batch.token_ids) + self._types(batch) + self.positions(batch.positions + self.first_position)
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.head is None:
+            return super().logits(hidden)
+        scores: torch.Tensor = self.head(hidden)
+        return scores
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        return load_parameters(self, self._renamed(weights), self.ignored)
+
+    def _types(self, batch: ForwardBatch) -> torch.Tensor:
+        pairs = batch.get(TokenTypes) if self.num_types > 1 else None
+        return self.types.weight[0] if pairs is None else self.types(pairs.types)
+
+    def _renamed(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        for name, tensor in weights:
+            name = name.removeprefix(self.prefix)
+            for old, new in OLD_NAMES:
+                if name.endswith(old):
+                    name = name.removesuffix(old) + new
+            yield name, tensor

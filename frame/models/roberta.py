@@ -1,0 +1,40 @@
+"""RoBERTa and XLM-RoBERTa (BGE-M3's dense vectors, BGE rerankers): BERT's layers, positions after the padding id, a head of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from frame.models.layers.encoder import Encoder
+from frame.models.layers.linear import HeadLinear
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.model import ModelFacts
+
+
+class RobertaModel(Encoder):
+    """Positions start at the padding id + 1."""
+
+    prefix: ClassVar[str] = "roberta."
+
+    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+        super().__init__(facts, context)
+        self.first_position = int(facts.config.get("pad_token_id", 1)) + 1
+
+    def build_head(self) -> nn.Module:
+        return RobertaHead(self.context, self.facts.hidden_size, self.facts.num_labels)
+
+
+class RobertaHead(nn.Module):
+    """[n, hidden] -> [n, labels]: dense, tanh, projection."""
+
+    def __init__(self, context: BuildContext, hidden_size: int, num_labels: int) -> None:
+        super().__init__()
+        self.dense = HeadLinear(context, "classifier.dense", hidden_size, hidden_size)
+        self.out_proj = HeadLinear(context, "classifier.out_proj", hidden_size, num_labels)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(torch.tanh(self.dense(hidden)))
