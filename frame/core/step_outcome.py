@@ -84,6 +84,7 @@ class StepOutcome:
         for i, (request, entry) in enumerate(zip(requests, entries.tolist(), strict=True)):
             finish = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}") if broken[i] else Finish("stop")
             message.finishes[i], message.cached[i] = finish, request.cached_tokens
+            message.waited[i] = round(request.admitted - request.arrival, 6)
             if not broken[i]:
                 message.pooled[i] = pooled[entry].tobytes()
             self._end(request, finish, not broken[i])
