@@ -10,6 +10,7 @@ from tests.architecture.test_imports import FAMILIES, LAYERS
 
 PART_OF_SCHEDULER = "a part of Scheduler, which the property tests in tests/core/test_scheduler_property.py drive and check after each step"
 PART_OF_SERVER = "driven over real HTTP, with real processes, by tests/entrypoints/http and tests/examples/test_serving.py"
+PART_OF_DIALECTS = "driven by the clients' own libraries, over real HTTP, in tests/clients"
 # module -> why no test names it.
 UNTESTED: dict[str, str] = {
     "frame.__main__": "run as a program by tests/examples",
@@ -25,6 +26,7 @@ UNTESTED: dict[str, str] = {
         f"frame.entrypoints.http.{part}": PART_OF_SERVER
         for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "server", "services", "sse")
     },
+    **{f"frame.entrypoints.http.{part}": PART_OF_DIALECTS for part in ("anthropic_schema", "dialects")},
     "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
     "frame.core.pooler": "every vector in tests/core/test_pooling.py comes out of it",
     "frame.core.pooling_runner": "runs every prompt in tests/core/test_pooling.py",

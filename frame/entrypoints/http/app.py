@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import native, openai
+from frame.entrypoints.http import anthropic, native, openai
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
@@ -30,7 +30,7 @@ LONGEST_PATH = 200  # characters of a path that an error quotes
 REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
 GONE = 499  # the status of a request whose client left before the response began
 
-ROUTES: Routes = (*openai.ROUTES, *native.ROUTES)
+ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES)
 
 
 class Endpoint:

@@ -1,0 +1,58 @@
+"""One server with the embedded model for all client libraries, which are used as they come: only their base URL is ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.entrypoints.serving import RunningServer
+
+# frame-tiny's own template knows no tools; this one shows them, and takes the results back, as Hermes models are trained to.
+TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}{% for message in messages %}
+{%- if message.role == 'tool' %}<|user|><tool_response>{{ message.content }}</tool_response>
+{%- else %}<|{{ message.role }}|>
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{%- if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+# A small model that may write whitespace in JSON writes little else.
+CONFIG = """
+text: {{reasoning_parser: think-tags, tool_call_parser: hermes, chat_template: {template}}}
+server: {{api_key: {key}}}
+plugins: {{options: {{grammar/xgrammar: {{any_whitespace: false}}}}}}
+"""
+MODEL = "frame-tiny"
+KEY = "a-key"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_network() -> Iterator[None]:
+    """No proxy of the environment is asked, and no library looks for news of itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            patch.delenv(name)
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        patch.setenv("LITELLM_TELEMETRY", "False")
+        patch.setenv("LANGSMITH_TRACING", "false")
+        yield
+
+
+@pytest.fixture(scope="session")
+def clients_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("clients")
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.format(template=template, key=KEY))
+    with RunningServer(Path(MODEL), "--config", str(config), fake=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def url(clients_server: RunningServer) -> str:
+    return clients_server.url

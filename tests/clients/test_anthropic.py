@@ -1,0 +1,123 @@
+"""The `anthropic` package, unmodified, against `/v1/messages`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.clients.conftest import KEY, MODEL
+
+GREEDY = {"temperature": 0}
+MESSAGES: list[Any] = [{"role": "user", "content": "What is 2 + 5?"}]
+ASK: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": MESSAGES, "extra_body": GREEDY}
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+THOUGHT_AND_CALL = r'<think>hm</think>ok<tool_call>\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{2,6}"\}\}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+
+
+def test_message_and_its_stream(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASK)
+    assert whole.type == "message"
+    assert whole.role == "assistant"
+    assert whole.stop_reason == "end_turn"
+    assert whole.content[0].type == "text"
+    with client.messages.stream(**ASK) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text == "7"
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens > 0
+    assert final.usage.input_tokens + final.usage.cache_read_input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+
+def test_events_come_in_order(client: anthropic.Anthropic) -> None:
+    kinds = [event.type for event in client.messages.create(**ASK, stream=True)]
+    assert kinds[:2] == ["message_start", "content_block_start"]  # the client drops pings
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+async def test_async(url: str) -> None:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+        whole = await client.messages.create(**ASK)
+        async with client.messages.stream(**ASK) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+    assert text == whole.content[0].text
+
+
+def test_limits_and_stop_sequences(client: anthropic.Anthropic) -> None:
+    ask = ASK | {"messages": [{"role": "user", "content": "Say something long."}]}
+    short = client.messages.create(**(ask | {"max_tokens": 3, "extra_body": {"ignore_eos": True}}))
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 3)
+    stopped = client.messages.create(**(ask | {"extra_body": {"regex": "abcEND"}}), stop_sequences=["END"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "END", "abc")
+
+
+def test_thinking_and_tool_use(client: anthropic.Anthropic) -> None:
+    ask = ASK | {"max_tokens": 120, "tools": [WEATHER], "extra_body": GREEDY | {"regex": THOUGHT_AND_CALL}}
+    whole = client.messages.create(**ask, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    thinking, text, call = whole.content
+    assert (thinking.thinking, text.text, call.name, whole.stop_reason) == ("hm", "ok", "get_weather", "tool_use")
+    with client.messages.stream(**ask) as stream:
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    assert final.content[2].input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    turns = [*MESSAGES, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(**(ASK | {"messages": turns}), tools=[WEATHER])
+    assert answer.usage.input_tokens > 0
+
+
+def test_structured_output(client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"sum": {"enum": [7, 8]}}, "required": ["sum"], "additionalProperties": False}
+    form = {"type": "json_schema", "schema": schema}
+    found = client.messages.create(**ASK, output_config={"format": form})
+    assert json.loads(found.content[0].text)["sum"] in (7, 8)
+
+
+def test_system_and_cache(client: anthropic.Anthropic) -> None:
+    system = [{"type": "text", "text": "You are a patient teacher. " * 40, "cache_control": {"type": "ephemeral"}}]
+    client.messages.create(**ASK, system=system)
+    second = client.messages.create(**ASK, system=system)
+    assert second.usage.cache_read_input_tokens > 100
+    count = client.messages.count_tokens(model=MODEL, messages=MESSAGES, system=system)
+    assert count.input_tokens == second.usage.input_tokens + second.usage.cache_read_input_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"extra_body": {"temperature": -1}}, "temperature is -1"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}]}]}, "text only"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "It is"}]}, "end with a user message"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ],
+)
+def test_bad_requests(client: anthropic.Anthropic, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=says) as caught:
+        client.messages.create(**(ASK | change))
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_errors_have_their_dialect(url: str, client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.messages.create(**(ASK | {"model": "another"}))
+    with pytest.raises(anthropic.AuthenticationError, match="key") as caught:
+        anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0).messages.create(**ASK)
+    assert caught.value.body["error"]["type"] == "authentication_error"
