@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from frame.entrypoints.http import anthropic, native, openai
+from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
@@ -36,15 +37,16 @@ ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES)
 class Endpoint:
     """One route: makes the `Call`, and answers for the handler when it raises."""
 
-    def __init__(self, operation: Operation, services: Services) -> None:
+    def __init__(self, operation: Operation, services: Services, bodies: Bodies) -> None:
         self._path = operation.path
         self._handler = operation.handler
         self._errors = operation.errors
         self._services = services
+        self._bodies = bodies
         self._max_body = services.resolved.user.server.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send, self._max_body, self._errors)
+        call = Call(scope, receive, send, self._max_body, self._errors, self._bodies)
         with suppress(DisconnectedError):
             try:
                 await self._handler(call, self._services)
@@ -74,7 +76,8 @@ class App:
         self._num_open: Counter[str] = Counter()  # requests by tenant; as many entries as keys
         operations = (*ROUTES, description_of(ROUTES))
         self._shapes = {operation.path: operation.errors for operation in operations}
-        self._router = Router([Route(o.path, Endpoint(o, services), methods=list(o.methods)) for o in operations])
+        bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout)
+        self._router = Router([Route(o.path, Endpoint(o, services, bodies), methods=list(o.methods)) for o in operations])
         self._router.redirect_slashes = False
         self._router.default = _not_found
 
@@ -158,7 +161,7 @@ def _method_error(scope: Scope, error: HTTPException) -> ApiError:
     """405 with the methods that the path takes, in the sentence and as `Allow`."""
     allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
     shown = " or ".join(method for method in allowed if method != "HEAD")
-    found = ApiError(error.status_code, f"{scope['path']} does not take {scope['method']}; use {shown or 'another method'}")
+    found = ApiError(error.status_code, f"{scope['path'][:LONGEST_PATH]} does not take {scope['method']}; use {shown or 'another method'}")
     found.headers = ((b"allow", ", ".join(allowed).encode()),)
     return found
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from frame.entrypoints.http.bodies import MOST_LEVELS, PATIENCE, Bodies, is_too_deep
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.logs import HEADER
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
-BODY_TIMEOUT = 60.0  # seconds between two pieces of a body
+BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
 MISSING = "Object missing required field "  # msgspec's words
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -27,9 +28,11 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 class Call:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_watcher", "errors", "max_body", "receive", "scope", "send", "started", "status")
+    __slots__ = ("_bodies", "_held", "_watcher", "errors", "max_body", "receive", "scope", "send", "started", "status")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI, bodies: Bodies | None = None
+    ) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
@@ -37,6 +40,8 @@ class Call:
         self.errors = errors
         self.started = False
         self.status = 0  # of the response, once it has started
+        self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
+        self._held = 0  # bytes of the body that count in `_bodies`
         self._watcher: asyncio.Task[None] | None = None
 
     # request -------------------------------------------------------------------------------------------------------
@@ -59,30 +64,44 @@ class Call:
         """The whole body. Raises ApiError 413 before more than the limit is read and 408 when nothing comes, DisconnectedError when the
         client leaves."""
         for name, value in self.scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > self.max_body:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
                 raise self._too_large()
-        parts: list[bytes] = []
-        size = 0
+        whole = bytearray()
+        until = asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
         while True:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT):
-                    message = await self.receive()
-            except TimeoutError:
-                error = ApiError(408, f"the rest of the body did not come within {BODY_TIMEOUT:g} s; send the request again")
-                error.headers = ((b"connection", b"close"),)
-                raise error from None
-            if message["type"] == "http.disconnect":
-                raise DisconnectedError
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.max_body:
+            message = await self._piece(until)
+            piece: bytes = message.get("body", b"")
+            if len(whole) + len(piece) > self.max_body:
                 raise self._too_large()
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+            self._bodies.take(len(piece))
+            self._held += len(piece)
+            is_last = not message.get("more_body", False)
+            if is_last and not whole:
+                return piece
+            whole += piece
+            if is_last:
+                return bytes(whole)
+
+    async def _piece(self, until: float) -> MutableMapping[str, Any]:
+        """What comes next of a body, which must be over at `until` (the loop's time)."""
+        loop, pause = asyncio.get_running_loop(), self._bodies.pause
+        try:
+            async with asyncio.timeout_at(min(until, loop.time() + pause)):
+                message = await self.receive()
+        except TimeoutError:
+            limit = f"{pause:g} s" if loop.time() < until else f"{PATIENCE * pause:g} s in all"
+            error = ApiError(408, f"the rest of the body did not come within {limit}; send the request again")
+            error.headers = ((b"connection", b"close"),)
+            raise error from None
+        if message["type"] == "http.disconnect":
+            raise DisconnectedError
+        return message
 
     async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
         """The body as a struct. Raises ApiError 400 that names the field."""
         data = await self.body()
+        if is_too_deep(data):
+            raise ApiError(400, f"the body is nested deeper than {MOST_LEVELS} levels; send fewer")
         try:
             return decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -116,6 +135,8 @@ class Call:
 
     async def close(self) -> None:
         """The request is over; stop watching."""
+        self._bodies.give_back(self._held)
+        self._held = 0
         if self._watcher is not None:
             self._watcher.cancel()
             with suppress(asyncio.CancelledError):

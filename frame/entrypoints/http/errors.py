@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     499: "client_closed_request",
     500: "server_error",
     503: "overloaded_error",
@@ -22,12 +24,22 @@ TYPES = {
 }
 
 
+_PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+
+
+def public(sentence: str) -> str:
+    """A sentence that was made of other libraries' words, without the server's folders and memory addresses."""
+    return _ADDRESS.sub("0x…", _PATH.sub(r"\1", sentence))
+
+
 class ApiError(Exception):
-    """Ends a request with this status and sentence. `retry_after` in seconds."""
+    """Ends a request with this status and sentence. `retry_after` in seconds. What a failure of the server says is made `public`."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
+        message = public(message) if status >= 500 else message
         super().__init__(message)
         self.status = status
         self.message = message

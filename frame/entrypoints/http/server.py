@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -22,6 +23,7 @@ from frame.core.resolved import Resolved
 from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.app import App
+from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol, raise_file_limit
 from frame.entrypoints.http.metrics import ServerMetrics
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.starting import StartingServer
@@ -132,6 +134,23 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     return services
 
 
+def _http_config(services: Services) -> uvicorn.Config:
+    server = services.resolved.user.server
+    raise_file_limit(server.max_connections)
+    limits = ConnectionLimits(server.max_connections, server.client_timeout)
+    protocol: Any = partial(GuardedProtocol, limits=limits)
+    return uvicorn.Config(
+        App(services),
+        http=protocol,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        ws="none",
+    )
+
+
 class Server:
     """The running server: uvicorn, the client's reader, the watch over the children, the signals."""
 
@@ -142,10 +161,7 @@ class Server:
         self._started = started
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: do not wait
-        config = uvicorn.Config(
-            App(services), http="httptools", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=75, ws="none"
-        )
-        self._http = _Uvicorn(config)
+        self._http = _Uvicorn(_http_config(services))
 
     async def run(self) -> int:
         """-> exit code."""

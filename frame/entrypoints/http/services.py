@@ -19,7 +19,7 @@ from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
-from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
@@ -232,7 +232,7 @@ def failure(finish: Finish) -> ApiError:
     if sentence.startswith(TIMED_OUT):
         return ApiError(504, sentence, code="deadline_exceeded")
     if sentence.startswith(BAD_GRAMMAR):
-        return ApiError(400, sentence, "response_format")
+        return ApiError(400, public(sentence), "response_format")
     return ApiError(500, sentence)
 
 
@@ -241,7 +241,7 @@ def _as_api_error(error: BaseException) -> BaseException:
         code = "context_length_exceeded" if error.param in ("prompt", "max_tokens") and "tokens" in str(error) else None
         return ApiError(400, str(error), error.param, code)
     if isinstance(error, ChatTemplateError):
-        return ApiError(400, str(error), "messages")
+        return ApiError(400, public(str(error)), "messages")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error))
     return error

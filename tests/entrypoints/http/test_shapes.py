@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import Finish
+from frame.entrypoints.http.bodies import Bodies
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import Histogram
@@ -154,7 +155,7 @@ def test_fields_become_parameters() -> None:
     assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
 
 
-async def test_half_a_body_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_a_body_is_waited_for_a_while() -> None:
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
     sent: list[Any] = []
 
@@ -164,8 +165,7 @@ async def test_half_a_body_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch
     async def send(message: Any) -> None:
         sent.append(message)
 
-    monkeypatch.setattr("frame.entrypoints.http.call.BODY_TIMEOUT", 0.01)
-    call = Call({"headers": []}, receive, send, 100)
+    call = Call({"headers": []}, receive, send, 100, bodies=Bodies(100, 0.01))
     with pytest.raises(ApiError) as caught:
         await call.body()
     await call.fail(caught.value)

@@ -1,0 +1,209 @@
+"""What connections may cost: bytes that are no HTTP, heads without end, clients that say nothing or read nothing, too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from frame.entrypoints.http.bodies import MOST_LEVELS, Bodies, is_too_deep
+from frame.entrypoints.http.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
+from frame.entrypoints.http.errors import ApiError, public
+from tests.entrypoints.inprocess import serving
+
+PATIENT, HASTY = 60.0, 0.05  # seconds
+WAIT = 30.0
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with as many bytes as the path says, without looking at the body."""
+    size = int(scope["path"].strip("/") or 2)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
+    await send({"type": "http.response.body", "body": b"x" * size})
+
+
+@asynccontextmanager
+async def listening(app: Any = echo, seconds: float = PATIENT, connections: int = 16) -> AsyncIterator[Any]:
+    """-> a function that connects."""
+    config = uvicorn.Config(app, http=GuardedProtocol, lifespan="off", log_config=None, ws="none", timeout_keep_alive=PATIENT)
+    config.load()
+    limits = ConnectionLimits(connections, seconds)
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: partial(GuardedProtocol, limits=limits)(config, state, {}), "127.0.0.1", 0
+    )
+    port = server.sockets[0].getsockname()[1]
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        return reader, writer
+
+    try:
+        yield connect
+    finally:
+        for writer in writers:
+            writer.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        server.close()
+
+
+async def talk(connect: Any, *parts: bytes) -> bytes:
+    """Send, and read until the server closes."""
+    reader, writer = await connect()
+    async with asyncio.timeout(WAIT):
+        with contextlib.suppress(OSError):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+        found = b""
+        with contextlib.suppress(OSError):
+            while piece := await reader.read(65536):
+                found += piece
+        return found
+
+
+def status(answer: bytes) -> int:
+    """Of an answer, which must have the API's error shape."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error = msgspec.json.decode(body)["error"]
+    assert error["message"] and error["type"]
+    return int(head.split()[1])
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9,
+     b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+     b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\n\r\n",
+     b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n"],
+)  # fmt: skip
+async def test_what_is_no_http(request_bytes: bytes) -> None:
+    async with listening() as connect:
+        assert status(await talk(connect, request_bytes)) == 400
+        reader, writer = await connect()  # and others are served
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), WAIT)).startswith(b"HTTP/1.1 200")
+
+
+async def test_heads_have_a_size() -> None:
+    endless = b"GET / HTTP/1.1\r\nx: " + b"a" * (4 * LARGEST_HEAD)
+    many = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: 1\r\n" % i for i in range(MOST_HEADERS + 1)) + b"\r\n"
+    large = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 8192) for i in range(20)) + b"\r\n"
+    path = b"GET /" + b"a" * (4 * LARGEST_HEAD) + b" HTTP/1.1\r\n\r\n"
+    name = b"GET / HTTP/1.1\r\n" + b"n" * (4 * LARGEST_HEAD)
+    async with listening() as connect:
+        for head in (endless, many, large, path, name):
+            assert status(await talk(connect, head)) == 431
+        fits = b"GET / HTTP/1.1\r\nconnection: close\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 400) for i in range(100)) + b"\r\n"
+        assert (await talk(connect, fits)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n"])
+async def test_a_head_has_a_time(sent: bytes) -> None:
+    async with listening(seconds=HASTY) as connect:
+        assert status(await talk(connect, sent)) == 408
+
+
+async def test_a_second_head_and_an_unwanted_body_have_a_time() -> None:
+    async with listening(seconds=HASTY) as connect:
+        answer = await talk(connect, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HT")
+        assert answer.startswith(b"HTTP/1.1 200")  # then the half request ends the connection
+        answer = await talk(connect, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc", b"d")
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_who_does_not_read_is_given_up() -> None:
+    async with listening(seconds=HASTY) as connect:
+        reader, writer = await connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /200000000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(4 * HASTY)  # the time that the client does nothing is the subject
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        size = 0
+        async with asyncio.timeout(WAIT):
+            with contextlib.suppress(OSError):
+                while piece := await reader.read(1 << 20):
+                    size += len(piece)
+        assert size < 200000000
+
+
+async def test_connections_are_counted() -> None:
+    async with listening(connections=3) as connect:
+        open_ones = [await connect() for _ in range(3)]
+        for reader, writer in open_ones:
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await asyncio.wait_for(reader.readline(), WAIT)).startswith(b"HTTP/1.1 200")
+        refused = await talk(connect)
+        assert status(refused) == 503
+        assert b"retry-after" in refused
+        open_ones[0][1].close()
+        await open_ones[0][1].wait_closed()
+        async with asyncio.timeout(WAIT):
+            while not (await talk(connect, b"GET / HTTP/1.1\r\nHost: x\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200"):
+                pass  # the server has not heard of the end yet
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with listening() as connect:
+        answer = await talk(connect, b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\nGET /3 HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert [len(part.partition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200")[1:]] == [1, 2, 3]
+
+
+# bodies ------------------------------------------------------------------------------------------------------------
+
+
+def test_depth_of_json() -> None:
+    n = MOST_LEVELS
+    assert not is_too_deep(b"[" * n + b"]" * n)
+    assert is_too_deep(b"[" * (n + 1))
+    assert not is_too_deep(b"[1]," * 10 * n)
+    assert not is_too_deep(b'"' + b"[" * 10 * n + b'"')
+    assert is_too_deep(b'"\\\\"' + b"[" * (n + 1))  # the string ends before the brackets
+    assert not is_too_deep(b'"\\"' + b"[" * (n + 1) + b'"')  # it does not
+    assert is_too_deep(b'["x",' * 70_000)
+
+
+async def test_deep_bodies_are_refused_on_every_route() -> None:
+    deep = b"[" * 100_000
+    for body in (deep, b'{"messages": ' + deep, b'{"messages": ' + deep + b"]" * 100_000 + b"}"):
+        async with serving() as server:
+            for path in ("/v1/chat/completions", "/generate", "/tokenize"):
+                answer = await server.request("POST", path, body)
+                assert answer.status == 400
+                assert "nested" in answer.json()["error"]["message"]
+
+
+def test_bodies_share_room() -> None:
+    bodies = Bodies(most=100, pause=1.0)
+    bodies.take(60)
+    with pytest.raises(ApiError) as caught:
+        bodies.take(60)
+    assert (caught.value.status, caught.value.retry_after) == (503, 1)
+    bodies.give_back(60)
+    bodies.take(100)
+
+
+async def test_room_of_bodies_comes_back() -> None:
+    async with serving({"server": {"max_body_bytes": 2048}}) as server:
+        for _ in range(40):  # many times the room of all bodies together
+            assert (await server.request("POST", "/generate", b"x" * 2000)).status == 400
+            assert (await server.request("POST", "/generate", b"x" * 3000)).status == 413
+
+
+def test_public_sentences() -> None:
+    assert public("OSError: /srv/models/secret/x.bin at 0x7ffd1234abcd") == "OSError: x.bin at 0x…"
+    assert public("C:\\models\\secret\\x.bin is gone") == "x.bin is gone"
+    assert public("use a/b or 1/2, see http://example.org/a/b/c") == "use a/b or 1/2, see http://example.org/a/b/c"
+    assert "secret" not in ApiError(500, "no /srv/secret/x").message
