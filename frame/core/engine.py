@@ -174,6 +174,8 @@ class Engine:
         try:
             if control.action == "flush_cache":
                 data = {"pages": self.scheduler.flush_cache()}
+            elif control.action == "outline_cache":
+                data = self.scheduler.outline_cache(int(control.arguments.get("limit", 200)))
             elif control.action == "server_info":
                 data = {**self.options.info, **self.scheduler.load(), "step": self._step, "paused": self._paused}
             elif control.action in ("pause", "resume"):

@@ -7,14 +7,16 @@ A split keeps the lower node's identity, so a handle that names the end of a seq
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import EvictionPolicy, Inserted, Match, PrefixCache
+from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Match, PrefixCache
 
 _NO_PAGES = np.empty(0, np.int32)
+_FIRST_IDS = 16  # tokens of a run that an outline shows
 
 
 class Node:
@@ -153,6 +155,30 @@ class RadixCache(PrefixCache):
     def owned_pages(self) -> np.ndarray:
         parts = [node.pages for node in self._nodes()]
         return np.concatenate(parts) if parts else _NO_PAGES
+
+    def outline(self, limit: int) -> list[CachedRun]:
+        picked: list[tuple[Node, int]] = []
+        queue = _latest((child for root in self._roots.values() for child in root.children.values()), limit, -1)
+        while queue and len(picked) < limit:
+            *_, node, parent = heapq.heappop(queue)
+            for entry in _latest(node.children.values(), limit, len(picked)):
+                heapq.heappush(queue, entry)
+            picked.append((node, parent))
+        shown = Counter(parent for _, parent in picked)
+        return [self._run(node, parent, len(node.children) - shown[place]) for place, (node, parent) in enumerate(picked)]
+
+    def _run(self, node: Node, parent: int, hidden: int) -> CachedRun:
+        return CachedRun(
+            parent=parent,
+            start=(node.end - len(node.pages)) * self._page_size,
+            tokens=len(node.pages) * self._page_size,
+            locks=node.refs,
+            hits=node.hits,
+            age=self._clock - node.last_access,
+            hidden=hidden,
+            namespace=node.namespace,
+            first_ids=node.key[:_FIRST_IDS].tolist(),
+        )
 
     def relock(self, handles: Iterable[Any]) -> None:
         for node in self._nodes():
@@ -323,6 +349,11 @@ def _parent(node: Node) -> Node:
     if node.parent is None:
         raise RuntimeError("a node that has left the radix tree is used")
     return node.parent
+
+
+def _latest(nodes: Iterable[Node], limit: int, parent: int) -> list[tuple[int, int, Node, int]]:
+    """A heap of the `limit` nodes that were used last, each with its parent's index."""
+    return heapq.nsmallest(limit, ((-node.last_access, id(node), node, parent) for node in nodes))
 
 
 def _is_evictable(node: Node) -> bool:

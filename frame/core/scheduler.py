@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -149,6 +151,10 @@ class Scheduler:
         pages = ledger.cache.reset()
         ledger.allocator.free(pages)
         return len(pages)
+
+    def outline_cache(self, limit: int) -> dict[str, Any]:
+        """What the prefix cache holds, for display: its latest runs (`CachedRun` as plain data)."""
+        return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.ledger.cache.outline(limit)]}
 
     def load(self) -> dict[str, int]:
         """Gauges and counters, named as in `Heartbeat`. Counters count from the start."""

@@ -6,7 +6,8 @@ The one place where the pure solver meets the world; loads no plugin and no weig
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from frame.core.config import FrameConfig
 from frame.core.errors import PluginError
@@ -27,10 +28,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What every process of a start needs: the resolved configuration and the plugins it was resolved from."""
+    """What every process of a start needs: the resolved configuration and the plugins it was resolved from. `sources` says where
+    the user's values came from, for display."""
 
     resolved: Resolved
     registry: Registry
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False) -> Prepared:

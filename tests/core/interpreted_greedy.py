@@ -1,19 +1,24 @@
 """Float32 greedy tokens of the `triton` backend equal those of transformers; run by `test_greedy_equality.py` under TRITON_INTERPRET=1.
 
 The interpreter takes milliseconds for each program of a kernel's grid, so these are 4 prompts of 6 tokens where the other backend
-has 16 of 64; and one rank, as it changes modules while a kernel runs, which two threads cannot share. The kernels, compiled, are
-compared on a GPU by tests/gpu.
+has 16 of 64 (as these have with FRAME_GREEDY=whole, in minutes for each architecture). It changes modules while a kernel runs, which
+two threads cannot share, so two ranks are processes. The kernels, compiled, are compared on a GPU by tests/gpu.
 """
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 
+from frame import Engine
 from tests.core.greedy import FALLBACK, NATIVE, WHOLE, check_logits, greedy, make_case, make_loop, random_prompts, run
 
-GREEDY = greedy(6)
-LENGTHS = (8, 3, 30, 12)
-TIGHT = 80  # tokens; the prompts fit, in pages of 16, but not their outputs
+IS_WHOLE = os.environ.get("FRAME_GREEDY") == "whole"
+GREEDY = greedy(64 if IS_WHOLE else 6)
+LENGTHS = random.Random(7).choices(range(2, 90), k=16) if IS_WHOLE else (8, 3, 30, 12)
+TIGHT = 512 if IS_WHOLE else 80  # tokens; the prompts fit, in pages of 16, but not their outputs
 
 
 @pytest.fixture(scope="module", params=(*NATIVE, *FALLBACK))
@@ -21,7 +26,7 @@ def case(request, tmp_path_factory):
     return make_case(request.param, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS))
 
 
-def loop_of(case, tokens=2048, **settings):
+def loop_of(case, tokens=16 * 1024, **settings):
     return make_loop(case.folder, tokens, "triton", **settings)
 
 
@@ -32,8 +37,10 @@ def test_every_architecture(case):
     run(loop, case, GREEDY)
     assert loop.stats["mixed"] > 1
     assert loop.scheduler.load()["retracted"] > 0
+    longest = max(case.prompts, key=len)
+    loop.generate([longest], greedy(1))  # other prompts may have taken its pages
     before = loop.stats["cached"]
-    check_logits(loop, case, case.prompts[2:3], GREEDY)
+    check_logits(loop, case, [longest], GREEDY)
     assert loop.stats["cached"] > before
 
 
@@ -41,3 +48,10 @@ def test_every_architecture(case):
 @pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(1, 64, False), (64, 16, True)])
 def test_every_way(case, page_size, chunk, overlap):
     run(loop_of(case, page_size=page_size, chunk=chunk, overlap=overlap), case, GREEDY)
+
+
+@pytest.mark.parametrize("case", (*WHOLE, "Qwen3MoeForCausalLM"), indirect=True)
+def test_two_ranks(case):
+    keys = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "max_model_len": 256, "page_size": 16, "threads": 1}
+    with Engine(model=case.folder, tp=2, attention_backend="triton", chunked_prefill_size=16, skip_tokenizer_init=True, **keys) as engine:
+        case.check([output.token_ids for output in engine.generate(case.prompts, GREEDY)])

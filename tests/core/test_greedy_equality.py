@@ -156,18 +156,29 @@ def test_two_ranks_draw_the_tokens_of_one(case):
     assert two == make_loop(case.folder, chunk=64).generate(case.prompts, drawn)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", ["test_every_architecture", "test_every_way"])
-def test_triton_under_its_interpreter(name):
+def interpreted(name, timeout, **environment):
     """In a process of its own: kernels are interpreted, or not, from their definition on."""
     file = Path(__file__).with_name("interpreted_greedy.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{name}"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for variable in [variable for variable in environment if variable.startswith("PYTEST")]:
         del environment[variable]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["test_every_architecture", "test_every_way", "test_two_ranks"])
+def test_triton_under_its_interpreter(name):
+    interpreted(name, 170)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", (*NATIVE, *FALLBACK))
+def test_triton_under_its_interpreter_whole(architecture):
+    """16 prompts of 64 tokens."""
+    interpreted(f"test_every_architecture[{architecture}]", None, FRAME_GREEDY="whole")

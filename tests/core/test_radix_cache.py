@@ -121,6 +121,20 @@ class CacheMachine(RuleBasedStateMachine):
         assert sorted(self.cache.owned_pages().tolist()) == sorted(self.model.values())
 
 
+    @invariant()
+    def is_outlined(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        runs = self.cache.outline(1_000)
+        assert sum(run.tokens for run in runs) == len(self.model) * self.page_size
+        for run in runs:
+            assert run.hidden == 0
+            assert run.start == (0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens)
+        assert [run.age for run in self.cache.outline(2)] == [run.age for run in runs[:2]]
+        for place, run in enumerate(self.cache.outline(2)):
+            assert run.hidden == sum(other.parent == place for other in runs) - (place == 0 and len(runs) > 1 and runs[1].parent == 0)
+
+
 CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestCache = CacheMachine.TestCase
 

@@ -34,6 +34,22 @@ class Inserted:
     handle: Any
 
 
+@dataclass(frozen=True, slots=True)
+class CachedRun:
+    """A run of cached tokens as an operator may see it. `parent` is the index of the run before it in the same list, or -1; `start` and
+    `tokens` place it in its sequences; `hidden` counts the runs behind it that the list leaves out; `first_ids` are its first tokens."""
+
+    parent: int
+    start: int
+    tokens: int
+    locks: int
+    hits: int
+    age: int  # logical clock: how many accesses of the cache ago it was last used
+    hidden: int
+    namespace: str
+    first_ids: list[int]
+
+
 class PrefixCache(ABC):
     """Which token sequences have their K and V in which pages. One that never keeps a page sets `reuses` to False:
     its `match` finds nothing and its `insert` calls every page a duplicate.
@@ -75,6 +91,10 @@ class PrefixCache(ABC):
     @abstractmethod
     def owned_pages(self) -> np.ndarray:
         """All pages that the cache owns, int32, in any order; for integrity checks."""
+
+    def outline(self, limit: int) -> list[CachedRun]:
+        """Up to `limit` runs for display, parents before children, the lately used first. A cache without structure has none."""
+        return []
 
     def relock(self, handles: Iterable[Any]) -> None:
         """Forget all locks and lock these handles instead: the repair of a lost or doubled `unlock`."""

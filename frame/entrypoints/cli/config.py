@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
-import yaml
 
 from frame.core.config import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError, did_you_mean
@@ -15,10 +13,10 @@ from frame.core.resolved import Resolved
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_schema import config_schema
 from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.explain import SECRETS, Explained, as_yaml, options
+from frame.entrypoints.explain import explain as explain_one
 from frame.entrypoints.prepare import prepare, registry_of
 from frame.entrypoints.settings import by_key, by_keyword
-
-SECRETS = ("server.api_key",)
 
 
 @click.group("config", help="Check, explain and show the configuration.")
@@ -39,10 +37,10 @@ def check(loaded: LoadedConfig) -> None:
 def explain(loaded: LoadedConfig, key: str | None) -> None:
     keys = [_key(key)] if key else [*by_key()]
     try:
-        resolved: Resolved | None = prepare(loaded.config, is_served=True).resolved
+        resolved = prepare(loaded.config, is_served=True).resolved
     except ConfigurationError:
         for each in keys:
-            click.echo(_line(each, _value(loaded.config, each), loaded.source(each)))
+            click.echo(_line(explain_one(each, loaded, None), loaded.source(each)))
         raise
     for each in keys:
         _explain(each, loaded, resolved)
@@ -66,7 +64,7 @@ def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
         click.echo(f"{section}:")
         for name, value in values.items():
             key = f"{section}.{name}"
-            click.echo(f"  {name}: {_yaml(value)}{_comment(key, loaded, resolved)}")
+            click.echo(f"  {name}: {as_yaml(value)}{_comment(key, loaded, resolved)}")
 
 
 @click.command(help="Print the JSON Schema of configuration files, installed plugins' options included (for editors).")
@@ -78,26 +76,20 @@ for _each in (check, explain, schema, show):
     command.add_command(_each)
 
 
-def _explain(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> None:
-    value = _value(pinned(resolved) if resolved else loaded.config, key)
-    reason = resolved.reasons.get(key) if resolved else None
-    source = loaded.source(key)
-    click.echo(_line(key, value, f"chosen: {reason}" if reason and source == "default" else source))
-    if reason and source != "default":
-        click.echo(f"    {reason}")
-    for name, sentences in (resolved.rejected.get(key, {}) if resolved else {}).items():
+def _explain(key: str, loaded: LoadedConfig, resolved: Resolved) -> None:
+    found = explain_one(key, loaded, resolved)
+    click.echo(_line(found, f"chosen: {found.reason}" if found.reason and found.source == "default" else found.source))
+    if found.reason and found.source != "default":
+        click.echo(f"    {found.reason}")
+    for name, sentences in found.rejected.items():
         click.echo(f"    not {name}: {'; '.join(sentences)}")
-    if resolved and key == "plugins.options":
-        for kind, choices in sorted(resolved.plugins.items()):
-            for choice in choices:
-                for option, option_value in choice.options.items():
-                    where = f"plugins.options.{kind}/{choice.name}.{option}"
-                    click.echo(f"    {kind}/{choice.name}.{option} = {_yaml(option_value)}  ({loaded.source(where)})")
+    if key == "plugins.options":
+        for option in options(loaded, resolved):
+            click.echo(f"    {_line(option, option.source).removeprefix('plugins.options.')}")
 
 
-def _line(key: str, value: Any, why: str) -> str:
-    shown = "***" if key in SECRETS and value is not None else _yaml(value)
-    return f"{key} = {shown}  ({why})"
+def _line(found: Explained, why: str) -> str:
+    return f"{found.key} = {found.value}  ({why})"
 
 
 def _comment(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> str:
@@ -106,11 +98,6 @@ def _comment(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> str:
         return f"  # {source}"
     reason = resolved.reasons.get(key) if resolved else None
     return f"  # {' '.join(reason.split())}" if reason else ""
-
-
-def _value(config: FrameConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _key(text: str) -> str:
@@ -122,11 +109,3 @@ def _key(text: str) -> str:
     if plain in short:
         return short[plain].key
     raise ConfigError(f"There is no setting {text!r}{did_you_mean(text, [*known, *short]) or '.'}")
-
-
-def _yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    value = list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,6 +17,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.plugin_data import as_data
 from frame.entrypoints.prepare import registry_of
 from frame.plugins.kinds import KINDS
 from frame.plugins.registry import Registry
@@ -87,29 +87,6 @@ def new(kind: str, name: str, parent: Path) -> None:
 
 for _each in (list_, info, check, new):
     command.add_command(_each)
-
-
-def as_data(record: PluginRecord) -> dict[str, Any]:
-    """A record as JSON data."""
-    capabilities = record.capabilities
-    return {
-        "kind": record.kind,
-        "name": record.name,
-        "summary": record.summary,
-        "distribution": record.distribution,
-        "version": record.version,
-        "target": record.target,
-        "api": record.api,
-        "rank": record.rank,
-        "requires": list(record.requires),
-        "capabilities": dataclasses.asdict(capabilities) if _is_data(capabilities) else {},  # type: ignore[call-overload]
-        "options": record.options.model_json_schema() if record.options else None,
-        "problems": [str(problem) for problem in record.problems],
-    }
-
-
-def _is_data(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _state(record: PluginRecord) -> str:

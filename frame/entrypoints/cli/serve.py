@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from frame.entrypoints.cli.options import config_command
@@ -18,7 +20,7 @@ def command(ctx: click.Context, loaded: LoadedConfig) -> None:
     from frame.entrypoints.prepare import prepare
 
     logs.configure("main", loaded.config.log)
-    prepared = prepare(loaded.config, is_served=True)
+    prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
         code = serve(prepared)
     except RuntimeError as error:  # a child that ended during the start

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import anthropic, native, openai
+from frame.entrypoints.http import anthropic, native, openai, page
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -31,7 +31,7 @@ LONGEST_PATH = 200  # characters of a path that an error quotes
 REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
 GONE = 499  # the status of a request whose client left before the response began
 
-ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES)
+ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES, *page.ROUTES)
 
 
 class Endpoint:
@@ -63,7 +63,8 @@ class Endpoint:
 
 
 class App:
-    """The whole application. Every path but the health checks needs a key, if there are keys, whether or not a route exists there.
+    """The whole application. Every path but the health checks and the page's files needs a key, if there are keys, also where
+    there is no route.
 
     `scope["tenant"]` names the key's holder for the routes: "" where no key is asked for.
     """
@@ -92,7 +93,7 @@ class App:
         scope["arrived"] = time.perf_counter()
         REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
         try:
-            if self._keys is None or scope["path"] in OPEN_PATHS:
+            if self._keys is None or scope["path"] in OPEN_PATHS or page.is_open(scope["path"]):
                 await self._route(scope, receive, send)
                 return
             tenant = self._keys.tenant(scope["headers"])

@@ -25,6 +25,7 @@ from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol, raise_file_limit
 from frame.entrypoints.http.metrics import ServerMetrics
+from frame.entrypoints.http.page import describe
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.starting import StartingServer
 from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
@@ -131,6 +132,7 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
             parser, options = prepared.registry.choose(choices[0])
             setattr(services, attribute, parser if options is None else lambda p=parser, o=options: p(o))
     services.metrics = ServerMetrics(services)
+    services.about = describe(prepared, info)
     return services
 
 

@@ -64,6 +64,7 @@ class Services:
     info: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: ServerMetrics | None = None
+    about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
 
     def check_model(self, name: str) -> None:
