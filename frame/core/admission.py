@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from frame.core.grammar_masks import replay
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
 from frame.core.request import Request
@@ -93,9 +94,8 @@ class Admission:
             wants_prompt_logprobs=params.prompt_logprobs is not None,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())
-        if grammar is not None:
-            for token in request.output:
-                grammar.accept(token)
+        if grammar is not None and (problem := replay(grammar, request.output)):
+            return Finish("error", error=problem)
         self._arrived += 1
         return request
 

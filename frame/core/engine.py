@@ -102,6 +102,8 @@ class Engine:
         finally:
             if self.observers.on_stop is not None:
                 self.observers.on_stop()
+            if self.grammars is not None:
+                self.grammars.close()
             self.runner.close()
 
     def _loop(self) -> None:
@@ -133,11 +135,11 @@ class Engine:
         messages = self.transport.receive(timeout)
         if self.options.heartbeat is not None:
             self._beat()
+        for message in messages:
+            self._handle(message)
         if self.grammars is not None:
             for request, grammar in self.grammars.ready():
                 self._add(request, grammar)
-        for message in messages:
-            self._handle(message)
         if not messages and timeout != 0.0 and not self._settled and self.scheduler.is_idle:
             self._settle()
 

@@ -1,68 +1,200 @@
 """`GrammarCompiler`: compiles requests' grammars off the engine's loop; a request waits here until its grammar is ready.
 
-A grammar that does not compile ends its own request and nothing else. Knows no scheduler; masks are filled there.
+A grammar that does not compile, or not within the limits, ends its own request and nothing else. Knows no scheduler; masks are
+filled there.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
+from frame.core.grammar_masks import BAD_GRAMMAR
+from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
+from frame.core.request import QUEUE_FULL
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.sampling import Grammar, GrammarBackend
+    from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 
-BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP side answers 400
+Key = tuple[str, str]  # kind, source
+
+
+class CompilerProcess(Protocol):
+    """A process that compiles, one grammar at a time."""
+
+    def compile(self, kind: str, source: str) -> bytes:
+        """What `GrammarBackend.dump` made of it. Raises ValueError, one sentence, also when a limit ended the process."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSettings:
+    """`kinds` that the backend compiles; `patience`: most seconds that a grammar waits for its turn;
+    `cache_bytes` of compiled grammars are kept; `workers` compile at a time."""
+
+    kinds: tuple[str, ...] = GRAMMAR_KINDS
+    workers: int = 1
+    patience: float = 10.0
+    cache_bytes: int = 256 * 1024 * 1024
+
+
+class TooBusyError(RuntimeError):
+    """A grammar waited too long for its turn."""
+
+
+class GrammarCache:
+    """Compiled grammars, and the reasons why others are none, by kind and source: the most recently used, up to a number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._entries: OrderedDict[Key, tuple[CompiledGrammar | ValueError, int]] = OrderedDict()
+
+    def get(self, key: Key) -> CompiledGrammar | ValueError | None:
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found[0]
+
+    def put(self, key: Key, value: CompiledGrammar | ValueError) -> None:
+        size = 4 * len(key[1]) + 1024 + (0 if isinstance(value, ValueError) else value.num_bytes)
+        if size > self._limit:
+            return
+        self._size += size - self._entries.pop(key, (None, 0))[1]
+        self._entries[key] = value, size
+        while self._size > self._limit:
+            self._size -= self._entries.popitem(last=False)[1][1]
+
+
+@dataclass(slots=True)
+class _Compilation:
+    """One grammar under way, for all requests that want it."""
+
+    key: Key
+    future: Future[CompiledGrammar]
+    rids: set[str] = field(default_factory=set)
 
 
 class GrammarCompiler:
-    """One thread compiles, in order of arrival. `len` is the number of requests that wait.
+    """A few threads compile, in order of arrival, each by a process of its own where `start_process` is given, else by the backend
+    itself. `len` is the number of requests that wait.
 
-    `make` gives the backend; it is called in that thread for the first grammar, because a backend may take seconds to load and most
-    servers never need it.
+    `make` gives the backend; it is called in such a thread for the first grammar, because a backend may take seconds to load and most
+    servers never need it. All but `_compile` and what it calls runs in the engine's thread.
     """
 
-    def __init__(self, make: Callable[[], GrammarBackend]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], GrammarBackend],
+        settings: GrammarSettings | None = None,
+        start_process: Callable[[], CompilerProcess] | None = None,
+    ) -> None:
         self._make = make
+        self._settings = settings or GrammarSettings()
+        self._start_process = start_process
         self._backend: GrammarBackend | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._waiting: dict[str, tuple[Generate, Future[Grammar]]] = {}
+        self._lock = threading.Lock()  # while the backend is made
+        self._pool = ThreadPoolExecutor(self._settings.workers, thread_name_prefix="grammar")
+        self._processes: list[CompilerProcess] = []
+        self._cache = GrammarCache(self._settings.cache_bytes)
+        self._compiling: dict[Key, _Compilation] = {}
+        self._waiting: dict[str, tuple[Generate, _Compilation | CompiledGrammar | ValueError]] = {}
+        self._own = threading.local()  # a thread's process
+        self._loaded_at = 0.0  # waiting for the backend itself is nobody's fault
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def hold(self, message: Generate) -> bool:
-        """Whether the request has a grammar; if so it is compiled, and comes back from `ready`."""
-        if message.params.grammar is None:
+        """Whether the request has a grammar; if so it comes back from `ready`, with its grammar or the reason why there is none."""
+        key = message.params.grammar
+        if key is None:
             return False
-        self._waiting[message.rid] = (message, self._pool.submit(self._compile, *message.params.grammar))
+        self._waiting[message.rid] = message, self._find(key, message.rid)
         return True
 
-    def _compile(self, kind: str, source: str) -> Grammar:
-        if self._backend is None:
-            self._backend = self._make()
-        return self._backend.compile(kind, source)
+    def _find(self, key: Key, rid: str) -> _Compilation | CompiledGrammar | ValueError:
+        if key[0] not in self._settings.kinds:
+            kinds = ", ".join(self._settings.kinds)
+            return ValueError(f"this server's grammar backend compiles no {key[0]}; use one of {kinds}")
+        cached = self._cache.get(key)
+        if cached is not None:
+            return cached
+        if key not in self._compiling:
+            self._compiling[key] = _Compilation(key, self._pool.submit(self._compile, key, time.monotonic()))
+        self._compiling[key].rids.add(rid)
+        return self._compiling[key]
 
     def ready(self) -> list[tuple[Generate, Grammar | Finish]]:
         """Requests whose grammar is there, or why it is not."""
-        done = [rid for rid, (_, future) in self._waiting.items() if future.done()]
-        found: list[tuple[Generate, Grammar | Finish]] = []
-        for rid in done:
-            message, future = self._waiting.pop(rid)
-            error = future.exception()
-            found.append((message, future.result() if error is None else Finish("error", error=f"{BAD_GRAMMAR}: {error}")))
+        for key in [key for key, compilation in self._compiling.items() if compilation.future.done()]:
+            error = self._compiling[key].future.exception()
+            if error is None or isinstance(error, ValueError):  # others may pass
+                self._cache.put(key, self._compiling[key].future.result() if error is None else error)
+            del self._compiling[key]
+        found = [(message, outcome) for message, source in self._waiting.values() if (outcome := _outcome(source)) is not None]
+        for message, _ in found:
+            del self._waiting[message.rid]
         return found
 
     def drop(self, rids: Sequence[str], reason: FinishReason) -> Tokens | None:
         """Forget these requests (all, when empty); returns their ends."""
         gone = [rid for rid in (rids or list(self._waiting)) if rid in self._waiting]
         for rid in gone:
-            self._waiting.pop(rid)[1].cancel()
+            source = self._waiting.pop(rid)[1]
+            if isinstance(source, _Compilation):
+                source.rids.discard(rid)
+                if not source.rids and source.future.cancel():
+                    self._compiling.pop(source.key, None)
         if not gone:
             return None
         return Tokens(rids=gone, token_ids=[[] for _ in gone], finishes={i: Finish(reason) for i in range(len(gone))})
 
     def close(self) -> None:
+        """Stop the processes; what is being compiled is given up."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    # in the threads -----------------------------------------------------------------------------------------------------
+
+    def _compile(self, key: Key, since: float) -> CompiledGrammar:
+        if time.monotonic() - max(since, self._loaded_at) > self._settings.patience:
+            raise TooBusyError("other grammars keep the compilers busy; try again later")
+        if self._start_process is None:
+            return self._loaded().compile(*key)
+        if not hasattr(self._own, "process"):
+            self._own.process = self._start_process()
+            self._processes.append(self._own.process)
+        return self._loaded().load(*key, self._own.process.compile(*key))
+
+    def _loaded(self) -> GrammarBackend:
+        with self._lock:
+            if self._backend is None:
+                self._backend = self._make()
+                self._loaded_at = time.monotonic()
+            return self._backend
+
+
+def _outcome(source: _Compilation | CompiledGrammar | ValueError) -> Grammar | Finish | None:
+    """A grammar to start with, or why there is none; None: not yet."""
+    error: BaseException | None = source if isinstance(source, ValueError) else None
+    if isinstance(source, _Compilation):
+        if not source.future.done():
+            return None
+        error = source.future.exception()
+    if isinstance(error, TooBusyError):
+        return Finish("error", error=f"{QUEUE_FULL}: {error}")
+    if error is not None:
+        return Finish("error", error=f"{BAD_GRAMMAR}: {error}")
+    compiled = source.future.result() if isinstance(source, _Compilation) else source
+    return compiled.start()  # type: ignore[union-attr]  # no ValueError any more

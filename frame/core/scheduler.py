@@ -15,6 +15,7 @@ import numpy as np
 
 from frame.core.accounting import check_accounts, repair_accounts
 from frame.core.admission import Admission, SchedulerConfig
+from frame.core.grammar_masks import fill_masks
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.sampling import Grammar
@@ -22,7 +23,7 @@ from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.page_ledger import PageLedger
 from frame.core.request import QUEUE_FULL, TIMED_OUT, Request, RequestState
-from frame.core.request_table import GRAMMAR, PROMPT_LOGPROBS, RequestTable
+from frame.core.request_table import PROMPT_LOGPROBS, RequestTable
 from frame.core.running import InFlight, RunningSet
 from frame.core.step_outcome import StepOutcome
 from frame.core.step_planner import Rows, StepPlanner
@@ -211,22 +212,9 @@ class Scheduler:
             setups=running.take_setups(),
             released=running.take_released(),
             prompt_logprobs=prompt_logprobs,
-            grammar_mask=self._grammar_mask(slots[samples]) if running.table.num_grammars else None,
+            grammar_mask=fill_masks(running.table, slots[samples], self.config.vocab_size) if running.table.num_grammars else None,
         )
         return batch, InFlight(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
-
-    def _grammar_mask(self, slots: np.ndarray) -> np.ndarray | None:
-        """The allowed tokens of the sampling rows as bits; rows without a grammar allow everything."""
-        table = self._running.table
-        constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
-        if not constrained.size:
-            return None
-        mask = np.full((len(slots), -(-self.config.vocab_size // 32)), -1, np.int32)
-        for i in constrained.tolist():
-            grammar = table.request(int(slots[i])).grammar
-            if grammar is not None and not grammar.fill(mask[i]):
-                mask[i] = -1
-        return mask
 
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from frame.core.grammar_masks import advance
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, TokenLogprobs, Tokens
@@ -16,7 +17,6 @@ from frame.core.request_table import FIRST, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.running import InFlight, RunningSet
 
 ENDED_ALONE = "the request was ended, others are not affected"
-BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
 
 
 @dataclass(slots=True)
@@ -146,10 +146,11 @@ class StepOutcome:
 
 
 def _advance_grammar(grammar: Grammar, token: int, i: int, sampled: Sampled) -> None:
-    if not grammar.accept(token):
-        sampled.finishes[i] = Finish("error", error=BROKEN_GRAMMAR)
+    is_finished, error = advance(grammar, token)
+    if error:
+        sampled.finishes[i] = Finish("error", error=error)
         sampled.broken.add(i)
-    elif grammar.is_finished():
+    elif is_finished:
         sampled.finishes[i] = Finish("stop")
 
 

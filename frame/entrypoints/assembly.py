@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.follower import LeadingRunner, follow
-from frame.core.grammars import GrammarCompiler
+from frame.core.grammars import GrammarCompiler, GrammarSettings
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.model_parts import Loaded, Parts
 from frame.core.model_runner import TorchModelRunner, build_runner
-from frame.core.tokenizer import Tokenizer
+from frame.entrypoints.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.scheduling import build_scheduler
 from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
     from frame.core.capacity import Capacity
     from frame.core.interfaces.runner import ModelRunner
-    from frame.core.interfaces.sampling import GrammarBackend
     from frame.core.messages import Finish
     from frame.core.request import Request
     from frame.core.resolved import Resolved
@@ -72,19 +73,21 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
     """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it. A backend that the user named is loaded
     now, so that its failure stops the start; one that was chosen for him with the first grammar."""
-    choices, path = resolved.plugins.get("grammar"), resolved.tokenizer_path
-    if not choices or path is None:
+    choices, sampling = resolved.plugins.get("grammar"), resolved.user.sampling
+    if not choices or resolved.tokenizer_path is None:
         return None
 
-    def make() -> GrammarBackend:
-        backend, options = registry.choose(choices[0])
-        built: GrammarBackend = backend(Tokenizer.load(path), resolved.facts.vocab_size, options)
-        return built
-
-    if resolved.user.sampling.grammar is not None:
-        ready = make()
-        return GrammarCompiler(lambda: ready)
-    return GrammarCompiler(make)
+    make = cache(partial(load_backend, resolved, registry))
+    if sampling.grammar is not None:
+        make()
+    capabilities = registry.get("grammar", choices[0].name).capabilities
+    settings = GrammarSettings(
+        kinds=capabilities.kinds if isinstance(capabilities, GrammarCapabilities) else GRAMMAR_KINDS,
+        workers=max(1, sampling.grammar_workers),
+        patience=sampling.grammar_timeout,
+        cache_bytes=sampling.grammar_cache,
+    )
+    return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
 
 
 def build_engine(

@@ -59,7 +59,7 @@ def register_logits_processors(registry: KindRegistry) -> None:
 
 @hookspec
 def register_grammars(registry: KindRegistry) -> None:
-    """Add grammar backends (`grammar/1`, frame.core.interfaces.sampling.GrammarBackend)."""
+    """Add grammar backends (`grammar/2`, frame.core.interfaces.sampling.GrammarBackend)."""
 
 
 @hookspec

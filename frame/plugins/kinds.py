@@ -34,7 +34,7 @@ _ALL = (
     Kind("scheduling_policy", "scheduling_policies", "scheduling_policy/1", f"{_INTERFACES}.scheduling:SchedulingPolicy"),
     Kind("eviction_policy", "eviction_policies", "eviction_policy/1", f"{_INTERFACES}.cache:EvictionPolicy"),
     Kind("logits_processor", "logits_processors", "logits_processor/1", f"{_INTERFACES}.sampling:LogitsProcessor"),
-    Kind("grammar", "grammars", "grammar/1", f"{_INTERFACES}.sampling:GrammarBackend"),
+    Kind("grammar", "grammars", "grammar/2", f"{_INTERFACES}.sampling:GrammarBackend"),
     Kind("reasoning_parser", "reasoning_parsers", "reasoning_parser/2", f"{_INTERFACES}.parsing:ReasoningParser"),
     Kind("tool_call_parser", "tool_call_parsers", "tool_call_parser/2", f"{_INTERFACES}.parsing:ToolCallParser"),
 )

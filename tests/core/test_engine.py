@@ -11,10 +11,11 @@ import pytest
 
 from frame.core.allocator import PagedAllocator
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.grammars import BAD_GRAMMAR, GrammarCompiler
+from frame.core.grammar_masks import BAD_GRAMMAR
+from frame.core.grammars import GrammarCompiler
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
-from frame.core.interfaces.sampling import Grammar, GrammarBackend
+from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
 from frame.core.radix_cache import RadixCache
 from frame.core.sampling_params import SamplingParams
@@ -287,15 +288,22 @@ class EvenOnly:
         return self.count >= 3
 
 
+class Compiled:
+    num_bytes = 100
+
+    def start(self) -> Grammar:
+        return EvenOnly()
+
+
 class Backend(GrammarBackend):
     def __init__(self) -> None:
         self.gate = threading.Event()
 
-    def compile(self, kind: str, source: str) -> Grammar:
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
         assert self.gate.wait(10)
         if source == "bad":
             raise ValueError("unbalanced bracket")
-        return EvenOnly()
+        return Compiled()
 
 
 def test_grammars_are_compiled_off_the_loop(start: Callable[..., Running]) -> None:

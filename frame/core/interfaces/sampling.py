@@ -1,4 +1,4 @@
-"""Logits processors (`logits_processor/1`) and grammars (`grammar/1`): what changes the distribution before a token is drawn.
+"""Logits processors (`logits_processor/1`) and grammars (`grammar/2`): what changes the distribution before a token is drawn.
 
 Both work by slot and on whole batches; a request that needs none of them pays nothing.
 """
@@ -6,7 +6,10 @@ Both work by slot and on whole batches; a request that needs none of them pays n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from frame.core.sampling_params import SamplingParams
 
 PROCESSOR_API = "logits_processor/1"
-GRAMMAR_API = "grammar/1"
+GRAMMAR_API = "grammar/2"
 
 
 class LogitsProcessor(ABC):
@@ -53,7 +56,7 @@ class LogitsProcessor(ABC):
 
 
 class Grammar(Protocol):
-    """One request's constraint; host state."""
+    """One request's constraint; host state. `fill` and `accept` may raise ValueError, one sentence: the request ends with it."""
 
     def fill(self, mask: np.ndarray) -> bool:
         """Write the allowed-token bits into int32 [ceil(vocab / 32)]; False when everything is allowed."""
@@ -68,11 +71,47 @@ class Grammar(Protocol):
         ...
 
 
+class CompiledGrammar(Protocol):
+    """A grammar, ready for any number of requests."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly the memory that it holds."""
+        ...
+
+    def start(self) -> Grammar:
+        """A constraint at its beginning; cheap."""
+        ...
+
+
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCapabilities:
+    """Which kinds of grammars a backend compiles."""
+
+    kinds: tuple[str, ...] = GRAMMAR_KINDS
+
+    def unsupported(self, needs: Any) -> list[Reason]:
+        return []  # a kind is a request's choice, not the server's
+
+
 class GrammarBackend(ABC):
-    """Compiles grammars. Law: a bad grammar raises ValueError with one sentence, and harms no other request."""
+    """Compiles grammars. Law: a bad grammar raises ValueError with one sentence, and harms no other request.
+
+    `compile` runs in a process of its own that ends when it takes too long or too much memory. What it made comes to the engine as
+    `load(kind, source, dump(compiled))`, which must be quick: by default it compiles again, now that this is known to do no harm.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
-    def compile(self, kind: str, source: str) -> Grammar:
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
         """kind: "json_schema", "json_object" (no source), "regex", "ebnf", "choice" (JSON list of texts) or "structural_tag" (JSON)."""
+
+    def dump(self, compiled: CompiledGrammar) -> bytes:
+        return b""
+
+    def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
+        return self.compile(kind, source)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from frame.core.chat_template import ChatTemplateError
-from frame.core.grammars import BAD_GRAMMAR
+from frame.core.grammar_masks import BAD_GRAMMAR
 from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.plugins.grammars.options import XGrammarOptions
+from frame.core.interfaces.sampling import GrammarCapabilities
+from frame.plugins.grammars.options import GrammarOptions, XGrammarOptions
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -20,8 +21,19 @@ def register_grammars(registry: KindRegistry) -> None:
     registry.add(
         "xgrammar",
         "frame.plugins.grammars.xgrammar:XGrammarBackend",
+        capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
         requires=("xgrammar>=0.2",),
-        summary="JSON schema, JSON, regular expressions and EBNF by xgrammar.",
-        api="grammar/1",
+        summary="Every kind of grammar by xgrammar; compiles ahead, so that masks are cheap.",
+        rank=10,
+        api="grammar/2",
+    )
+    registry.add(
+        "llguidance",
+        "frame.plugins.grammars.llguidance:LLGuidanceBackend",
+        capabilities=GrammarCapabilities(("json_schema", "json_object", "regex", "ebnf", "choice")),
+        options=GrammarOptions,
+        requires=("llguidance>=1.3",),
+        summary="JSON schema, JSON, regular expressions, EBNF and choices by llguidance; compiles at once, covers more of JSON schema.",
+        api="grammar/2",
     )

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class XGrammarOptions(BaseModel):
-    """What bounds the compiler, and how free JSON's whitespace is."""
+class GrammarOptions(BaseModel):
+    """What bounds a source, and how free JSON's whitespace is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    threads: int = Field(default=1, ge=1, le=64, description="Threads of one compilation.")
-    cache_bytes: int = Field(default=256 * 1024 * 1024, ge=0, description="Most memory that compiled grammars keep.")
     max_source_chars: int = Field(default=64 * 1024, ge=1, description="Longest schema, expression or grammar.")
     max_depth: int = Field(default=64, ge=1, le=512, description="Deepest nesting of a JSON schema.")
     any_whitespace: bool = Field(default=True, description="Whether JSON may hold whitespace between its parts.")
+
+
+class XGrammarOptions(GrammarOptions):
+    """xgrammar's own."""
+
+    threads: int = Field(default=1, ge=1, le=64, description="Threads of one compilation.")

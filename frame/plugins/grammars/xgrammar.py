@@ -1,7 +1,6 @@
 """Grammars by xgrammar: JSON schema, any JSON object, regular expressions, EBNF, choices, structural tags.
 
-Sources are bounded before the compiler sees them, and its cache is bounded, because both come from clients.
-Knows one tokenizer and one vocabulary; which request has which grammar is the scheduler's.
+Knows one tokenizer and one vocabulary; which request has which grammar is the scheduler's, limits of time and memory are the engine's.
 """
 
 from __future__ import annotations
@@ -17,31 +16,26 @@ from transformers import PreTrainedTokenizerFast
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars.options import XGrammarOptions
+from frame.plugins.grammars.sources import check_source, one_sentence
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-KINDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
-_LONGEST_REASON = 200
+    from frame.core.interfaces.sampling import CompiledGrammar
+
 _PREAMBLE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .* is false: )?", re.DOTALL)  # where in the library's source
 
 
 class XGrammar:
     """One request's matcher (`Grammar`)."""
 
-    def __init__(self, compiled: Any, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._scratch = np.empty(-(-vocab_size // 32), np.int32)
-        self._stops = np.zeros_like(self._scratch)
-        for token in stop_token_ids:
-            self._stops.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+    def __init__(self, compiled: XCompiled) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled.handle)
+        self._vocabulary = compiled.vocabulary
 
     def fill(self, mask: np.ndarray) -> bool:
         """See `Grammar.fill`; when the end was accepted everything is allowed."""
-        if self._matcher.is_terminated():
-            mask[...] = -1
-            return False
-        if not self._matcher.fill_next_token_bitmask(mask.reshape(1, -1)):
+        if self._matcher.is_terminated() or not self._matcher.fill_next_token_bitmask(mask.reshape(1, -1)):
             mask[...] = -1
             return False
         return True
@@ -50,9 +44,32 @@ class XGrammar:
         return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
 
     def is_finished(self) -> bool:
-        if self._matcher.is_terminated():
-            return True
-        return self.fill(self._scratch) and not (self._scratch & ~self._stops).any()
+        if not self._matcher.is_completed():
+            return self._matcher.is_terminated()
+        words = np.empty(self._vocabulary.words, np.int32)
+        return not self.fill(words) or not (words & self._vocabulary.others).any()
+
+
+class Vocabulary:
+    """`others`: the bits of all tokens that are no end token, int32 [words]."""
+
+    def __init__(self, size: int, stop_token_ids: tuple[int, ...]) -> None:
+        self.words = -(-size // 32)
+        self.others = np.full(self.words, -1, np.int32)
+        for token in stop_token_ids:
+            self.others.view(np.uint32)[token // 32] &= ~np.uint32(1 << (token % 32))
+
+
+class XCompiled:
+    """A compiled grammar (`CompiledGrammar`)."""
+
+    def __init__(self, handle: Any, vocabulary: Vocabulary, num_bytes: int = 0) -> None:
+        self.handle = handle
+        self.vocabulary = vocabulary
+        self.num_bytes = max(num_bytes, int(handle.memory_size_bytes))  # which leaves some parts out
+
+    def start(self) -> XGrammar:
+        return XGrammar(self)
 
 
 class XGrammarBackend(GrammarBackend):
@@ -63,32 +80,30 @@ class XGrammarBackend(GrammarBackend):
 
     def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
         self._options = options if isinstance(options, XGrammarOptions) else XGrammarOptions()
-        self._vocab_size = vocab_size
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ())]
-        info = xgrammar.TokenizerInfo.from_huggingface(_as_transformers(tokenizer), vocab_size=vocab_size, stop_token_ids=stops or None)
-        self._stops = tuple(token for token in info.stop_token_ids if token < vocab_size)
-        self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=self._options.threads, cache_enabled=True, cache_limit_bytes=self._options.cache_bytes
+        self._info = xgrammar.TokenizerInfo.from_huggingface(
+            _as_transformers(tokenizer), vocab_size=vocab_size, stop_token_ids=stops or None
         )
+        self._vocabulary = Vocabulary(vocab_size, tuple(token for token in self._info.stop_token_ids if token < vocab_size))
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=self._options.threads, cache_enabled=False)
 
-    def compile(self, kind: str, source: str) -> XGrammar:
+    def compile(self, kind: str, source: str) -> XCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
-        if kind not in KINDS:
-            raise ValueError(f"grammar kind {kind!r} is unknown; use {', '.join(KINDS)}")
-        if len(source) > self._options.max_source_chars:
-            raise ValueError(f"{kind} has {len(source)} characters; the limit is {self._options.max_source_chars}")
-        if kind in ("json_schema", "structural_tag"):
-            _check_depth(kind, source, self._options.max_depth)
+        check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         try:
-            compiled = self._compile(kind, source)
+            compiled = XCompiled(self._compile(kind, source), self._vocabulary)
         except Exception as error:  # the library raises RuntimeError, InvalidJSONError and others, some of many lines
-            reason = " ".join(_PREAMBLE.sub("", str(error)).split())[:_LONGEST_REASON]
-            raise ValueError(f"{kind} does not compile: {reason}") from error
-        grammar = XGrammar(compiled, self._vocab_size, self._stops)
-        first = np.empty(-(-self._vocab_size // 32), np.int32)
-        if grammar.fill(first) and not first.any():  # root ::= root
+            raise ValueError(one_sentence(kind, _PREAMBLE.sub("", str(error)))) from error
+        first = np.empty(self._vocabulary.words, np.int32)
+        if compiled.start().fill(first) and not first.any():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
-        return grammar
+        return compiled
+
+    def dump(self, compiled: CompiledGrammar) -> bytes:
+        return str(compiled.handle.serialize_json()).encode() if isinstance(compiled, XCompiled) else b""
+
+    def load(self, kind: str, source: str, data: bytes) -> XCompiled:
+        return XCompiled(xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info), self._vocabulary, len(data))
 
     def _compile(self, kind: str, source: str) -> Any:
         if kind == "json_schema":
@@ -102,33 +117,12 @@ class XGrammarBackend(GrammarBackend):
             return self._compiler.compile_structural_tag(source)
         if kind == "regex":
             return self._compiler.compile_regex(source)
-        return self._compiler.compile_grammar(source)
+        if kind == "ebnf":
+            return self._compiler.compile_grammar(source)
+        raise ValueError(f"grammar kind {kind!r} is unknown")
 
 
 def _as_transformers(tokenizer: Any) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, str | Path):
         return PreTrainedTokenizerFast.from_pretrained(str(tokenizer))
     return PreTrainedTokenizerFast(tokenizer_object=getattr(tokenizer, "backend", tokenizer))
-
-
-def _check_depth(kind: str, source: str, limit: int) -> None:
-    """Refuse nesting that a recursive compiler might not survive, before anything recursive reads it."""
-    depth, is_string, is_escaped = 0, False, False
-    for char in source:
-        if is_escaped:
-            is_escaped = False
-        elif is_string:
-            is_escaped, is_string = char == "\\", char != '"'
-        elif char in "{[":
-            depth += 1
-            if depth > limit:
-                raise ValueError(f"{kind} is nested deeper than {limit} levels")
-        else:
-            is_string = char == '"'
-            depth -= char in "}]"
-    try:
-        parsed = json.loads(source)
-    except ValueError as error:
-        raise ValueError(f"{kind} is no JSON: {error}") from None
-    if not isinstance(parsed, dict | bool):
-        raise ValueError(f"{kind} must be a JSON object")

@@ -1,4 +1,4 @@
-"""xgrammar behind the interface: what it allows is what the grammar says, and a bad grammar is one sentence."""
+"""The grammar backends behind the interface: what they allow is what the grammar says, and a bad grammar is one sentence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import random
 
 import numpy as np
 import pytest
-
-pytest.importorskip("xgrammar")
 
 from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.tokenizer import Tokenizer
@@ -27,11 +25,26 @@ def tokenizer():
     return Tokenizer.load(find_model(EMBEDDED))
 
 
-@pytest.fixture(scope="module")
-def backend(tokenizer):
+def load(name, tokenizer):
+    pytest.importorskip(name)
     registry = load_registry(installed=False)
-    record = registry.get("grammar", "xgrammar")
+    record = registry.get("grammar", name)
     return registry.load(record)(tokenizer, 2048, registry.options(record, {}))
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request, tokenizer):
+    return load(request.param, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tagging(tokenizer):
+    return load("xgrammar", tokenizer)
+
+
+def start(backend, kind, source):
+    """As an engine does: compiled in one process, loaded in another."""
+    return backend.load(kind, source, backend.dump(backend.compile(kind, source))).start()
 
 
 def allowed_ids(grammar):
@@ -57,28 +70,28 @@ def wander(grammar, tokenizer, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_json_schema_yields_what_the_schema_says(backend, tokenizer, seed):
-    text = wander(backend.compile("json_schema", json.dumps(SCHEMA)), tokenizer, seed)
+    text = wander(start(backend, "json_schema", json.dumps(SCHEMA)), tokenizer, seed)
     if text is not None:  # a random walk may spend its tokens on whitespace
         value = json.loads(text)
         assert set(value) == {"name", "age"} and 0 <= value["age"] <= 99
 
 
 def test_regex_and_ebnf(backend, tokenizer):
-    assert {wander(backend.compile("regex", "(yes|no|maybe)"), tokenizer, seed) for seed in range(12)} == {"yes", "no", "maybe"}
-    assert wander(backend.compile("ebnf", 'root ::= "a" [0-9] "b"'), tokenizer, 1)[::2] == "ab"
+    assert {wander(start(backend, "regex", "(yes|no|maybe)"), tokenizer, seed) for seed in range(12)} == {"yes", "no", "maybe"}
+    assert wander(start(backend, "ebnf", 'root ::= "a" [0-9] "b"'), tokenizer, 1)[::2] == "ab"
 
 
 def test_a_choice_is_one_of_the_texts(backend, tokenizer):
     texts = {'a "quoted"\nline', "naïve 😀", "plain"}
-    assert {wander(backend.compile("choice", json.dumps(sorted(texts))), tokenizer, seed) for seed in range(24)} == texts
+    assert {wander(start(backend, "choice", json.dumps(sorted(texts))), tokenizer, seed) for seed in range(24)} == texts
 
 
 CALL = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
 
 
-def test_a_structural_tag_constrains_what_follows_its_trigger(backend, tokenizer):
+def test_a_structural_tag_constrains_what_follows_its_trigger(tagging, tokenizer):
     form = {"type": "triggered_tags", "triggers": ["<f"], "tags": [CALL]}
-    grammar = backend.compile("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    grammar = start(tagging, "structural_tag", json.dumps({"type": "structural_tag", "format": form}))
     free = set(allowed_ids(grammar).tolist())
     assert len(free) > 1900 and free & set(tokenizer.eos_token_ids)  # free text may end at any time
     for token in tokenizer.encode("so: <f>", False):
@@ -89,9 +102,9 @@ def test_a_structural_tag_constrains_what_follows_its_trigger(backend, tokenizer
     assert set(allowed_ids(grammar).tolist()) & set(tokenizer.eos_token_ids)
 
 
-def test_a_structural_tag_may_be_all_that_is_allowed(backend, tokenizer):
+def test_a_structural_tag_may_be_all_that_is_allowed(tagging, tokenizer):
     calls = {"type": "tags_with_separator", "tags": [CALL], "separator": "\n", "at_least_one": True, "stop_after_first": True}
-    grammar = backend.compile("structural_tag", json.dumps({"type": "structural_tag", "format": calls}))
+    grammar = start(tagging, "structural_tag", json.dumps({"type": "structural_tag", "format": calls}))
     for token in tokenizer.encode('<f>{"name": "x", "age": 1}</f>', False):
         assert not grammar.is_finished()
         assert grammar.accept(token)
@@ -99,12 +112,12 @@ def test_a_structural_tag_may_be_all_that_is_allowed(backend, tokenizer):
 
 
 def test_json_object_starts_with_a_brace(backend, tokenizer):
-    first = {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(backend.compile("json_object", "")).tolist()}
+    first = {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(start(backend, "json_object", "")).tolist()}
     assert first <= {"{", ""} and "{" in first
 
 
 def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
-    grammar = backend.compile("regex", "ab")
+    grammar = start(backend, "regex", "ab")
     assert not grammar.accept(tokenizer.encode("x", False)[0])
     assert not grammar.is_finished()
     for letter in "ab":
@@ -117,26 +130,46 @@ def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
     assert not grammar.accept(5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "words"),
-    [
-        ("json_schema", "{", "is no JSON"),
-        ("json_schema", "[1]", "must be a JSON object"),
-        ("json_schema", '{"type": "nonsense"}', "does not compile"),
-        ("json_schema", '{"a":' * 100 + "1" + "}" * 100, "deeper than 64"),
-        ("regex", "(((", "does not compile"),
-        ("regex", "a" * 70_000, "the limit is 65536"),
-        ("ebnf", "root ::= undefined_rule", "does not compile"),
-        ("ebnf", 'root ::= root "a"', "allows no text"),
-        ("json_schema", '{"$ref": "#"}', "allows no text"),
-        ("structural_tag", "{", "is no JSON"),
-        ("structural_tag", '{"format": {"type": "nope"}}', "not recognized: nope"),
-        ("structural_tag", '{"type": "structural_tag"}', "must have a format"),
-        ("lark", "x", "is unknown"),
-    ],
-)
-def test_a_bad_grammar_is_one_sentence(backend, kind, source, words):
+BAD = [
+    ("json_schema", "{", "is no JSON"),
+    ("json_schema", "[1]", "must be a JSON object"),
+    ("json_schema", '{"type": "nonsense"}', "does not compile"),
+    ("json_schema", '{"a":' * 100 + "1" + "}" * 100, "deeper than 64"),
+    ("regex", "(((", "does not compile"),
+    ("regex", "a" * 70_000, "the limit is 65536"),
+    ("regex", "a\0b", "NUL character"),
+    ("ebnf", "root ::= undefined_rule", "does not compile"),
+    ("ebnf", 'root ::= root "a"', "allows no text"),
+    ("json_schema", '{"$ref": "#"}', "allows no text"),
+    ("lark", "x", "is unknown"),
+]
+BAD_TAGS = [
+    ("structural_tag", "{", "is no JSON"),
+    ("structural_tag", '{"format": {"type": "nope"}}', "not recognized: nope"),
+    ("structural_tag", '{"type": "structural_tag"}', "must have a format"),
+]
+
+
+def is_one_sentence(backend, kind, source, words):
     with pytest.raises(ValueError, match=words) as error:
         backend.compile(kind, source)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300 and ".cc" not in str(error.value)
     backend.compile("regex", "ok")
+
+
+@pytest.mark.parametrize(("kind", "source", "words"), BAD)
+def test_a_bad_grammar_is_one_sentence(backend, kind, source, words):
+    is_one_sentence(backend, kind, source, words)
+
+
+@pytest.mark.parametrize(("kind", "source", "words"), BAD_TAGS)
+def test_a_bad_structural_tag_is_one_sentence(tagging, kind, source, words):
+    is_one_sentence(tagging, kind, source, words)
+
+
+def test_requests_of_one_grammar_do_not_see_each_other(backend, tokenizer):
+    compiled = backend.compile("regex", "(yes|no)!")
+    one, two = compiled.start(), compiled.start()
+    assert one.accept(tokenizer.encode("n", False)[0])
+    assert {tokenizer.decode([token])[0] for token in allowed_ids(two).tolist()} == {"y", "n"}
+    assert compiled.num_bytes > 0

@@ -1,0 +1,112 @@
+"""Grammars by llguidance: JSON schema, any JSON object, regular expressions, EBNF (or its own Lark dialect), choices.
+
+A grammar is compiled in a fraction of a millisecond and its masks are computed as it goes, each under the library's own limits of
+work. Knows one tokenizer and one vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from frame.core.interfaces.sampling import GrammarBackend
+from frame.plugins.grammars.options import GrammarOptions
+from frame.plugins.grammars.sources import check_source, one_sentence
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_FORMATS = {"regex": "regex", "ebnf": "ebnf", "choice": "choice"}  # kind -> the library's name
+_LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
+
+
+class LLGrammar:
+    """One request's matcher (`Grammar`)."""
+
+    def __init__(self, matcher: Any, stop_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._stops = stop_token_ids
+        self._is_ended = False
+
+    def fill(self, mask: np.ndarray) -> bool:
+        """See `Grammar.fill`; when the end was accepted everything is allowed. Raises ValueError when the library's limits are reached."""
+        if self._is_ended:
+            mask[...] = -1
+            return False
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check_limits()
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        if self._is_ended:
+            return False
+        if token_id in self._stops:
+            self._is_ended = self._matcher.is_accepting()
+            return self._is_ended
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        if not is_taken:
+            self._check_limits()
+        return is_taken
+
+    def is_finished(self) -> bool:
+        return self._is_ended or self._matcher.is_stopped()
+
+    def _check_limits(self) -> None:
+        if self._matcher.is_stopped() and self._matcher.stop_reason() in _LIMITS:
+            raise ValueError("the grammar needs more work for a token than its backend allows; simplify it")
+
+
+class LLCompiled:
+    """A compiled grammar (`CompiledGrammar`)."""
+
+    def __init__(self, matcher: Any, source: str, stop_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._stops = stop_token_ids
+        self.num_bytes = 64 * len(source) + (64 << 10)  # the library does not say; lexer states come to tens of kilobytes
+
+    def start(self) -> LLGrammar:
+        return LLGrammar(self._matcher.deep_copy(), self._stops)
+
+
+class LLGuidanceBackend(GrammarBackend):
+    """Compiles for one tokenizer: a `tokenizers.Tokenizer`, or what holds one as `backend`, with its `eos_token_ids`.
+
+    Raises ValueError when the tokenizer cannot be read or is larger than the model's vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
+        self._options = options if isinstance(options, GrammarOptions) else GrammarOptions()
+        self._words = -(-vocab_size // 32)
+        backend = getattr(tokenizer, "backend", tokenizer)
+        stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ()) if token < vocab_size]
+        self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None)
+        self._stops = frozenset(self._tokenizer.eos_tokens)
+
+    def compile(self, kind: str, source: str) -> LLCompiled:
+        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
+        check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
+        try:
+            matcher = LLMatcher(self._tokenizer, self._translate(kind, source), log_level=0)
+        except Exception as error:  # the translation from EBNF raises whatever it meets
+            raise ValueError(one_sentence(kind, str(error))) from error
+        if matcher.is_error():
+            raise ValueError(one_sentence(kind, matcher.get_error().partition("<state>")[0]))
+        first = np.zeros(self._words, np.int32)
+        copy = matcher.deep_copy()
+        copy.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+        if copy.is_stopped() and not copy.is_accepting():  # root ::= root
+            raise ValueError(f"{kind} allows no text at all")
+        return LLCompiled(matcher, source, self._stops)
+
+    def _translate(self, kind: str, source: str) -> str:
+        if kind in ("json_schema", "json_object"):
+            overrides: Any = {"whitespace_flexible": self._options.any_whitespace}
+            return LLMatcher.grammar_from_json_schema(source or '{"type": "object"}', overrides=overrides)
+        if kind == "choice":
+            return grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False))
+        if kind in _FORMATS:
+            return grammar_from(_FORMATS[kind], source)
+        raise ValueError(f"grammar kind {kind!r} is unknown")

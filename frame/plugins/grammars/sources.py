@@ -1,0 +1,45 @@
+"""What every grammar's source is checked for before a compiler sees it, because it comes from a client. Knows no compiler."""
+
+from __future__ import annotations
+
+import json
+
+JSON_KINDS = ("json_schema", "structural_tag")
+
+
+def check_source(kind: str, source: str, max_chars: int, max_depth: int) -> None:
+    """Raise ValueError, one sentence, for a source that is too long, too deep for a recursive reader, or no JSON where it must be."""
+    if len(source) > max_chars:
+        raise ValueError(f"{kind} has {len(source)} characters; the limit is {max_chars}")
+    if "\0" in source:
+        raise ValueError(f"{kind} holds a NUL character; remove it")
+    if kind not in JSON_KINDS:
+        return
+    _check_depth(kind, source, max_depth)
+    try:
+        parsed = json.loads(source)
+    except ValueError as error:
+        raise ValueError(f"{kind} is no JSON: {error}") from None
+    if not isinstance(parsed, dict | bool):
+        raise ValueError(f"{kind} must be a JSON object")
+
+
+def _check_depth(kind: str, source: str, limit: int) -> None:
+    depth, is_string, is_escaped = 0, False, False
+    for char in source:
+        if is_escaped:
+            is_escaped = False
+        elif is_string:
+            is_escaped, is_string = char == "\\", char != '"'
+        elif char in "{[":
+            depth += 1
+            if depth > limit:
+                raise ValueError(f"{kind} is nested deeper than {limit} levels")
+        else:
+            is_string = char == '"'
+            depth -= char in "}]"
+
+
+def one_sentence(kind: str, reason: str, longest: int = 200) -> str:
+    """A compiler's own words about a grammar, without line breaks."""
+    return f"{kind} does not compile: {' '.join(reason.split())[:longest]}"

@@ -1,0 +1,179 @@
+"""Grammars are compiled once for all who want them, kept within a bound, and turned down for one request only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from frame.core.grammar_masks import SLOWEST, FailedGrammar, advance, replay
+from frame.core.grammars import GrammarCache, GrammarCompiler, GrammarSettings
+from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
+from frame.core.messages import Finish, Generate
+from frame.core.sampling_params import SamplingParams
+
+
+class Free:
+    """Allows everything."""
+
+    def fill(self, mask: np.ndarray) -> bool:
+        return False
+
+    def accept(self, token_id: int) -> bool:
+        return token_id != 7
+
+    def is_finished(self) -> bool:
+        return False
+
+
+class Compiled:
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def start(self) -> Grammar:
+        return Free()
+
+
+class Counting(GrammarBackend):
+    """Counts; a grammar is as large as its source's length in kilobytes."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
+        self.sources.append(source)
+        assert self.gate.wait(20)
+        if source.startswith("bad"):
+            raise ValueError("it is bad")
+        if source == "fault":
+            raise RuntimeError("the disk is full")
+        return Compiled(len(source) << 10)
+
+
+def ask(rid: str, **grammar: Any) -> Generate:
+    return Generate(rid=rid, token_ids=[1], params=SamplingParams(**grammar))
+
+
+def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish]:
+    found: dict[str, Grammar | Finish] = {}
+    ready = threading.Event()
+    for _ in range(2000):
+        found |= {message.rid: outcome for message, outcome in compiler.ready()}
+        if len(found) >= count:
+            return found
+        ready.wait(0.005)
+    raise AssertionError(f"only {sorted(found)} became ready")
+
+
+def test_a_grammar_is_compiled_once_for_all() -> None:
+    backend = Counting()
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend)
+    assert not compiler.hold(ask("plain"))
+    for i in range(5):
+        assert compiler.hold(ask(str(i), regex="x"))
+    assert compiler.ready() == [] and len(compiler) == 5
+    backend.gate.set()
+    found = collect(compiler, 5)
+    assert len({id(grammar) for grammar in found.values()}) == 5  # each its own state
+    assert compiler.hold(ask("again", regex="x"))
+    assert [message.rid for message, _ in compiler.ready()] == ["again"]  # at once
+    assert backend.sources == ["x"] and len(compiler) == 0
+    compiler.close()
+
+
+def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
+    backend = Counting()
+    compiler = GrammarCompiler(lambda: backend)
+    for source in ("bad", "bad", "fault", "fault"):
+        compiler.hold(ask("r", regex=source))
+        finish = collect(compiler, 1)["r"]
+        assert isinstance(finish, Finish) and finish.reason == "error"
+        assert finish.error in ("invalid grammar: it is bad", "invalid grammar: the disk is full")
+    assert backend.sources == ["bad", "fault", "fault"]
+    compiler.close()
+
+
+def test_a_kind_that_the_backend_has_not_is_refused() -> None:
+    backend = Counting()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(kinds=("regex", "choice")))
+    compiler.hold(ask("r", structural_tag="{}"))
+    finish = collect(compiler, 1)["r"]
+    assert isinstance(finish, Finish) and finish.error is not None
+    assert finish.error.startswith("invalid grammar: ") and "no structural_tag; use one of regex, choice" in finish.error
+    assert backend.sources == []
+    compiler.close()
+
+
+def test_who_waits_longer_than_the_limit_is_told_to_come_back() -> None:
+    backend = Counting()
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(patience=0.0))
+    compiler.hold(ask("r", regex="x"))
+    finish = collect(compiler, 1)["r"]
+    assert isinstance(finish, Finish) and finish.error is not None and finish.error.startswith("queue full: ")
+    compiler.close()
+
+
+def test_requests_that_leave_take_their_grammar_along() -> None:
+    backend = Counting()
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend)
+    for rid, source in (("a", "first"), ("b", "second"), ("c", "second"), ("d", "third")):
+        compiler.hold(ask(rid, regex=source))
+    gone = compiler.drop(["b", "d", "unknown"], "abort")
+    assert gone is not None and gone.rids == ["b", "d"]
+    backend.gate.set()
+    assert set(collect(compiler, 2)) == {"a", "c"}
+    assert "third" not in backend.sources
+    assert compiler.drop([], "abort") is None
+    compiler.close()
+
+
+def test_the_cache_holds_the_most_recently_used() -> None:
+    cache = GrammarCache(10_000)
+    for source in "abc":
+        cache.put(("regex", source), Compiled(2000))
+    assert cache.get(("regex", "a")) is not None
+    cache.put(("regex", "d"), ValueError("small"))
+    assert cache.get(("regex", "b")) is None and cache.get(("regex", "a")) is not None
+    cache.put(("regex", "huge"), Compiled(1 << 30))
+    assert cache.get(("regex", "huge")) is None and cache.get(("regex", "d")) is not None
+
+
+def test_processes_compile_and_the_backend_loads() -> None:
+    class Process:
+        closed = 0
+
+        def compile(self, kind: str, source: str) -> bytes:
+            return source.upper().encode()
+
+        def close(self) -> None:
+            Process.closed += 1
+
+    class Loading(Counting):
+        def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
+            self.sources.append(data.decode())
+            return Compiled(1)
+
+    backend = Loading()
+    start: Callable[[], Process] = Process
+    compiler = GrammarCompiler(lambda: backend, start_process=start)
+    compiler.hold(ask("r", regex="x"))
+    collect(compiler, 1)
+    assert backend.sources == ["X"]
+    compiler.close()
+    assert Process.closed == 1
+
+
+def test_a_failed_grammar_ends_its_request() -> None:
+    failed = FailedGrammar("it is too complex")
+    assert not failed.fill(np.zeros(2, np.int32))
+    assert advance(failed, 3) == (False, "invalid grammar: it is too complex")
+    assert replay(failed, [1]) == "invalid grammar: it is too complex"
+    assert replay(Free(), [1, 2]) == "" and "breaks" in replay(Free(), [7])
+    assert SLOWEST > 0.1
