@@ -6,6 +6,13 @@ import msgspec
 
 MAX_STOP = 16
 MAX_STOP_IDS = 64
+MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BIASES = 4096
+MAX_CUSTOM = 64
+MAX_CUSTOM_CHARS = 64 * 1024
+MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_LOGPROBS = 20
 LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
 
@@ -95,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; it may have {MAX_STOP_IDS}",
             ),
             (all(self.stop), "stop holds an empty string; leave it out"),
+            (all(len(text) <= MAX_STOP_CHARS for text in self.stop), f"stop holds a string of more than {MAX_STOP_CHARS} characters"),
             (
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}",
@@ -110,7 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             (all(self.choice), "choice holds an empty string; leave it out"),
             (len(self._grammars()) <= 1, f"{' and '.join(name for name, _ in self._grammars())} exclude each other; keep one"),
         )
-        found = [sentence for is_fine, sentence in ranges if not is_fine]
+        found = [sentence for is_fine, sentence in (*ranges, *self._sizes()) if not is_fine]
         if vocab_size is not None:
             found += [
                 f"{name} holds the token id {i}, outside the vocabulary (0 to {vocab_size - 1})"
@@ -119,6 +127,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 if not 0 <= i < vocab_size
             ]
         return found
+
+    def _sizes(self) -> tuple[tuple[bool, str], ...]:
+        """What would cost time or memory beyond all use. (whether it is fine, the sentence if not)"""
+        words = len(self.bad_words) + len(self.bad_words_ids)
+        longest_word = max(map(len, (*self.bad_words, *self.bad_words_ids)), default=0)
+        custom = max(map(len, (*self.custom, *self.custom.values())), default=0)
+        grammars = {name: len(getattr(self, name) or "") for name in ("json_schema", "regex", "ebnf", "structural_tag")}
+        grammars["choice"] = sum(map(len, self.choice or ()))
+        return (
+            (words <= MAX_BAD_WORDS, f"bad_words has {words} words; it may have {MAX_BAD_WORDS}"),
+            (longest_word <= MAX_BAD_WORD_CHARS, f"bad_words holds a word of more than {MAX_BAD_WORD_CHARS} characters"),
+            (len(self.logit_bias) <= MAX_BIASES, f"logit_bias has {len(self.logit_bias)} tokens; it may have {MAX_BIASES}"),
+            (len(self.custom) <= MAX_CUSTOM, f"custom has {len(self.custom)} entries; it may have {MAX_CUSTOM}"),
+            (custom <= MAX_CUSTOM_CHARS, f"custom holds a text of more than {MAX_CUSTOM_CHARS} characters"),
+            *(
+                (size <= MAX_GRAMMAR_CHARS, f"{name} has {size} characters; it may have {MAX_GRAMMAR_CHARS}")
+                for name, size in grammars.items()
+            ),
+        )
 
     def ends(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The token ids that end this request, each once, given the model's end tokens."""

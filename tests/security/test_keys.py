@@ -98,7 +98,7 @@ async def test_every_path_wants_the_key() -> None:
                 if path in OPEN_PATHS:
                     assert answer.status == 200
                 else:
-                    assert (answer.status, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
+                    assert (answer.status, answer.json()["error"]["type"]) == (401, "authentication_error"), path
                     assert answer.headers["www-authenticate"] == "Bearer"
         for headers in ([(b"authorization", b"Bearer secret")], [(b"x-api-key", b"secret")]):
             assert (await server.request("GET", "/v1/models", headers=headers)).status == 200

@@ -311,7 +311,7 @@ def _card(services: Services) -> dict[str, Any]:
         "object": "model",
         "created": services.created,
         "owned_by": "frame",
-        "root": services.resolved.model_path,
+        "root": services.resolved.served_name,
         "max_model_len": services.resolved.max_context,
     }
 

@@ -36,6 +36,9 @@ NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes tok
 RETRY_AFTER = 1  # seconds
 TIMEOUT_HEADER = "x-request-timeout"
 PRIORITY_LIMIT = 2**31
+MAX_NAME_CHARS = 256  # of a rid, and of a cache's salt
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 SILENT_AFTER = 120.0  # seconds without a heartbeat, which comes at each step's start, after which the engine counts as hung
 
 
@@ -102,15 +105,9 @@ class Services:
         early.
         """
         deadline = self._deadline(call, time_limit)
-        namespace = self._namespace(call, namespace)
         arrived = time.perf_counter()
-        vocabulary = self.resolved.facts.vocab_size
-        for own in params:
-            problems = own.problems(vocabulary)
-            if problems:
-                raise ApiError(400, problems[0], problems[0].split(" ", 1)[0])
-        if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
-            raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
+        self._check_params(params, priority)
+        _check_sizes(prompts, rid=rid, cache_salt=namespace)
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
         count = sum(own.n for own in params)
@@ -127,13 +124,23 @@ class Services:
             params = [self._with_bad_words(own) for own in params]
             for prompt, own in zip(ids, params, strict=True):
                 self.client.check(prompt, own)
-            answer = self.client.submit(ids, params, priority=priority, namespace=namespace, rid=rid, deadline=deadline)
+            space = self._namespace(call, namespace)
+            answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise _as_api_error(error) from None
         answer.created = arrived
         call.on_disconnect(answer.hang_up)
         return answer
+
+    def _check_params(self, params: Sequence[SamplingParams], priority: int) -> None:
+        vocabulary = self.resolved.facts.vocab_size
+        for own in {id(own): own for own in params}.values():  # many prompts may share one
+            problems = own.problems(vocabulary)
+            if problems:
+                raise ApiError(400, problems[0], problems[0].split(" ", 1)[0])
+        if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
+            raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
     def _namespace(self, call: Call, salt: str) -> str:
         """Which prefix cache a request sees: its key's own, and in that its salt's; else timing would tell one tenant of another."""
@@ -216,6 +223,18 @@ class Operation(NamedTuple):
 
 
 Routes = tuple[Operation, ...]
+
+
+def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
+    """Raise ApiError for names that are too long, and for conversations of too many parts."""
+    for field_name, value in names.items():
+        if value and len(value) > MAX_NAME_CHARS:
+            raise ApiError(400, f"{field_name} has {len(value)} characters; it may have {MAX_NAME_CHARS}", field_name)
+    for prompt in prompts:
+        if isinstance(prompt, Chat):
+            for part, found, most in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
+                if len(found) > most:
+                    raise ApiError(400, f"{part} has {len(found)} entries; it may have {most}", part)
 
 
 def raise_failed(sequences: Sequence[Stream]) -> None:
