@@ -139,6 +139,7 @@ class ExecutionSection(Section):
     threads: Annotated[int | None, Auto] = setting(None, "Threads of one rank on the CPU.", flag="threads", ge=1)
     torch_compile: bool = setting(False, "Compile the model with torch.compile.", flag="enable-torch-compile")
     torch_compile_max_bs: int = setting(32, "Largest batch that is compiled.", flag="torch-compile-max-bs", ge=1)
+    profile_dir: str | None = setting(None, "Folder for profiles that /start_profile records; not set: refused.", flag="profile-dir")
     check_integrity: Literal["off", "repair", "fatal"] = setting("repair", "What a failed self-check at idle does.", flag="check-integrity")
 
 
@@ -184,6 +185,12 @@ class ServerSection(Section):
         60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0
     )
     max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
+    admin_host: str = setting("127.0.0.1", "Address of the admin listener.", flag="admin-host")
+    admin_port: int | None = setting(
+        None, "Port of operators' routes, which then are nowhere else; 0 takes a free one.", flag="admin-port", ge=0, le=65535
+    )
+    admin_socket: str | None = setting(None, "Unix socket (mode 0600) for operators' routes.", flag="admin-socket")
+    admin_key: str | None = setting(None, "Key that operators' routes ask for.", flag="admin-key")
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
         (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
     )

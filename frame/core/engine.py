@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from frame.core.interfaces.runner import DeviceLost
+import msgspec
+
+from frame.core.interfaces.runner import DeviceLost, ProfileRequest
 from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, Tokens
 
 if TYPE_CHECKING:
@@ -184,6 +186,10 @@ class Engine:
                 self._paused = control.action == "pause"
             elif control.action == "check_integrity":
                 self.scheduler.check_integrity()
+            elif control.action == "start_profile":
+                data = {"path": self.runner.profile(msgspec.convert(control.arguments, ProfileRequest))}
+            elif control.action == "stop_profile":
+                data = {"path": self.runner.profile(None)}
             elif control.action == "shutdown":
                 self._stopping = True
                 self.scheduler.abort([], "abort")

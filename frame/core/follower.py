@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.runner import DeviceLost, ModelRunner
+from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError
+from frame.core.transport import Profile
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
-    from frame.core.interfaces.runner import PendingStep
+    from frame.core.interfaces.runner import PendingStep, ProfileRequest
     from frame.core.transport import BatchReceiver, BatchSender
+
+
+log = logging.getLogger(__name__)
 
 
 class LeadingRunner(ModelRunner):
@@ -31,6 +36,11 @@ class LeadingRunner(ModelRunner):
             return LedStep(self._runner.launch(batch))
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+    def profile(self, request: ProfileRequest | None) -> str:
+        path = self._runner.profile(request)
+        self._followers.send_profile(request)
+        return path
 
     def close(self) -> None:
         self._followers.close()
@@ -60,6 +70,9 @@ def follow(runner: ModelRunner, batches: BatchReceiver) -> None:
     in_flight: PendingStep | None = None
     try:
         while (batch := batches.receive()) is not None:
+            if isinstance(batch, Profile):
+                _profile(runner, batch)
+                continue
             launched = runner.launch(batch)
             if in_flight is not None:
                 in_flight.wait()
@@ -67,3 +80,10 @@ def follow(runner: ModelRunner, batches: BatchReceiver) -> None:
     finally:
         runner.close()
         batches.close()
+
+
+def _profile(runner: ModelRunner, order: Profile) -> None:
+    try:
+        runner.profile(order.request)
+    except ProfileError as error:  # rank 0 records, and this rank does not; its steps go on
+        log.error("no profile of this rank: %s", error)

@@ -47,7 +47,10 @@ class Control(Message, frozen=True):
     """A command to the engine, answered by one `ControlReply` of the same id, after it took effect on every rank."""
 
     id: str
-    action: Literal["flush_cache", "outline_cache", "server_info", "pause", "resume", "check_integrity", "shutdown", "ping"]
+    action: Literal[
+        "flush_cache", "outline_cache", "server_info", "pause", "resume", "check_integrity", "start_profile", "stop_profile", "shutdown",
+        "ping",
+    ]  # fmt: skip
     arguments: dict[str, Any] = {}
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import zmq
 
 from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.runner import ProfileRequest
 from frame.core.messages import AnyMessage, Message, decode, encode
 
 FLUSH_MS = 2000  # how long a closing socket may still deliver what was sent
@@ -211,6 +212,16 @@ def decode_batch(data: bytes) -> ScheduledBatch:
     return _batch_decoder.decode(data)
 
 
+class Profile(msgspec.Struct, frozen=True):
+    """An order to the followers: start recording, or (None) stop."""
+
+    request: ProfileRequest | None
+
+
+_profile_encoder = msgspec.msgpack.Encoder()
+_profile_decoder = msgspec.msgpack.Decoder(Profile)
+
+
 class BatchSender:
     """Rank 0's side: the same bytes to every follower, in order. An empty frame means stop."""
 
@@ -222,6 +233,12 @@ class BatchSender:
         data = encode_batch(batch)
         for socket in self._sockets:
             socket.send(data)
+
+    def send_profile(self, request: ProfileRequest | None) -> None:
+        """Tell the followers to start or (None) to stop recording, between the batches."""
+        data = _profile_encoder.encode(Profile(request=request))
+        for socket in self._sockets:
+            socket.send_multipart([data, b"profile"])
 
     def close(self) -> None:
         """Tell the followers to stop."""
@@ -240,9 +257,11 @@ class BatchReceiver:
         self._socket.set_hwm(0)
         self._socket.bind(address)
 
-    def receive(self) -> ScheduledBatch | None:
-        """Block for the next batch; None when rank 0 stops."""
-        data = self._socket.recv()
+    def receive(self) -> ScheduledBatch | Profile | None:
+        """Block for the next batch or order to record; None when rank 0 stops."""
+        data, *rest = self._socket.recv_multipart()
+        if rest:
+            return _profile_decoder.decode(data)
         return decode_batch(data) if data else None
 
     def close(self) -> None:

@@ -70,6 +70,16 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
     return build_runner(resolved, parts, tp)
 
 
+def with_profiles(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:
+    """The runner, able to record itself where the configuration names a folder for it."""
+    folder = resolved.user.execution.profile_dir
+    if folder is None:
+        return runner
+    from frame.core.profiling import ProfiledRunner
+
+    return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank)
+
+
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
     """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it. A backend that the user named is loaded
     now, so that its failure stops the start; one that was chosen for him with the first grammar."""
@@ -102,7 +112,9 @@ def build_engine(
     clock = time.perf_counter()
     rank = build_rank(resolved, registry, place)
     capacity = rank.capacity
-    runner: ModelRunner = rank if followers is None else LeadingRunner(rank, followers)
+    runner = with_profiles(resolved, rank, place)
+    if followers is not None:
+        runner = LeadingRunner(runner, followers)
     found = find_observers(registry)
     told = found.on_request_finished
     on_finish = None if told is None else lambda request, finish: told(**_finished(request, finish))
@@ -125,7 +137,7 @@ def build_engine(
 
 def run_follower(resolved: Resolved, registry: Registry, batches: BatchReceiver, place: Place) -> None:
     """A rank ≥ 1: build, then run what rank 0 sends until it stops."""
-    follow(build_rank(resolved, registry, place), batches)
+    follow(with_profiles(resolved, build_rank(resolved, registry, place), place), batches)
 
 
 def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:

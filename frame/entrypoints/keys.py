@@ -58,9 +58,14 @@ def load_keys(server: ServerSection) -> KeyRing | None:
     return KeyRing(digests)
 
 
-def _digest(key: str) -> bytes:
+def ring_of(key: str, name: str) -> KeyRing:
+    """A ring of one key, which the setting `name` gave."""
+    return KeyRing([_digest(key, name)])
+
+
+def _digest(key: str, name: str = "server.api_key") -> bytes:
     if not key.strip():
-        raise ConfigurationError("server.api_key is empty; give a key, or leave it out to serve without one")
+        raise ConfigurationError(f"{name} is empty; give a key, or leave it out to serve without one")
     return hashlib.sha256(key.strip().encode()).digest()
 
 
@@ -102,6 +107,13 @@ def check_exposure(server: ServerSection) -> None:
             f"server.host is {server.host}, which other machines reach, and there is no API key; set --api-key or --api-keys,"
             " listen on 127.0.0.1, or set --insecure to serve everybody who reaches it"
         )
+    if server.admin_port is not None and server.admin_key is None and not server.insecure and not _is_local(server.admin_host):
+        raise ConfigurationError(
+            f"server.admin_host is {server.admin_host}, which other machines reach, and there is no admin key; set --admin-key, listen on"
+            " 127.0.0.1, or set --insecure"
+        )
+    if server.admin_key is not None:
+        ring_of(server.admin_key, "server.admin_key")  # a wrong one ends the start
 
 
 def _is_local(host: str) -> bool:

@@ -85,10 +85,11 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.follower import follow
-    from frame.entrypoints.assembly import Place, build_rank
+    from frame.entrypoints.assembly import Place, build_rank, with_profiles
 
     batches = BatchReceiver(SocketDirectory(options.sockets).address(f"batches-{options.rank}"))
-    runner = build_rank(resolved, registry_of(resolved), Place(options.rank, options.tp, Path(options.sockets)))
+    place = Place(options.rank, options.tp, Path(options.sockets))
+    runner = with_profiles(resolved, build_rank(resolved, registry_of(resolved), place), place)
     transport.send(Ready(process=name, pid=os.getpid()))
     follow(runner, batches)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+import msgspec
+
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
+
+MAX_PROFILE_STEPS = 2000
 
 
 class DeviceLost(RuntimeError):  # noqa: N818 - the name of what happened
@@ -20,6 +24,22 @@ class PendingStep(Protocol):
         ...
 
 
+class ProfileError(RuntimeError):
+    """A recording cannot be started or stopped; the sentence says why."""
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be recorded: this many steps, at most `MAX_PROFILE_STEPS`, under this name."""
+
+    num_steps: int = 50
+    name: str = "frame"
+
+    def problem(self) -> str | None:
+        if not 1 <= self.num_steps <= MAX_PROFILE_STEPS:
+            return f"num_steps is {self.num_steps}; a profile may have 1 to {MAX_PROFILE_STEPS} steps"
+        return None
+
+
 class ModelRunner(ABC):
     """Runs steps in the order of their launch.
 
@@ -31,6 +51,10 @@ class ModelRunner(ABC):
     @abstractmethod
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step."""
+
+    def profile(self, request: ProfileRequest | None) -> str:
+        """Start recording, or (None) stop it; the trace's path. Raises ProfileError."""
+        raise ProfileError("profiling is off; serve with --profile-dir FOLDER")
 
     @abstractmethod
     def close(self) -> None:

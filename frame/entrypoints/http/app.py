@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import anthropic, native, openai, page
+from frame.entrypoints.http import admin, anthropic, native, openai, page
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -31,7 +31,9 @@ LONGEST_PATH = 200  # characters of a path that an error quotes
 REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
 GONE = 499  # the status of a request whose client left before the response began
 
-ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES, *page.ROUTES)
+ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES, *page.ROUTES, *admin.ROUTES)
+ADMIN_ROUTES: Routes = (*admin.ROUTES, *native.OBSERVING)  # of the listener for operators
+ADMIN_PATHS = frozenset(operation.path for operation in admin.ROUTES)
 
 
 class Endpoint:
@@ -66,16 +68,19 @@ class App:
     """The whole application. Every path but the health checks and the page's files needs a key, if there are keys, also where
     there is no route.
 
-    `scope["tenant"]` names the key's holder for the routes: "" where no key is asked for.
+    `scope["tenant"]` names the key's holder for the routes: "" where no key is asked for. `is_admin`: the application of operators' own
+    listener, where users' keys mean nothing.
     """
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, is_admin: bool = False) -> None:
         server = services.resolved.user.server
         self._services = services
-        self._keys = load_keys(server)
+        self._keys = None if is_admin else load_keys(server)
+        self._admin = admin.AdminGuard(server, is_admin)
         self._most_per_key = server.max_requests_per_key
         self._num_open: Counter[str] = Counter()  # requests by tenant; as many entries as keys
-        operations = (*ROUTES, description_of(ROUTES))
+        routes: Routes = ADMIN_ROUTES if is_admin else ROUTES
+        operations = (*routes, description_of(routes))
         self._shapes = {operation.path: operation.errors for operation in operations}
         bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout)
         self._router = Router([Route(o.path, Endpoint(o, services, bodies), methods=list(o.methods)) for o in operations])
@@ -93,6 +98,12 @@ class App:
         scope["arrived"] = time.perf_counter()
         REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
         try:
+            if scope["path"] in ADMIN_PATHS:
+                if self._keys is not None and not self._admin.opens(scope["headers"]) and self._keys.tenant(scope["headers"]) is None:
+                    raise _no_key()  # to strangers these are paths like any other
+                self._admin.check(scope["headers"])
+                await self._route(scope, receive, send)
+                return
             if self._keys is None or scope["path"] in OPEN_PATHS or page.is_open(scope["path"]):
                 await self._route(scope, receive, send)
                 return

@@ -97,9 +97,11 @@ class Call:
             raise DisconnectedError
         return message
 
-    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as a struct. Raises ApiError 400 that names the field."""
+    async def json(self, decoder: msgspec.json.Decoder[T], empty: T | None = None) -> T:
+        """The body as a struct; `empty` stands for no body at all. Raises ApiError 400 that names the field."""
         data = await self.body()
+        if empty is not None and not data.strip():
+            return empty
         if is_too_deep(data):
             raise ApiError(400, f"the body is nested deeper than {MOST_LEVELS} levels; send fewer")
         try:

@@ -1,4 +1,4 @@
-"""The native API: `/generate` (cumulative text and `meta_info`), tokenizing, health, cache and request control, `/metrics`."""
+"""The native API: `/generate` (cumulative text and `meta_info`), tokenizing, health, `/metrics`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, expositi
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
 from frame.entrypoints.http.services import RETRY_AFTER, Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE
-from frame.entrypoints.limits import EngineDeadError
 
 HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
 
@@ -62,15 +61,9 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = False
 
 
-class AbortRequest(msgspec.Struct, kw_only=True):
-    rid: str | list[str] = ""
-    abort_all: bool = False
-
-
 _generate_decoder = msgspec.json.Decoder(GenerateRequest)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-_abort_decoder = msgspec.json.Decoder(AbortRequest)
 
 
 # generate ----------------------------------------------------------------------------------------------------------
@@ -243,7 +236,7 @@ async def detokenize(call: Call, services: Services) -> None:
     await call.respond_json({"text": text, "prompt": text})
 
 
-# control -----------------------------------------------------------------------------------------------------------
+# health ------------------------------------------------------------------------------------------------------------
 
 
 async def live(call: Call, services: Services) -> None:
@@ -277,81 +270,23 @@ async def health_generate(call: Call, services: Services) -> None:
     await call.respond(b"{}")
 
 
-async def flush_cache(call: Call, services: Services) -> None:
-    """Forget cached prefixes that nobody uses."""
-    await _control(call, services, "flush_cache")
-
-
-async def server_info(call: Call, services: Services) -> None:
-    """The resolved configuration (without the keys), and the engine's own numbers."""
-    reply = await _ask(services, "server_info")
-    config = services.resolved.model_dump(mode="json", exclude={"user": {"server": {"api_key", "api_keys"}}, "facts": {"config"}})
-    await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
-
-
-async def check_integrity(call: Call, services: Services) -> None:
-    """The self-check, now."""
-    await _control(call, services, "check_integrity")
-
-
-async def pause(call: Call, services: Services) -> None:
-    """Stop launching steps."""
-    await _control(call, services, "pause")
-
-
-async def resume(call: Call, services: Services) -> None:
-    """Go on after a pause."""
-    await _control(call, services, "resume")
-
-
-async def abort_request(call: Call, services: Services) -> None:
-    """End requests by name, or all."""
-    request = await call.json(_abort_decoder)
-    rids = [request.rid] if isinstance(request.rid, str) else request.rid
-    if request.abort_all:
-        services.client.abort([])
-    elif any(rids):
-        services.client.abort([rid for rid in rids if rid])
-    else:
-        raise ApiError(400, "name a rid, or set abort_all", "rid")
-    await call.respond(b"{}")
-
-
 async def metrics(call: Call, services: Services) -> None:
     """Prometheus' text format."""
     await call.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
 
 
-async def _control(call: Call, services: Services, action: str) -> None:
-    await call.respond_json({"success": True, **await _ask(services, action)})
-
-
-async def _ask(services: Services, action: str) -> dict[str, Any]:
-    try:
-        reply = await services.client.control(action)
-    except (EngineDeadError, TimeoutError) as error:
-        raise ApiError(503, str(error) or "the engine did not answer in time") from None
-    if not reply.ok:
-        raise ApiError(500, reply.error or f"{action} failed")
-    return reply.data
-
-
+OBSERVING: Routes = (
+    Operation("/health", ("GET",), ready),
+    Operation("/health/ready", ("GET",), ready),
+    Operation("/health/live", ("GET",), live),
+    Operation("/metrics", ("GET",), metrics),
+)
 ROUTES: Routes = (
     Operation("/generate", ("POST",), generate, GenerateRequest),
     Operation("/tokenize", ("POST",), tokenize, TokenizeRequest),
     Operation("/v1/tokenize", ("POST",), tokenize, TokenizeRequest),
     Operation("/detokenize", ("POST",), detokenize, DetokenizeRequest),
     Operation("/v1/detokenize", ("POST",), detokenize, DetokenizeRequest),
-    Operation("/health", ("GET",), ready),
-    Operation("/health/ready", ("GET",), ready),
-    Operation("/health/live", ("GET",), live),
     Operation("/health_generate", ("GET",), health_generate),
-    Operation("/flush_cache", ("GET", "POST"), flush_cache),
-    Operation("/server_info", ("GET",), server_info),
-    Operation("/get_server_info", ("GET",), server_info),
-    Operation("/check_integrity", ("POST",), check_integrity),
-    Operation("/pause_generation", ("POST",), pause),
-    Operation("/continue_generation", ("POST",), resume),
-    Operation("/abort_request", ("POST",), abort_request, AbortRequest),
-    Operation("/metrics", ("GET",), metrics),
+    *OBSERVING,
 )

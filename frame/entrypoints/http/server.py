@@ -22,6 +22,7 @@ from frame.core.messages import Abort
 from frame.core.resolved import Resolved
 from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
+from frame.entrypoints.http.admin_listener import AdminListener
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol, raise_file_limit
 from frame.entrypoints.http.metrics import ServerMetrics
@@ -65,6 +66,7 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     resolved = prepared.resolved
     started = time.perf_counter()
     signal.signal(signal.SIGTERM, _give_up)  # until the server is up
+    admin = AdminListener(resolved.user.server)
     listener = _listen(resolved)
     layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
@@ -74,11 +76,12 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
             tokenizer = load_tokenizer(resolved)
             info = wait_ready(deployment, report)
         services = _services(prepared, deployment, tokenizer, info)
-        server = Server(services, deployment, listener, started)
+        server = Server(services, deployment, listener, admin, started)
         return _run(server.run())
     finally:
         deployment.kill()
         listener.close()
+        admin.close()
 
 
 def _give_up(number: int, frame: object) -> None:
@@ -156,10 +159,13 @@ def _http_config(services: Services) -> uvicorn.Config:
 class Server:
     """The running server: uvicorn, the client's reader, the watch over the children, the signals."""
 
-    def __init__(self, services: Services, deployment: Deployment, listener: socket.socket, started: float) -> None:
+    def __init__(
+        self, services: Services, deployment: Deployment, listener: socket.socket, admin: AdminListener, started: float
+    ) -> None:
         self._services = services
         self._deployment = deployment
         self._listener = listener
+        self._admin = admin
         self._started = started
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: do not wait
@@ -176,6 +182,7 @@ class Server:
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()
+        self._admin.start(App(self._services, is_admin=True))
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -189,6 +196,7 @@ class Server:
         self._http.force_exit = died or self._now.is_set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 2.0)
+        await self._admin.stop()
         loop.remove_reader(transport.fd)
         if not died:
             await asyncio.to_thread(self._deployment.stop, 0.0 if self._now.is_set() else 10.0)

@@ -1,0 +1,149 @@
+"""Routes for operators: cache, pause, abort, self-check, profile, what was resolved; and `AdminGuard`, which says who may use them where.
+
+They are served on a listener of their own (`server.admin_port`, `server.admin_socket`), or beside the API to whoever brings
+`server.admin_key`, or, when nobody needs a key for anything, to everybody who reaches the API. A user's key never opens them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from frame.core.config import ServerSection
+from frame.core.interfaces.runner import ProfileRequest
+from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.keys import KeyRing, load_keys, ring_of
+from frame.entrypoints.limits import EngineDeadError
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    rid: str | list[str] = ""
+    abort_all: bool = False
+
+
+_abort_decoder = msgspec.json.Decoder(AbortRequest)
+_profile_decoder = msgspec.json.Decoder(ProfileRequest)
+
+
+class AdminGuard:
+    """Who may use the routes of operators. `is_own_listener`: asked on a listener that serves nothing else."""
+
+    def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
+        self._is_elsewhere = not is_own_listener and has_listener(server)
+        self._keys: KeyRing | None = None if server.admin_key is None else ring_of(server.admin_key, "server.admin_key")
+        self._is_open = server.admin_key is None and (is_own_listener or load_keys(server) is None)
+
+    def opens(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether the request brings the admin key."""
+        return self._keys is not None and self._keys.tenant(headers) is not None
+
+    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Raise ApiError unless the request may go on."""
+        if self._is_elsewhere:
+            raise ApiError(403, "this route is for operators and is served on the admin listener only", code="admin_only")
+        if self._is_open:
+            return
+        if self._keys is None:
+            raise ApiError(
+                403,
+                "this route is for operators, and users' keys do not open it; serve with --admin-port, --admin-socket or --admin-key",
+                code="admin_only",
+            )
+        if not self.opens(headers):
+            error = ApiError(401, "this route needs the admin key; send Authorization: Bearer KEY", code="invalid_admin_key")
+            error.headers = ((b"www-authenticate", b"Bearer"),)
+            raise error
+
+
+def has_listener(server: ServerSection) -> bool:
+    """Whether operators have a port or a socket of their own."""
+    return server.admin_port is not None or server.admin_socket is not None
+
+
+async def flush_cache(call: Call, services: Services) -> None:
+    """Forget cached prefixes that nobody uses."""
+    await _control(call, services, "flush_cache")
+
+
+async def server_info(call: Call, services: Services) -> None:
+    """The resolved configuration (without the keys), and the engine's own numbers."""
+    reply = await _ask(services, "server_info")
+    hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "facts": {"config"}}
+    config = services.resolved.model_dump(mode="json", exclude=hidden)
+    await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
+
+
+async def check_integrity(call: Call, services: Services) -> None:
+    """The self-check, now."""
+    await _control(call, services, "check_integrity")
+
+
+async def pause(call: Call, services: Services) -> None:
+    """Stop launching steps."""
+    await _control(call, services, "pause")
+
+
+async def resume(call: Call, services: Services) -> None:
+    """Go on after a pause."""
+    await _control(call, services, "resume")
+
+
+async def abort_request(call: Call, services: Services) -> None:
+    """End requests by name, or all."""
+    request = await call.json(_abort_decoder)
+    rids = [request.rid] if isinstance(request.rid, str) else request.rid
+    if request.abort_all:
+        services.client.abort([])
+    elif any(rids):
+        services.client.abort([rid for rid in rids if rid])
+    else:
+        raise ApiError(400, "name a rid, or set abort_all", "rid")
+    await call.respond(b"{}")
+
+
+async def start_profile(call: Call, services: Services) -> None:
+    """Record the next steps of every rank with torch's profiler, into the folder `execution.profile_dir`."""
+    request = await call.json(_profile_decoder, empty=ProfileRequest())
+    if (problem := request.problem()) is not None:
+        raise ApiError(400, problem, "num_steps")
+    name = time.strftime("frame-%Y%m%d-%H%M%S", time.gmtime())
+    await _control(call, services, "start_profile", name=name, num_steps=request.num_steps)
+
+
+async def stop_profile(call: Call, services: Services) -> None:
+    """End the recording now, and write the traces."""
+    await _control(call, services, "stop_profile")
+
+
+async def _control(call: Call, services: Services, action: str, **arguments: Any) -> None:
+    await call.respond_json({"success": True, **await _ask(services, action, **arguments)})
+
+
+async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, Any]:
+    try:
+        reply = await services.client.control(action, **arguments)
+    except (EngineDeadError, TimeoutError) as error:
+        raise ApiError(503, str(error) or "the engine did not answer in time") from None
+    if not reply.ok:
+        sentence = reply.error or f"{action} failed"
+        is_refusal = sentence.startswith("ProfileError: ")
+        raise ApiError(409 if is_refusal else 500, sentence.removeprefix("ProfileError: "))
+    return reply.data
+
+
+ROUTES: Routes = (
+    Operation("/flush_cache", ("GET", "POST"), flush_cache),
+    Operation("/server_info", ("GET",), server_info),
+    Operation("/get_server_info", ("GET",), server_info),
+    Operation("/check_integrity", ("POST",), check_integrity),
+    Operation("/pause_generation", ("POST",), pause),
+    Operation("/continue_generation", ("POST",), resume),
+    Operation("/abort_request", ("POST",), abort_request, AbortRequest),
+    Operation("/start_profile", ("POST",), start_profile, ProfileRequest),
+    Operation("/stop_profile", ("POST",), stop_profile),
+)
