@@ -17,6 +17,7 @@ import torch
 from frame.core.batch_builder import BatchBuilder, count_rows
 from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.compiled import Forward, keep_out
+from frame.core.host_memory import keep_freed_memory
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
@@ -153,8 +154,10 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     device = torch.device("cuda", tp.rank) if resolved.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif resolved.threads is not None:
-        torch.set_num_threads(resolved.threads)
+    else:
+        keep_freed_memory()
+        if resolved.threads is not None:
+            torch.set_num_threads(resolved.threads)
     torch.manual_seed(resolved.user.model.seed)
     context = build_context(resolved, parts, tp, device)
     phases["context"] = time.perf_counter() - clock

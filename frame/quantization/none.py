@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SMALL_EXPERT = 1 << 17  # hidden * inner: below it, idle experts cost less than sorting tokens (benchmarks/moe_cpu.py)
-_SMALL_LAYER = 32 << 20  # bytes of `down`: the second form of a layer's experts takes three times that
+_SMALL_LAYER = 32 << 20  # bytes of `down`: the further forms of a layer's experts take three times that each
 
 
 class PlainLinear:
@@ -44,8 +44,9 @@ class PlainLinear:
 class PlainExperts:
     """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner].
 
-    Small experts on a CPU that packs get a second, packed form of all experts side by side: `packed_gate_up` (of the matrix
-    [experts * 2 * inner, hidden]) and `packed_down` ([hidden, experts * inner]); a runner takes that for small batches.
+    Small experts on a CPU that packs get two more forms, from which a runner takes its pick: all experts side by side for small batches,
+    `packed_gate_up` (of the matrix [experts * 2 * inner, hidden]) and `packed_down` ([hidden, experts * inner]); and one by one,
+    the lists `packed_each_gate_up` and `packed_each_down`.
     """
 
     def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
@@ -62,6 +63,7 @@ class PlainExperts:
         all_gate_up, all_down = gate_up.flatten(0, 1), down.transpose(0, 1).flatten(1)
         if down[0].numel() <= _SMALL_EXPERT and down.nbytes <= _SMALL_LAYER and can_pack(all_gate_up) and can_pack(all_down):
             layer.packed_gate_up, layer.packed_down = pack(all_gate_up), pack(all_down)
+            layer.packed_each_gate_up, layer.packed_each_down = [pack(part) for part in gate_up], [pack(part) for part in down]  # type: ignore[assignment]
 
 
 class Plain(QuantizationMethod):

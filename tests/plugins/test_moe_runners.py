@@ -53,6 +53,7 @@ def test_all_ways_follow_the_definition(count: int, experts: int, top: int, size
     results = [run_grouped(tokens, gate_up, down), run_each(tokens, gate_up, down)]
     if can_pack(gate_up[0]):
         results.append(run_dense(tokens, pack(gate_up.flatten(0, 1)), pack(down.transpose(0, 1).flatten(1)), experts))
+        results.append(run_each(tokens, [pack(part) for part in gate_up], [pack(part) for part in down]))
     for out in results:
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), want, **tolerance)

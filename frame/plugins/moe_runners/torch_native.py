@@ -5,24 +5,30 @@ Knows no routing and no rank: it gets tokens with the ids and weights of their e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.moe import Dispatched, MoERunner
-from frame.models.layers.packed import packed_linear
+from frame.models.layers.packed import packed_linear, padded_rows
+
+Weights = torch.Tensor | Sequence[torch.Tensor]  # of all experts, plain or packed
 
 _DENSE_TOKENS = 256  # more tokens make enough work for each expert
 
 
 class TorchNative(MoERunner):
-    """Plain weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]; their packed form where there is one."""
+    """Plain weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]; their packed forms where there are any."""
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
-        if getattr(experts, "packed_down", None) is not None and prefers_dense(tokens, down.shape[0]):
-            return run_dense(tokens, experts.packed_gate_up, experts.packed_down, down.shape[0])  # type: ignore[arg-type]
+        if getattr(experts, "packed_down", None) is not None:
+            if prefers_dense(tokens, down.shape[0]):
+                return run_dense(tokens, experts.packed_gate_up, experts.packed_down, down.shape[0])  # type: ignore[arg-type]
+            return run_each(tokens, experts.packed_each_gate_up, experts.packed_each_down)  # type: ignore[arg-type]
         if _can_group(gate_up, down):
             return run_grouped(tokens, gate_up, down)
         return run_each(tokens, gate_up, down)
@@ -50,17 +56,28 @@ def run_grouped(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -
     return _gather(tokens, order, source, F.grouped_mm(F.silu(gate).mul_(up), down.transpose(1, 2), offs=ends))
 
 
-def run_each(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Tokens sorted by expert, one pass an expert in use. For shapes that the grouped multiplication does not take."""
-    order, source = _sorted(tokens)
-    counts = torch.bincount(tokens.ids.flatten(), minlength=gate_up.shape[0]).tolist()
+def run_each(tokens: Dispatched, gate_up: Weights, down: Weights) -> torch.Tensor:
+    """Tokens sorted by expert, one pass an expert in use; each expert's number of tokens is rounded up, see `layers.packed`."""
+    count, top = tokens.ids.shape
+    ids = tokens.ids.flatten()
+    counts = torch.bincount(ids, minlength=len(down))
+    sizes = [padded_rows(number) for number in counts.tolist()]
+    padding = torch.tensor(sizes, device=ids.device) - counts
+    numbers = torch.arange(len(ids), device=ids.device)
+    places = torch.empty_like(ids)  # of each (token, expert) pair, among all experts' rows
+    places[ids.argsort()] = numbers + (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=len(ids))
+    source = ids.new_zeros(sum(sizes)).index_copy_(0, places, numbers // top)
+    weights = tokens.x.new_zeros(sum(sizes)).index_copy_(0, places, tokens.weights.flatten().to(tokens.x.dtype)).unsqueeze(1)
     outs = []
-    parts = torch.split(tokens.x.index_select(0, source), counts)
-    for expert, part in enumerate(parts):
-        if part.shape[0]:
-            gate, up = F.linear(part, gate_up[expert]).chunk(2, -1)
-            outs.append(F.linear(F.silu(gate).mul_(up), down[expert]))
-    return _gather(tokens, order, source, torch.cat(outs))
+    for expert, (x, weight) in enumerate(zip(tokens.x.index_select(0, source).split(sizes), weights.split(sizes), strict=True)):
+        if len(x):
+            gate, up = _linear(x, gate_up[expert]).chunk(2, -1)
+            outs.append(_linear(F.silu(gate).mul_(up).mul_(weight), down[expert]))
+    return torch.cat(outs).index_select(0, places).view(count, top, -1).sum(1)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return packed_linear(x, weight, None) if weight.is_mkldnn else F.linear(x, weight)
 
 
 def _sorted(tokens: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +94,9 @@ def _gather(tokens: Dispatched, order: torch.Tensor, source: torch.Tensor, out: 
 
 
 def _can_group(*weights: torch.Tensor) -> bool:
-    """PyTorch's grouped multiplication wants 16-byte rows, and bfloat16 on CUDA."""
-    return all(
-        (weight.shape[-1] * weight.element_size()) % 16 == 0 and (weight.shape[-2] * weight.element_size()) % 16 == 0 for weight in weights
-    ) and (weights[0].device.type == "cpu" or weights[0].dtype == torch.bfloat16)
+    """PyTorch's grouped multiplication wants 16-byte rows, and bfloat16 on CUDA. On the CPU it is a product an expert; for bfloat16 each
+    of these would be compiled for its own number of tokens."""
+    if (weights[0].device.type == "cpu") == (weights[0].dtype == torch.bfloat16):
+        return False
+    rows = (size * weight.element_size() for weight in weights for size in weight.shape[-2:])
+    return all(size % 16 == 0 for size in rows)
