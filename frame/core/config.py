@@ -194,6 +194,11 @@ class ServerSection(Section):
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
         (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
     )
+    response_store_size: int = setting(
+        1000, "Most answers of /v1/responses that are kept for previous_response_id; 0 keeps none.", flag="response-store-size", ge=0
+    )
+    response_store_bytes: int = setting(64 * 1024 * 1024, "Most memory for kept responses.", flag="response-store-bytes", ge=0)
+    response_store_ttl: float = setting(3600.0, "Seconds that a response is kept.", flag="response-store-ttl", gt=0)
     drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
 
 

@@ -26,7 +26,10 @@ UNTESTED: dict[str, str] = {
         f"frame.entrypoints.http.{part}": PART_OF_SERVER
         for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "server", "services", "sse")
     },
-    **{f"frame.entrypoints.http.{part}": PART_OF_DIALECTS for part in ("anthropic_schema", "dialects")},
+    **{
+        f"frame.entrypoints.http.{part}": PART_OF_DIALECTS
+        for part in ("anthropic_schema", "dialects", "responses", "responses_events", "responses_schema")
+    },
     "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
     "frame.core.pooler": "every vector in tests/core/test_pooling.py comes out of it",
     "frame.core.pooling_runner": "runs every prompt in tests/core/test_pooling.py",

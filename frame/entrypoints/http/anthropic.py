@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from frame.core.chat_template import ChatTemplateError
 from frame.core.messages import Finish
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.anthropic_schema import CountTokensRequest, MessagesRequest
 from frame.entrypoints.http.blocks import Block, Blocks, BlockWriter, Silent
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.openai import answer_parsers, begin_chat
+from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.services import Operation, Routes, Services, failure
 
@@ -60,14 +59,8 @@ async def messages(call: Call, services: Services) -> None:
 
 async def count_tokens(call: Call, services: Services) -> None:
     """How many tokens a message's prompt has."""
-    chat = (await call.json(_count_decoder)).chat()
-    services.check_model(chat.model)
-    tools = None if chat.tool_choice == "none" else chat.tools
-    try:
-        ids = await services.need_text_input().encode_chat(chat.conversation(), tools, chat.chat_template_kwargs or {})
-    except ChatTemplateError as error:
-        raise ApiError(400, str(error), "messages") from None
-    await call.respond_json({"input_tokens": len(ids)})
+    request = await call.json(_count_decoder)
+    await call.respond_json({"input_tokens": await count_prompt(services, request.chat())})
 
 
 class MessageResponse:

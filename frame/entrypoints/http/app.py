@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import admin, anthropic, native, openai, page
+from frame.entrypoints.http import admin, anthropic, native, openai, page, responses
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -31,7 +31,14 @@ LONGEST_PATH = 200  # characters of a path that an error quotes
 REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
 GONE = 499  # the status of a request whose client left before the response began
 
-ROUTES: Routes = (*openai.ROUTES, *anthropic.ROUTES, *native.ROUTES, *page.ROUTES, *admin.ROUTES)
+ROUTES: Routes = (
+    *openai.ROUTES,
+    *responses.ROUTES,
+    *anthropic.ROUTES,
+    *native.ROUTES,
+    *page.ROUTES,
+    *admin.ROUTES,
+)
 ADMIN_ROUTES: Routes = (*admin.ROUTES, *native.OBSERVING)  # of the listener for operators
 ADMIN_PATHS = frozenset(operation.path for operation in admin.ROUTES)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from frame.core.chat_template import ChatTemplateError
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
@@ -101,6 +102,16 @@ async def begin_chat(call: Call, services: Services, request: ChatRequest) -> An
         rid=request.rid,
         time_limit=request.timeout,
     )
+
+
+async def count_prompt(services: Services, request: ChatRequest) -> int:
+    """How many tokens a chat request's prompt has. Raises ApiError."""
+    services.check_model(request.model)
+    arguments = request.chat_template_kwargs or {}
+    try:
+        return len(await services.need_text_input().encode_chat(request.conversation(), _offered_tools(request), arguments))
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), "messages") from None
 
 
 def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:

@@ -21,6 +21,7 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
 from frame.entrypoints.http.pump import EventPump
+from frame.entrypoints.http.response_store import ResponseStore
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class Services:
     metrics: ServerMetrics | None = None
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
+    responses: ResponseStore = field(init=False)  # of /v1/responses
+
+    def __post_init__(self) -> None:
+        server = self.resolved.user.server
+        self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""

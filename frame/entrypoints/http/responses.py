@@ -1,0 +1,221 @@
+"""`/v1/responses`: OpenAI's newer API, as chat requests in another dialect, with responses kept for `previous_response_id`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import Finish
+from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.http.blocks import Blocks, BlockWriter, Silent
+from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
+from frame.entrypoints.http.openai_schema import ChatRequest
+from frame.entrypoints.http.response_store import Kept
+from frame.entrypoints.http.responses_events import EventWriter
+from frame.entrypoints.http.responses_schema import ResponsesRequest
+from frame.entrypoints.http.services import Operation, Routes, Services, failure
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+_encode = msgspec.json.encode
+STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}  # every other end is `completed`
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + error.body() + b"\n\n"
+
+
+ERRORS = ErrorShape(ApiError.body, _error_event)
+
+
+async def create(call: Call, services: Services) -> None:
+    """A response, as OpenAI's Responses API."""
+    request = await call.json(_decoder)
+    history = _kept(call, services, request.previous_response_id).conversation() if request.previous_response_id else []
+    name = f"resp_{uuid.uuid4().hex}"
+    chat = request.chat(history, name)
+    answer = await begin_chat(call, services, chat)
+    response = ResponseAnswer(services, request, chat, answer, history, call.tenant)
+    try:
+        response.keep()
+        if request.stream:
+            await services.stream(call, answer, response.write, lambda: b"")
+        else:
+            await services.complete(answer)
+            await call.respond_json(response.whole())
+    finally:
+        services.client.abandon(answer)
+        response.forget_unfinished()
+
+
+async def count(call: Call, services: Services) -> None:
+    """How many tokens a response's prompt has."""
+    request = await call.json(_decoder)
+    history = _kept(call, services, request.previous_response_id).conversation() if request.previous_response_id else []
+    num_tokens = await count_prompt(services, request.chat(history, ""))
+    await call.respond_json({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+async def retrieve(call: Call, services: Services) -> None:
+    """A response that was kept."""
+    await call.respond(_kept(call, services, call.scope["path_params"]["name"]).body)
+
+
+async def delete(call: Call, services: Services) -> None:
+    """Forget a response."""
+    name = call.scope["path_params"]["name"]
+    _kept(call, services, name)
+    services.responses.delete(name, call.tenant)
+    await call.respond_json({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel(call: Call, services: Services) -> None:
+    """End a response that is being written."""
+    name = call.scope["path_params"]["name"]
+    body = msgspec.json.decode(_kept(call, services, name).body)
+    if body["status"] != "in_progress":
+        raise ApiError(400, f"the response {name} is {body['status']}; only one that is in progress can be cancelled", "response_id")
+    services.client.abort([name])
+    await call.respond_json({**body, "status": "cancelled"})
+
+
+def _kept(call: Call, services: Services, name: str) -> Kept:
+    """Raises ApiError 404."""
+    found = services.responses.get(name, call.tenant)
+    if found is None:
+        remedy = "send the conversation as input" if services.responses.is_on else "this server keeps none (--response-store-size)"
+        raise ApiError(404, f"there is no response {name[:100]!r}, or it is no longer kept; {remedy}", "previous_response_id")
+    return found
+
+
+class ResponseAnswer:
+    """A response, whole or as events; kept in the store unless the request says no. `history` are the items before its input."""
+
+    def __init__(
+        self, services: Services, request: ResponsesRequest, chat: ChatRequest, answer: Answer, history: list[dict[str, Any]], tenant: str
+    ) -> None:
+        self._store = services.responses
+        self._tenant = tenant
+        self._request = request
+        self._sequence = answer.sequences[0]
+        self._parser = answer_parsers(services, chat, answer).get(0)
+        self._keeps = request.store is not False and self._store.is_on
+        self._items = [*history, *request.items()] if self._keeps else []
+        self._blocks = Blocks()
+        self._writer = EventWriter(answer.rid)
+        self._name = answer.rid
+        self._model = services.resolved.served_name
+        self._created = int(time.time())
+        self._is_started = False
+
+    def whole(self) -> dict[str, Any]:
+        """The whole response, once the answer is complete."""
+        self._feed(Silent())
+        return self._finished()
+
+    def write(self, sequence: Stream) -> bytes:
+        """The events of what is new."""
+        events = b""
+        if not self._is_started:
+            self._is_started = True
+            body = self._body("in_progress")
+            events = self._writer.event("created", response=body) + self._writer.event("in_progress", response=body)
+        events += self._feed(self._writer)
+        if sequence.finish is None:
+            return events
+        body = self._finished()
+        return events + self._writer.event("incomplete" if body["status"] == "cancelled" else body["status"], response=body)
+
+    def keep(self) -> None:
+        """Keep the response as it is."""
+        if self._keeps:
+            finish = self._sequence.finish
+            body = self._body("in_progress" if finish is None else STATUSES.get(finish.reason, "completed"))
+            self._store.put(self._name, self._tenant, _encode(body), _encode([*self._items, *body["output"]]))
+
+    def forget_unfinished(self) -> None:
+        """A response that will never be finished is none."""
+        if self._keeps and (self._sequence.finish is None or not self._is_started):
+            self._store.delete(self._name, self._tenant)
+
+    def _feed(self, writer: BlockWriter) -> bytes:
+        text, _, _ = self._sequence.take()
+        is_last = self._sequence.finish is not None
+        deltas = [{"content": text}] if self._parser is None else self._parser.feed(text, is_last)
+        events = self._blocks.feed(deltas, writer)
+        return events + self._blocks.finish(writer) if is_last else events
+
+    def _finished(self) -> dict[str, Any]:
+        self._is_started = True
+        self.keep()
+        finish = self._sequence.finish
+        return self._body(STATUSES.get(finish.reason, "completed") if finish is not None else "in_progress")
+
+    def _body(self, status: str) -> dict[str, Any]:
+        request, finish = self._request, self._sequence.finish
+        is_over = status != "in_progress"
+        last = len(self._blocks.row) - 1
+        output = [
+            self._writer.item(block, "incomplete" if block.place == last and status != "completed" else "completed")
+            for block in self._blocks.row
+        ]
+        return {
+            "id": self._name,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": False,
+            "error": _error(finish),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._model,
+            "output": output if is_over else [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
+            "service_tier": "default",
+            "store": self._keeps,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if is_over else None,
+            "user": request.user,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Reasoning is counted by its share of the characters: text and tokens do not part at the same places."""
+        sequence, row = self._sequence, self._blocks.row
+        thought = sum(len(block.text) for block in row if block.kind == "reasoning")
+        everything = sum(len(block.text) for block in row)
+        return {
+            "input_tokens": len(sequence.prompt),
+            "input_tokens_details": {"cached_tokens": sequence.cached, "cache_write_tokens": 0},
+            "output_tokens": sequence.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": round(sequence.num_tokens * thought / everything) if everything else 0},
+            "total_tokens": len(sequence.prompt) + sequence.num_tokens,
+        }
+
+
+def _error(finish: Finish | None) -> dict[str, Any] | None:
+    if finish is None or finish.reason != "error":
+        return None
+    return {"code": "server_error", "message": failure(finish).message}
+
+
+ROUTES: Routes = (
+    Operation("/v1/responses", ("POST",), create, ResponsesRequest, errors=ERRORS),
+    Operation("/v1/responses/input_tokens", ("POST",), count, ResponsesRequest),
+    Operation("/v1/responses/{name}", ("GET",), retrieve),
+    Operation("/v1/responses/{name}", ("DELETE",), delete),
+    Operation("/v1/responses/{name}/cancel", ("POST",), cancel),
+)
