@@ -92,6 +92,7 @@ class Admission:
             grammar=grammar,
             segment=message.segment,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
+            is_reported=message.output_len > 0,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())
         if grammar is not None and (problem := replay(grammar, request.output)):

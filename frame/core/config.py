@@ -200,6 +200,12 @@ class ServerSection(Section):
     response_store_bytes: int = setting(64 * 1024 * 1024, "Most memory for kept responses.", flag="response-store-bytes", ge=0)
     response_store_ttl: float = setting(3600.0, "Seconds that a response is kept.", flag="response-store-ttl", gt=0)
     drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
+    heartbeat_timeout: float = setting(
+        120.0, "Seconds of silence after which a process counts as hung and is restarted; 0: never.", flag="heartbeat-timeout", ge=0
+    )
+    max_restarts: int = setting(
+        16, "Restarts of dead processes within ten minutes; one more ends the server. 0: it ends with the first.", flag="max-restarts", ge=0
+    )
 
 
 class PluginsSection(Section):

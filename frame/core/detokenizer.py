@@ -152,8 +152,10 @@ def _overlap(text: str, stop: str) -> int:
 class Detokenizer:
     """All requests' streams. `process` takes a step's tokens of every request at once."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, early_limit: int = 0) -> None:
+        """`early_limit`: of how many requests tokens are kept that came before the request's Watch. 0 where nothing can overtake it."""
         self._tokenizer = tokenizer
+        self._early_limit = early_limit
         self._pieces = tokenizer.pieces
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
         self._streams: dict[str, TextStream] = {}
@@ -171,7 +173,9 @@ class Detokenizer:
 
     def watch(self, message: Watch) -> list[Text]:
         """Begin a request; returns the text of tokens that came before."""
-        self._streams[message.rid] = self.stream(message.params, message.prompt_tail)
+        stream = self._streams[message.rid] = self.stream(message.params, message.prompt_tail)
+        if message.token_ids:
+            stream.feed(message.token_ids, None)
         return [self.process(tokens) for tokens in self._early.pop(message.rid, ())]
 
     def forget(self, rids: Iterable[str]) -> None:
@@ -245,9 +249,15 @@ class Detokenizer:
     def _put_aside(self, tokens: Tokens, index: int, stream: TextStream | None) -> None:
         rid = tokens.rids[index]
         if stream is None:
-            self._early.setdefault(rid, []).append(_only(tokens, index))
+            self._keep_early(rid, _only(tokens, index))
         elif index in tokens.finishes:  # the engine heard of the stop string
             del self._streams[rid]
+
+    def _keep_early(self, rid: str, tokens: Tokens) -> None:
+        if self._early_limit:
+            self._early.setdefault(rid, []).append(tokens)
+        while len(self._early) > self._early_limit:  # the oldest is of a request that nobody will ask for any more
+            self._early.pop(next(iter(self._early)))
 
 
 def _whole(strings: Sequence[str | None], token_id: int) -> str | None:

@@ -106,10 +106,10 @@ class Ready(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent by the engine at a step's start and while idle; also carries the load for metrics."""
+    """Sent by the engine at a step's start and while idle, where it also carries the load for metrics; and by text processes."""
 
     process: str
-    step: int
+    step: int = 0
     running: int = 0
     waiting: int = 0
     used_pages: int = 0
@@ -150,11 +150,13 @@ class Tokenized(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Tells the detokenizer of a request before its first tokens: how its text is made and where it stops."""
+    """Tells the detokenizer of a request before its first tokens: how its text is made and where it stops. `token_ids` are those whose
+    text is out already (a re-admitted request)."""
 
     rid: str
     params: SamplingParams
     prompt_tail: list[int] = []  # the last prompt tokens, for correct spacing
+    token_ids: list[int] = []
 
 
 class Forget(Message, frozen=True):

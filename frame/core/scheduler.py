@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.page_ledger import PageLedger
 from frame.core.request import QUEUE_FULL, TIMED_OUT, Request, RequestState
 from frame.core.request_table import PROMPT_LOGPROBS, RequestTable
+from frame.core.roster import open_roster
 from frame.core.running import InFlight, RunningSet
 from frame.core.step_outcome import StepOutcome
 from frame.core.step_planner import Rows, StepPlanner
@@ -143,6 +145,10 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Nothing waits, runs, is in flight, or is left to be reported."""
         return not (self._requests or self._running.in_flight or self._ended)
+
+    def publish_roster(self, path: Path) -> None:
+        """Keep a roster of the running requests in a file, from now on. Raises OSError."""
+        self._running.table.roster = open_roster(path, self.config.max_running)
 
     # upkeep -------------------------------------------------------------------------------------------------------------
 

@@ -138,14 +138,25 @@ class ZmqTransport:
         return messages
 
     def send(self, message: Message) -> None:
-        socket = self._routes.get(type(message), self._default)
-        if socket is not None:
-            with self._lock:
+        with self._lock:
+            socket = self._routes.get(type(message), self._default)
+            if socket is not None:
                 socket.send(encode(message))
 
     def send_all(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self.send(message)
+
+    def renew(self, address: str) -> None:
+        """Somebody else will listen at `address`: drop what was not delivered there, and connect anew."""
+        with self._lock:
+            old = self._pushes.get(address)
+            if old is None:
+                return
+            old.close(linger=0)
+            new = self._pushes[address] = _push(self._context, address)
+            self._default = new if self._default is old else self._default
+            self._routes = {kind: new if socket is old else socket for kind, socket in self._routes.items()}
 
     def close(self) -> None:
         self._pull.close(linger=0)
@@ -164,8 +175,9 @@ class ZmqSender:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, linger: int | None = None) -> None:
+        """`linger`: milliseconds that what was sent may still take to be delivered."""
+        self._socket.close(linger)
         self._context.term()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable
 
-from frame.core.messages import Finish, TokenLogprobs
+from frame.core.messages import Finish, Generate, TokenLogprobs
 from frame.core.sampling_params import SamplingParams
 
 
@@ -21,12 +22,29 @@ class Times:
         self.last = 0.0  # token
 
 
+class Standing:
+    """All that a sequence needs to go on in another engine. `name` is what it is called in the engine: another one after each
+    re-admission, so that whatever an admission before it still sends is nobody's."""
+
+    __slots__ = ("admissions", "deaths", "died_at", "expires", "is_aborted", "message", "name", "output")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.output = array("i")  # every token so far
+        self.message: Generate | None = None  # its first admission
+        self.admissions = 0
+        self.expires = 0.0  # seconds, monotonic
+        self.is_aborted = False  # the engine was told so, and may have died before it heard
+        self.deaths = 0  # of the engine, with this sequence on the device and no further than before
+        self.died_at = 0  # tokens that it had at the last of them
+
+
 class Stream:
-    """One sequence of an answer: what came since the last `take`, and totals. `index` is its place in the answer."""
+    """One sequence of an answer: what came since the last `take`, totals, and where it stands. `index` is its place in the answer."""
 
     __slots__ = (
-        "answer", "cached", "changed", "finish", "index", "logprobs", "num_tokens", "params", "prompt", "prompt_index",
-        "prompt_logprobs", "rid", "texts", "times", "token_ids",
+        "answer", "cached", "changed", "finish", "index", "logprobs", "params", "prompt", "prompt_index", "prompt_logprobs", "rid",
+        "standing", "texts", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
@@ -42,9 +60,13 @@ class Stream:
         self.prompt_logprobs: TokenLogprobs | None = None
         self.finish: Finish | None = None
         self.cached = 0
-        self.num_tokens = 0
         self.times = Times()
         self.changed = False
+        self.standing = Standing(rid)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.standing.output)
 
     def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
         """The text, tokens and logprobs since the last call."""

@@ -1,23 +1,24 @@
 """`EngineClient`: the asyncio side of the engine. Submits sequences, feeds the answers that wait for them, aborts what is cancelled.
 
 One message of a step feeds all its requests in one pass and wakes each waiting answer once; no task or queue operation a token.
-Knows no HTTP.
+It keeps what a request needs to go on in another engine: after a death everything is admitted again from where it was. Knows no HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from frame.core.detokenizer import PROMPT_TAIL, Detokenizer
 from frame.core.messages import (
     Abort,
     AnyMessage,
-    Control,
     ControlReply,
     Fatal,
     Finish,
@@ -31,11 +32,14 @@ from frame.core.messages import (
     Tokens,
     Watch,
 )
+from frame.core.request import TIMED_OUT
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.controls import Controls
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
+from frame.entrypoints.readmission import Readmission
 
-CONTROL_TIMEOUT = 30.0  # seconds
+ENDED_IT = "this request ended the engine {} times at the same place, the last time alone; it is refused, send another one"
 
 
 @dataclass(slots=True)
@@ -51,6 +55,8 @@ class ClientStats:
     prompt_sizes: list[float] = field(default_factory=list)
     output_sizes: list[float] = field(default_factory=list)
     finished: dict[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)  # by process
+    readmitted: int = 0
     rejected: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -75,13 +81,16 @@ class EngineClient:
         self.limits = limits
         self.stats = ClientStats()
         self.load: Heartbeat | None = None
-        self.heartbeat_at = time.monotonic()
-        self.dead: str | None = None
+        self.dead: str | None = None  # why, for good
+        self.on_notice: Callable[[Ready | Heartbeat | Fatal], None] | None = None  # else a Fatal is the end
         self.on_tokenized: Callable[[Tokenized], None] | None = None
         self._detokenizer = detokenizer  # None: another process sends Text, or there is no text at all
         self._remote_text = remote_text
-        self._sequences: dict[str, Stream] = {}
-        self._controls: dict[str, asyncio.Future[ControlReply]] = {}
+        self._sequences: dict[str, Stream] = {}  # by their names in the engine
+        self._rids: set[str] = set()
+        self._readmission = Readmission(self._admit, self._withdraw)
+        self._random = random.Random(limits.seed)
+        self._controls = Controls(link.send)
         self._reserved = 0
 
     # submit --------------------------------------------------------------------------------------------------------
@@ -128,10 +137,10 @@ class EngineClient:
         alone = len(prompts) == 1 and params[0].n == 1
         for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             for number in range(wanted.n):
-                own = wanted if wanted.n == 1 else sibling(wanted, number)
+                own = self._seeded(wanted if wanted.n == 1 else sibling(wanted, number))
                 index = len(answer.sequences)
                 sequence = Stream(answer, index, prompt_index, answer.rid if alone else f"{answer.rid}-{index}", prompt, own)
-                if sequence.rid in self._sequences:
+                if sequence.rid in self._rids or sequence.rid in self._sequences:
                     raise InvalidRequestError(f"a request with the rid {sequence.rid!r} is running; choose another", "rid")
                 answer.sequences.append(sequence)
         answer.open = len(answer.sequences)
@@ -145,34 +154,52 @@ class EngineClient:
             raise
         return answer
 
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        """With a seed of its own, so that the request draws the same again wherever it is admitted again."""
+        return params if params.seed is not None else msgspec.structs.replace(params, seed=self._random.getrandbits(63))
+
     def _start(self, sequence: Stream, priority: int, namespace: str, deadline: float | None) -> None:
         rid, prompt = sequence.rid, sequence.prompt
         self._sequences[rid] = sequence
+        self._rids.add(rid)
         self.stats.prompt_tokens += len(prompt)
-        watch = Watch(rid=rid, params=sequence.params, prompt_tail=prompt[-PROMPT_TAIL:])
-        if self._detokenizer is not None:
-            self._detokenizer.watch(watch)
-        elif self._remote_text:
-            self.link.send(watch)
         params = sequence.params
-        self.link.send(Generate(rid=rid, token_ids=prompt, params=params, priority=priority, namespace=namespace, deadline=deadline))
+        sequence.standing.message = Generate(
+            rid=rid, token_ids=prompt, params=params, priority=priority, namespace=namespace, deadline=deadline
+        )
+        sequence.standing.expires = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
+        self._readmission.offer(sequence)
 
     def abandon(self, answer: Answer) -> None:
         """The answer is not wanted any more: stop what still runs. Safe to call at any time."""
-        rids = [s.rid for s in answer.sequences if s.finish is None and self._sequences.pop(s.rid, None) is not None]
-        if rids:
-            self._count("abort", len(rids))
-            self.link.send(Abort(rids=rids))
+        gone = [s for s in answer.sequences if s.finish is None and self._sequences.pop(s.standing.name, None) is not None]
+        if not gone:
+            return
+        self._count("abort", len(gone))
+        admitted = [sequence.standing.name for sequence in gone if not self._readmission.is_held(sequence)]
+        if admitted:
+            self.link.send(Abort(rids=admitted))
+        for sequence in gone:
+            self._rids.discard(sequence.rid)
+            self._readmission.drop(sequence)
 
     def abort(self, rids: list[str]) -> None:
         """End requests by name (all, when empty); they finish with reason "abort". A request's name stands for all its sequences."""
-        if not rids:
-            self.link.send(Abort())
-            return
         named = set(rids)
-        found = [rid for rid, sequence in self._sequences.items() if rid in named or sequence.answer.rid in named]
-        if found:  # an empty list would mean all
-            self.link.send(Abort(rids=found))
+        found = [s for s in self._sequences.values() if not rids or s.rid in named or s.answer.rid in named]
+        admitted = [sequence.standing.name for sequence in found if not self._readmission.is_held(sequence)]
+        for sequence in found:
+            sequence.standing.is_aborted = True
+        if not rids:
+            self.link.send(Abort())  # what it runs that we know nothing of, too
+        elif admitted:  # an empty list would mean all
+            self.link.send(Abort(rids=admitted))
+        self._end_here([s for s in found if self._readmission.is_held(s)], Finish("abort"))
+
+    @property
+    def away(self) -> str | None:
+        """Why the engine takes nothing now; what is submitted waits for it."""
+        return self._readmission.away
 
     @property
     def num_outstanding(self) -> int:
@@ -182,15 +209,9 @@ class EngineClient:
 
     async def control(self, action: Any, **arguments: Any) -> ControlReply:
         """One command and its answer. Raises EngineDeadError, TimeoutError."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
-        future = self._controls[control.id] = asyncio.get_running_loop().create_future()
-        self.link.send(control)
-        try:
-            return await asyncio.wait_for(future, CONTROL_TIMEOUT)
-        finally:
-            self._controls.pop(control.id, None)
+        if self.dead is not None or self.away is not None:
+            raise EngineDeadError(self.dead or self.away)
+        return await self._controls.ask(action, arguments)
 
     # receive -------------------------------------------------------------------------------------------------------
 
@@ -214,20 +235,23 @@ class EngineClient:
         for answer in touched:
             if answer.changed:
                 answer.wake()
+        if self._readmission.on_trial is not None:
+            self._readmission.look()
 
     def _take_other(self, message: AnyMessage) -> None:
-        if isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat) and message.process == "engine":
             self.load = message
-            self.heartbeat_at = time.monotonic()
-        elif isinstance(message, ControlReply):
-            future = self._controls.get(message.id)
-            if future is not None and not future.done():
-                future.set_result(message)
-        elif isinstance(message, Fatal):
-            self.fail(f"{message.process} failed: {message.error}")
-        elif isinstance(message, Tokenized) and self.on_tokenized is not None:
-            self.on_tokenized(message)
-        elif not isinstance(message, Ready | Tokenized):
+        if isinstance(message, ControlReply):
+            self._controls.take(message)
+        elif isinstance(message, Ready | Heartbeat | Fatal):
+            if self.on_notice is not None:
+                self.on_notice(message)
+            elif isinstance(message, Fatal):
+                self.fail(f"{message.process} failed: {message.error}")
+        elif isinstance(message, Tokenized):
+            if self.on_tokenized is not None:
+                self.on_tokenized(message)
+        else:
             raise TypeError(f"the client does not take {type(message).__name__}")
 
     def _feed(self, message: Text | Tokens, texts: list[str] | None, touched: list[Answer]) -> None:
@@ -247,7 +271,7 @@ class EngineClient:
                     times.first = now
                 times.last = now
                 sequence.token_ids += ids
-                sequence.num_tokens += len(ids)
+                sequence.standing.output.extend(ids)
                 count += len(ids)
             if texts is not None:
                 sequence.texts.append(texts[place])
@@ -286,6 +310,7 @@ class EngineClient:
 
     def _end(self, sequence: Stream, finish: Finish, now: float) -> None:
         sequence.finish = finish
+        self._rids.discard(sequence.rid)
         sequence.answer.open -= 1
         stats = self.stats
         stats.end_to_end.append(now - sequence.answer.created)
@@ -298,22 +323,97 @@ class EngineClient:
     def _count(self, reason: str, count: int) -> None:
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + count
 
-    def fail(self, error: str) -> None:
-        """A process died: every answer ends with this error, and no more are taken."""
-        if self.dead is None:
-            self.dead = error
+    def _end_here(self, sequences: Sequence[Stream], finish: Finish) -> None:
+        """End sequences that the engine does not have (any more)."""
         now = time.perf_counter()
-        sequences, self._sequences = list(self._sequences.values()), {}
         for sequence in sequences:
-            self._end(sequence, Finish("error", None, error), now)
+            self._sequences.pop(sequence.standing.name, None)
+            self._end(sequence, finish, now)
+            self._readmission.drop(sequence)
             if not sequence.changed:
                 sequence.changed = True
                 sequence.answer.changed.append(sequence)
         for answer in {id(s.answer): s.answer for s in sequences}.values():
             answer.wake()
-        for future in self._controls.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(error))
+
+    # deaths --------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: str) -> None:
+        """It is over: every answer ends with this error, and no more are taken."""
+        if self.dead is None:
+            self.dead = error
+        self._readmission.hold((), error)
+        self._end_here(list(self._sequences.values()), Finish("error", None, error))
+        self._controls.refuse(error)
+
+    def suspend(self, reason: str, roster: frozenset[int] | None = None) -> None:
+        """The engine, or the detokenizer that it sends to, is gone and comes again: keep everything until `resume`. `roster`: who was on
+        the device, when it is the engine that died."""
+        sequences = sorted(self._sequences.values(), key=lambda s: (s.answer.created, s.index))
+        guilty = None if roster is None else self._readmission.blame(sequences, roster)
+        self._void([sequence for sequence in sequences if not self._readmission.is_held(sequence)], is_running=roster is None)
+        self._readmission.hold(sequences, reason)
+        if self._detokenizer is not None:
+            self._detokenizer.reset()
+        self._controls.refuse(reason)
+        if guilty is not None:
+            self._end_here([guilty], Finish("error", None, ENDED_IT.format(guilty.standing.deaths)))
+        self._end_here([s for s in sequences if s.standing.is_aborted and s.finish is None], Finish("abort"))
+
+    def resume(self) -> None:
+        """It is back: every sequence goes on from where it was."""
+        self._controls.repeat()
+        self._readmission.resume()
+
+    def expire(self) -> None:
+        """End what waits outside the engine and is past its time; the engine does so for its own."""
+        now = time.monotonic()
+        for sequence in self._readmission.held:
+            if sequence.standing.expires <= now:
+                asked = sequence.standing.message.deadline if sequence.standing.message is not None else None
+                seconds = self.limits.request_timeout if asked is None else asked
+                sentence = f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time"
+                self._end_here([sequence], Finish("error", None, sentence))
+
+    def _admit(self, sequence: Stream) -> None:
+        """Send a sequence to the engine, from where it stands."""
+        message, output = sequence.standing.message, list(sequence.standing.output)
+        if message is None:
+            raise RuntimeError(f"{sequence.rid} was never submitted")
+        if sequence.standing.admissions:
+            self.stats.readmitted += 1
+            has_prompt_logprobs = sequence.prompt_logprobs is not None
+            message = msgspec.structs.replace(
+                message,
+                rid=sequence.standing.name,
+                token_ids=sequence.prompt + output,
+                params=msgspec.structs.replace(message.params, prompt_logprobs=None) if has_prompt_logprobs else message.params,
+                output_len=len(output),
+                deadline=max(0.001, sequence.standing.expires - time.monotonic()),
+            )
+        sequence.standing.admissions += 1
+        watch = Watch(rid=sequence.standing.name, params=message.params, prompt_tail=sequence.prompt[-PROMPT_TAIL:], token_ids=output)
+        if self._detokenizer is not None:
+            self._detokenizer.watch(watch)
+        elif self._remote_text:
+            self.link.send(watch)
+        self.link.send(message)
+
+    def _withdraw(self, sequence: Stream) -> None:
+        """Take a sequence out of the engine; it keeps what it has."""
+        self._void([sequence], is_running=True)
+
+    def _void(self, sequences: Sequence[Stream], is_running: bool) -> None:
+        """Give sequences new names, so that nothing is believed that is still sent under the old ones."""
+        if is_running and sequences:
+            self.link.send(Abort(rids=[sequence.standing.name for sequence in sequences]))
+        for sequence in sequences:
+            del self._sequences[sequence.standing.name]
+            number = sequence.standing.admissions + 1
+            while (name := f"{sequence.rid}~{number}") in self._sequences or name in self._rids:
+                number += 1
+            sequence.standing.name = name
+            self._sequences[name] = sequence
 
 
 def _joined(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs:

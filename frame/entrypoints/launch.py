@@ -64,6 +64,8 @@ def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         vocab_size=resolved.facts.vocab_size,
         capacity=int(info["max_total_tokens"]),
         grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,
+        request_timeout=resolved.user.scheduler.request_timeout,
+        seed=resolved.user.model.seed,
     )
 
 

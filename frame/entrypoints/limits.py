@@ -28,13 +28,16 @@ class EngineDeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """`max_outstanding`: requests running and waiting together. Tokens: `max_context` prompt plus output, `capacity` of the KV cache."""
+    """`max_outstanding`: requests running and waiting together. Tokens: `max_context` prompt plus output, `capacity` of the KV cache.
+    `request_timeout` in seconds; `seed` draws the seeds of requests that bring none."""
 
     max_outstanding: int
     max_context: int
     vocab_size: int
     capacity: int
     grammar: bool = False
+    request_timeout: float = 600.0
+    seed: int = 0
 
 
 def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:

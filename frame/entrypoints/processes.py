@@ -1,7 +1,7 @@
-"""`Deployment`: the child processes of one server or engine: start, liveness, exit codes, stop. No child outlives its parent.
+"""`Deployment`: the child processes of one server or engine: start, liveness, restart, exit codes, stop. No child outlives its parent.
 
 A child gets the resolved configuration on standard input, which then stays open: its end tells the child that the parent is gone.
-Knows no request.
+Knows no request, and not when to restart (that is `frame.entrypoints.supervisor`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from frame.core.errors import ConfigurationError
-from frame.core.messages import Control, Fatal, Forget, Message, Watch
+from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, Watch
 from frame.core.resolved import Resolved
+from frame.core.roster import ROSTER, read_roster
 from frame.core.transport import SocketDirectory, ZmqSender, ZmqTransport
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
@@ -40,20 +42,42 @@ class Layout:
 
 @dataclass(slots=True)
 class Child:
+    """One process, and after its end the next one of the same name. `silence`: seconds without a heartbeat, as far as anybody looked."""
+
     name: str
-    process: subprocess.Popen[bytes]
+    arguments: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] = field(init=False)
+    is_ready: bool = False
+    silence: float = 0.0
+    last_words: str | None = None
+
+    @property
+    def is_rank(self) -> bool:
+        """Runs the model. Ranks cannot join others that are running: they start together and end together."""
+        return self.name == "engine" or self.name.startswith("rank-")
+
+    @property
+    def beats(self) -> bool:
+        return not self.name.startswith("rank-")  # those are silent with rank 0, which waits for them
+
+    def how_it_ended(self) -> str | None:
+        """A sentence, or None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the {self.name} process {how}" + (f" ({self.last_words})" if self.last_words else "")
 
 
 class Deployment:
-    """Children in the order of their start, and the transport to them. `restart` of a single child is not offered yet: a request's
-    state lives in the engine, so a death ends the server."""
+    """Children in the order of their start, and the transport to them. A child's successor is reached at the same addresses."""
 
     def __init__(self, resolved: Resolved, layout: Layout) -> None:
         self.layout = layout
         self._sockets = SocketDirectory()
         self._config = resolved.model_dump_json().encode() + b"\n"
-        self._fatal: Fatal | None = None
-        self._children: list[Child] = []
+        self.children: dict[str, Child] = {}
         address = self._sockets.address
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
@@ -61,57 +85,100 @@ class Deployment:
         self.transport = ZmqTransport(address("client"), address("engine"), routes)
         self.tokenizers = [ZmqSender(address(f"tokenizer-{i}")) for i in range(layout.tokenizers)]
         try:
-            self._start(resolved)
+            self._plan(resolved)
+            self.start(self.names)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, resolved: Resolved) -> None:
+    def _plan(self, resolved: Resolved) -> None:
         threads = {"OMP_NUM_THREADS": str(resolved.threads)} if resolved.threads else {}
         engine = ["--detokenizer"] if self.layout.detokenizer else []
-        self._spawn("engine", "scheduler", "--tp", str(self.layout.tp), *engine, environment=threads)
+        self._add("engine", "scheduler", "--tp", str(self.layout.tp), *engine, environment=threads)
         for rank in range(1, self.layout.tp):
-            self._spawn(f"rank-{rank}", "follower", "--tp", str(self.layout.tp), "--rank", str(rank), environment=threads)
+            self._add(f"rank-{rank}", "follower", "--tp", str(self.layout.tp), "--rank", str(rank), environment=threads)
         if self.layout.detokenizer:
-            self._spawn("detokenizer", "detokenizer")
+            self._add("detokenizer", "detokenizer")
         for i in range(self.layout.tokenizers):
-            self._spawn(f"tokenizer-{i}", "tokenizer", "--rank", str(i))
+            self._add(f"tokenizer-{i}", "tokenizer", "--rank", str(i))
 
-    def _spawn(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def _add(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
         command = [sys.executable, "-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments]
-        process = subprocess.Popen(
-            [*command, "--parent", str(os.getpid()), *_death_signal()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {})},
-        )
-        self._children.append(Child(name, process))
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
-                process.stdin.write(self._config)
-                process.stdin.flush()
+        self.children[name] = Child(name, command, environment or {})
+
+    def start(self, names: Sequence[str]) -> None:
+        """Start these children, which do not run. What was sent to those before them is dropped."""
+        children = [self.children[name] for name in names]
+        if any(child.is_rank for child in children):
+            for left in (ROSTER, "ranks"):  # who was on the device; where the ranks met
+                (self._sockets.path / left).unlink(missing_ok=True)
+        for child in children:
+            self._renew(child.name)
+            child.is_ready, child.silence, child.last_words = False, 0.0, None
+            child.process = subprocess.Popen(
+                [*child.arguments, "--parent", str(os.getpid()), *_death_signal()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **child.environment},
+            )
+            if child.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
+                    child.process.stdin.write(self._config)
+                    child.process.stdin.flush()
+
+    def _renew(self, name: str) -> None:
+        address = self._sockets.address(name)
+        if name.startswith("tokenizer-"):
+            number = int(name.removeprefix("tokenizer-"))
+            self.tokenizers[number].close(0)
+            self.tokenizers[number] = ZmqSender(address)
+        else:
+            self.transport.renew(address)
+
+    def end(self, names: Sequence[str]) -> None:
+        """Kill these children, whatever state they are in, and wait for their ends."""
+        children = [child for name in names if hasattr(child := self.children[name], "process")]
+        for child in children:
+            if child.process.poll() is None:
+                child.process.kill()
+        for child in children:
+            child.process.wait()
+            if child.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    child.process.stdin.close()
+
+    def roster(self) -> frozenset[int]:
+        """Marks of the requests that the engine has on the device, also after its end."""
+        return read_roster(self._sockets.path / ROSTER)
 
     @property
     def names(self) -> list[str]:
         """The processes that report ready."""
-        return [child.name for child in self._children]
+        return list(self.children)
 
     @property
     def pids(self) -> dict[str, int]:
-        return {child.name: child.process.pid for child in self._children}
+        return {name: child.process.pid for name, child in self.children.items()}
 
     def note(self, message: Message) -> None:
-        """Remember why a child says that it ends."""
-        if isinstance(message, Fatal):
-            self._fatal = self._fatal or message
+        """Take in what a child says of itself."""
+        if not isinstance(message, Ready | Heartbeat | Fatal):
+            return
+        child = self.children.get(message.process)
+        if child is None:
+            return
+        if isinstance(message, Ready):
+            child.is_ready = child.is_ready or message.pid == child.process.pid
+        elif isinstance(message, Fatal):
+            child.last_words = child.last_words or message.error
+        child.silence = 0.0
 
     def dead(self) -> str | None:
         """A sentence about the first child that ended, or None."""
-        for child in self._children:
-            code = child.process.poll()
-            if code is not None:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return f"the {child.name} process {how}; the server cannot go on"
+        for child in self.children.values():
+            how = child.how_it_ended()
+            if how is not None:
+                return f"{how}; the server cannot go on"
         return None
 
     def start_error(self) -> Exception | None:
@@ -120,8 +187,8 @@ class Deployment:
         if dead is None:
             return None
         self._collect_last_words()
-        is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in self._children)
-        sentence = self._fatal.error if self._fatal is not None else dead
+        is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in self.children.values())
+        sentence = next((child.last_words for child in self.children.values() if child.last_words), dead)
         return ConfigurationError(sentence) if is_configuration else RuntimeError(sentence)
 
     def _collect_last_words(self) -> None:
@@ -130,28 +197,24 @@ class Deployment:
 
     def stop(self, timeout: float) -> None:
         """Ask the engine to stop, which stops its followers; end the rest; wait up to `timeout` seconds, then kill."""
-        if self._children and self._children[0].process.poll() is None:
-            self.transport.send(Control(id="stop", action="shutdown"))
         deadline = time.monotonic() + timeout
-        ranks = [child for child in self._children if child.name == "engine" or child.name.startswith("rank-")]
-        for child in ranks:
-            _wait(child, max(0.1, deadline - time.monotonic()))
-        for child in self._children:
+        running = [child for child in self.children.values() if child.process.poll() is None]
+        engine = self.children["engine"]
+        if engine in running and engine.is_ready:  # one that is starting would not listen
+            self.transport.send(Control(id="stop", action="shutdown"))
+            for child in running:
+                if child.is_rank:
+                    _wait(child, max(0.1, deadline - time.monotonic()))
+        for child in running:
             if child.process.poll() is None:
                 child.process.terminate()
-        for child in self._children:
+        for child in running:
             _wait(child, TERM_WAIT)
         self.kill()
 
     def kill(self) -> None:
         """End whatever is left, now, and remove the sockets."""
-        for child in self._children:
-            if child.process.poll() is None:
-                child.process.kill()
-            child.process.wait()
-            if child.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    child.process.stdin.close()
+        self.end(self.names)
         for sender in self.tokenizers:
             sender.close()
         self.transport.close()

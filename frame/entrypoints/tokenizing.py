@@ -9,15 +9,18 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from frame.core.chat_template import ChatTemplateError
 from frame.core.messages import Message, Tokenize, Tokenized
 from frame.core.tokenizer import Tokenizer
+from frame.entrypoints.limits import InvalidRequestError
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 1024  # encoding this much takes less time than a thread switch and back would cost
 THREADS = 2
+MAX_DEATHS = 2  # of a tokenizer process over one text
 
 
 class TextInput(Protocol):
@@ -59,13 +62,22 @@ class ThreadedInput:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(slots=True)
+class _Asked:
+    worker: int
+    message: Tokenize
+    future: asyncio.Future[list[int]]
+    deaths: int = 0
+
+
 class ProcessInput:
-    """Encodes in tokenizer processes, in turn. `send(worker, message)` reaches worker number `worker`; `answer` takes their replies."""
+    """Encodes in tokenizer processes, in turn. `send(worker, message)` reaches worker number `worker`; `answer` takes their replies.
+    A worker's successor is asked again by `ask_again`."""
 
     def __init__(self, workers: int, send: Callable[[int, Message], None]) -> None:
         self._turn = itertools.cycle(range(workers))
         self._send = send
-        self._waiting: dict[str, asyncio.Future[list[int]]] = {}
+        self._waiting: dict[str, _Asked] = {}
         self._names = itertools.count()
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -78,24 +90,39 @@ class ProcessInput:
 
     async def _ask(self, **content: Any) -> list[int]:
         name = str(next(self._names))
-        future = self._waiting[name] = asyncio.get_running_loop().create_future()
-        self._send(next(self._turn), Tokenize(id=name, **content))
+        asked = _Asked(next(self._turn), Tokenize(id=name, **content), asyncio.get_running_loop().create_future())
+        self._waiting[name] = asked
+        self._send(asked.worker, asked.message)
         try:
-            return await future
+            return await asked.future
         finally:
             del self._waiting[name]
 
     def answer(self, reply: Tokenized) -> None:
-        future = self._waiting.get(reply.id)
-        if future is not None and not future.done():
+        asked = self._waiting.get(reply.id)
+        if asked is not None and not asked.future.done():
+            future = asked.future
             if reply.error is not None:
                 future.set_exception(ChatTemplateError(reply.error))
             else:
                 future.set_result(reply.token_ids)
 
+    def ask_again(self, worker: int) -> None:
+        """The worker died and has a successor. It works in order, so it died over the oldest text that it had; the second time that
+        text is refused."""
+        lost = [asked for asked in self._waiting.values() if asked.worker == worker and not asked.future.done()]
+        for asked in lost[:1]:
+            asked.deaths += 1
+            if asked.deaths >= MAX_DEATHS:
+                sentence = f"this text ended its tokenizer process {asked.deaths} times; it is refused, send another one"
+                asked.future.set_exception(InvalidRequestError(sentence))
+        for asked in lost:
+            if not asked.future.done():
+                self._send(worker, asked.message)
+
     def close(self) -> None:
-        for future in self._waiting.values():
-            future.cancel()
+        for asked in self._waiting.values():
+            asked.future.cancel()
 
 
 def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:

@@ -14,15 +14,17 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from frame.core.errors import ConfigurationError
-from frame.core.messages import Fatal, Forget, Message, Ready, Tokenize, Tokens, Watch
+from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Tokenize, Tokens, Watch
 from frame.core.resolved import Resolved
+from frame.core.roster import ROSTER
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.entrypoints import logs
 from frame.entrypoints.processes import EXIT_CONFIGURATION
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 HEARTBEAT = 1.0  # seconds, while idle
+EARLY_LIMIT = 16_384  # requests whose tokens may overtake their Watch
 PR_SET_PDEATHSIG = 1
 
 
@@ -77,6 +80,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     followers = BatchSender([sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]) if options.tp > 1 else None
     place = Place(0, options.tp, Path(options.sockets))
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT)
+    engine.scheduler.publish_roster(sockets.path / ROSTER)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # what is there now stays; later collections need not look at it
@@ -97,29 +101,36 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.detokenizer import Detokenizer
 
-    detokenizer = Detokenizer(_tokenizer(resolved))
-    transport.send(Ready(process=name, pid=os.getpid()))
-    while True:
-        for message in transport.receive(None):
-            if isinstance(message, Tokens):
-                text = detokenizer.process(message)
-                if text.rids:
-                    transport.send(text)
-            elif isinstance(message, Watch):
-                transport.send_all(detokenizer.watch(message))
-            elif isinstance(message, Forget):
-                detokenizer.forget(message.rids)
+    detokenizer = Detokenizer(_tokenizer(resolved), EARLY_LIMIT)
+    for message in _messages(transport, name):
+        if isinstance(message, Tokens):
+            text = detokenizer.process(message)
+            if text.rids:
+                transport.send(text)
+        elif isinstance(message, Watch):
+            transport.send_all(detokenizer.watch(message))
+        elif isinstance(message, Forget):
+            detokenizer.forget(message.rids)
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.entrypoints.tokenizing import tokenize
 
     tokenizer = _tokenizer(resolved)
+    for message in _messages(transport, name):
+        if isinstance(message, Tokenize):
+            transport.send(tokenize(tokenizer, message))
+
+
+def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
+    """Report ready, then everything that arrives, for ever, with heartbeats between."""
     transport.send(Ready(process=name, pid=os.getpid()))
+    beaten = 0.0
     while True:
-        for message in transport.receive(None):
-            if isinstance(message, Tokenize):
-                transport.send(tokenize(tokenizer, message))
+        yield from transport.receive(HEARTBEAT)
+        if time.monotonic() - beaten >= HEARTBEAT:
+            beaten = time.monotonic()
+            transport.send(Heartbeat(process=name))
 
 
 ROLES: Mapping[str, Role] = MappingProxyType(

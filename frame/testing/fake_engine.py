@@ -2,15 +2,18 @@
 
 `python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder needs config and tokenizer only.
 FRAME_FAKE_STEP: seconds that each step takes; FRAME_FAKE_PLAIN=1: tokens cost nothing and are not checked (for measurements);
-FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache.
+FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache. Prompts that hold these token ids are poison:
+FRAME_FAKE_KILL: the process dies; FRAME_FAKE_HANG: the step never ends; FRAME_FAKE_NAN: logits are not finite.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.messages import Ready
+from frame.core.roster import ROSTER
 from frame.entrypoints import worker
 from frame.entrypoints.scheduling import build_scheduler
 from frame.testing.fake_runner import FakeRunner
@@ -83,13 +87,36 @@ class PacedRunner(ModelRunner):
         self._runner.close()
 
 
+class PoisonedRunner(ModelRunner):
+    """Another runner, for requests that end or stop the engine: `kills` and `hangs` are token ids of prompts that do so."""
+
+    def __init__(self, runner: ModelRunner, kills: int, hangs: int) -> None:
+        self._runner = runner
+        self._kills = kills
+        self._hangs = hangs
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        if self._kills in batch.token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self._hangs in batch.token_ids:
+            time.sleep(1.0)
+        return self._runner.launch(batch)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
 def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
     """The runner that the environment asks for."""
     config = scheduler.config
+    poison = {name: int(os.environ.get(f"FRAME_FAKE_{name}", "-1")) for name in ("KILL", "HANG", "NAN")}
     if os.environ.get("FRAME_FAKE_PLAIN"):
         runner: ModelRunner = PlainRunner(config.vocab_size)
     else:
-        runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
+        sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
+        runner = FakeRunner(*sizes, is_invalid=lambda tokens: poison["NAN"] in tokens)
+    if max(poison["KILL"], poison["HANG"]) >= 0:
+        runner = PoisonedRunner(runner, poison["KILL"], poison["HANG"])
     return PacedRunner(runner, float(os.environ.get("FRAME_FAKE_STEP", "0")), int(os.environ.get("FRAME_FAKE_FAIL", "-1")))
 
 
@@ -100,6 +127,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
     runner = make_runner(resolved, scheduler)
     engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
+    scheduler.publish_roster(Path(options.sockets) / ROSTER)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     engine.run()
 

@@ -199,7 +199,8 @@ def test_tokens_after_a_stop_string_in_one_step_do_not_count() -> None:
 
 
 def test_tokens_may_overtake_their_watch() -> None:
-    detokenizer = Detokenizer(byte_level())
+    detokenizer = Detokenizer(byte_level(), early_limit=1)
+    assert detokenizer.process(Tokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
     assert detokenizer.process(Tokens(rids=["x"], token_ids=[spell("a")], cached={0: 3})).rids == []
     assert detokenizer.process(Tokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
     late = detokenizer.watch(Watch(rid="x", params=SamplingParams()))
@@ -207,6 +208,18 @@ def test_tokens_may_overtake_their_watch() -> None:
     assert late[0].cached == {0: 3}
     assert late[1].finishes == {0: LENGTH}
     assert len(detokenizer) == 0
+    assert detokenizer.watch(Watch(rid="nobody's", params=SamplingParams())) == []
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_request_goes_on_where_its_text_was(cut: int) -> None:
+    ids = [*spell("abä"), *spell("bcab")]  # a character of two tokens, and a stop string that is begun several times
+    whole, half = watching("x", stop=["abc"]), watching("x", stop=["abc"])
+    expected = whole.process(Tokens(rids=["x"], token_ids=[ids], finishes={0: LENGTH})).texts[0]
+    first = half.process(Tokens(rids=["x"], token_ids=[ids[:cut]])).texts[0]
+    other = Detokenizer(byte_level())
+    assert other.watch(Watch(rid="x~2", params=SamplingParams(stop=("abc",)), token_ids=ids[:cut])) == []
+    assert first + other.process(Tokens(rids=["x~2"], token_ids=[ids[cut:]], finishes={0: LENGTH})).texts[0] == expected
 
 
 def test_a_step_keeps_its_order_and_its_extras() -> None:

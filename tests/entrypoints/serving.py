@@ -60,6 +60,9 @@ class RunningServer:
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
 
+    def ready(self) -> bool:
+        return httpx.get(self.url + "/health/ready", timeout=30).status_code == 200
+
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         if self.process.poll() is None:

@@ -55,6 +55,7 @@ COUNTERS = (
     ("generation_tokens", "generated_tokens", "Tokens that were sent."),
     ("cached_tokens", "cached_tokens", "Prompt tokens that came from the prefix cache."),
     ("requests_rejected", "rejected", "Requests that were refused because too many waited."),
+    ("requests_readmitted", "readmitted", "Times that a request went on in a restarted engine."),
 )
 REASONS = ("stop", "length", "abort", "error")
 
@@ -137,6 +138,7 @@ class ServerMetrics(Collector):
         for name, source, text in COUNTERS:
             yield _counter(name, text, getattr(client.stats, source), labels)
         yield self._finished()
+        yield self._restarts()
         yield _counter("requests_aborted", "Requests that ended because their client left or somebody stopped them.",
                        client.stats.finished.get("abort", 0), labels)  # fmt: skip
         yield _gauge("requests_outstanding", "Requests that this server has taken and not finished.", client.num_outstanding, labels)
@@ -164,6 +166,13 @@ class ServerMetrics(Collector):
         family = CounterMetricFamily("frame_requests_finished", "Requests that ended, by reason.", labels=["model_name", "reason"])
         for reason in dict.fromkeys((*REASONS, *finished)):
             family.add_metric([*self._labels, reason], finished.get(reason, 0))
+        return family
+
+    def _restarts(self) -> Metric:
+        restarts = self._services.client.stats.restarts
+        family = CounterMetricFamily("frame_engine_restarts", "Restarts of processes.", labels=["model_name", "process"])
+        for process in dict.fromkeys(("engine", *restarts)):
+            family.add_metric([*self._labels, process], restarts.get(process, 0))
         return family
 
     def _http_responses(self) -> Metric:

@@ -240,13 +240,13 @@ async def detokenize(call: Call, services: Services) -> None:
 
 
 async def live(call: Call, services: Services) -> None:
-    """200 as long as the processes are alive, also while draining."""
+    """200 as long as the server can go on, also while it drains or restarts a process."""
     await _health(call, services.health_problem())
 
 
 async def ready(call: Call, services: Services) -> None:
     """200 when requests are welcome."""
-    await _health(call, "the server is shutting down" if services.draining else services.health_problem())
+    await _health(call, services.ready_problem())
 
 
 async def _health(call: Call, problem: str | None) -> None:

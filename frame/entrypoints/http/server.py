@@ -1,4 +1,4 @@
-"""Runs the HTTP server over a deployment: start, ready line, liveness, drain, exit code. One asyncio loop; uvicorn speaks HTTP.
+"""Runs the HTTP server over a deployment: start, ready line, supervision, drain, exit code. One asyncio loop; uvicorn speaks HTTP.
 
 Imports no torch: the model is in other processes.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import uvicorn
 
 from frame.core.detokenizer import Detokenizer
-from frame.core.messages import Abort
 from frame.core.resolved import Resolved
 from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
@@ -33,13 +32,12 @@ from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
 from frame.entrypoints.logs import report
 from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
+from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
 
 log = logging.getLogger(__name__)
 
 EXIT_OK = 0
-EXIT_DIED = 1
-WATCH = 0.2  # seconds between two looks at the children
 LAST_WORDS = 0.5  # seconds for error events to leave after a child's death
 POLL = 0.02  # seconds
 FOLD = 5.0  # seconds between two counts of the latency lists
@@ -74,9 +72,12 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     try:
         with StartingServer(listener):
             tokenizer = load_tokenizer(resolved)
+            spawned = time.perf_counter()
             info = wait_ready(deployment, report)
+            start_seconds = time.perf_counter() - spawned
         services = _services(prepared, deployment, tokenizer, info)
-        server = Server(services, deployment, listener, admin, started)
+        supervisor = _supervisor(services, deployment, start_seconds)
+        server = Server(services, deployment, supervisor, (listener, admin), started)
         return _run(server.run())
     finally:
         deployment.kill()
@@ -156,16 +157,30 @@ def _http_config(services: Services) -> uvicorn.Config:
     )
 
 
+def _supervisor(services: Services, deployment: Deployment, start_seconds: float) -> Supervisor:
+    user = services.resolved.user.server
+    policy = RestartPolicy(user.max_restarts, user.heartbeat_timeout, start_seconds)
+    text_input = services.text_input
+    return Supervisor(
+        deployment, services.client, policy, report, text_input.ask_again if isinstance(text_input, ProcessInput) else None
+    )
+
+
 class Server:
     """The running server: uvicorn, the client's reader, the watch over the children, the signals."""
 
     def __init__(
-        self, services: Services, deployment: Deployment, listener: socket.socket, admin: AdminListener, started: float
+        self,
+        services: Services,
+        deployment: Deployment,
+        supervisor: Supervisor,
+        listeners: tuple[socket.socket, AdminListener],
+        started: float,
     ) -> None:
         self._services = services
         self._deployment = deployment
-        self._listener = listener
-        self._admin = admin
+        self._supervisor = supervisor
+        self._listener, self._admin = listeners
         self._started = started
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: do not wait
@@ -186,12 +201,13 @@ class Server:
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
-        died = watching.done()
-        if died:
+        if watching.done():
+            watching.result()  # a fault of ours ends the server too
             await asyncio.sleep(LAST_WORDS)
         else:
             await self._drain()
         watching.cancel()
+        died = self._services.client.dead is not None
         self._http.should_exit = True
         self._http.force_exit = died or self._now.is_set()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -200,7 +216,7 @@ class Server:
         loop.remove_reader(transport.fd)
         if not died:
             await asyncio.to_thread(self._deployment.stop, 0.0 if self._now.is_set() else 10.0)
-        return EXIT_DIED if died else EXIT_OK
+        return self._supervisor.exit_code if died else EXIT_OK
 
     def _announce(self) -> None:
         host, port = self._listener.getsockname()[:2]
@@ -213,17 +229,13 @@ class Server:
         self._stop.set()
 
     async def _watch(self) -> None:
-        """Until a child dies; then every answer has been told so."""
+        """Until the server cannot go on; then every answer has been told so."""
         folded = time.monotonic()
         client = self._services.client
         while client.dead is None:
-            await asyncio.sleep(WATCH)
-            client.drain()
-            dead = self._deployment.dead()
-            if dead is not None:
-                client.drain()  # its own last words say more
-                client.fail(dead)
-            elif time.monotonic() - folded > FOLD:
+            await asyncio.sleep(TICK)
+            await self._supervisor.tick()
+            if time.monotonic() - folded > FOLD:
                 folded = time.monotonic()
                 if self._services.metrics is not None:
                     self._services.metrics.fold()
@@ -237,8 +249,10 @@ class Server:
         deadline = time.monotonic() + timeout
         await self._until_empty(deadline)
         if client.num_outstanding:
-            client.link.send(Abort())
-            await asyncio.sleep(LAST_WORDS)
+            client.abort([])
+            deadline = time.monotonic() + LAST_WORDS
+            while client.num_outstanding and time.monotonic() < deadline:  # noqa: ASYNC110 - as below
+                await asyncio.sleep(POLL)
         await asyncio.sleep(0.05)  # last bytes leave
 
     async def _until_empty(self, deadline: float) -> None:

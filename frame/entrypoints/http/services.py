@@ -40,7 +40,6 @@ PRIORITY_LIMIT = 2**31
 MAX_NAME_CHARS = 256  # of a rid, and of a cache's salt
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
-SILENT_AFTER = 120.0  # seconds without a heartbeat, which comes at each step's start, after which the engine counts as hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +203,12 @@ class Services:
         await call.end(close())
 
     def health_problem(self) -> str | None:
-        """Why this server should get no requests; None when it is well."""
-        if self.client.dead is not None:
-            return self.client.dead
-        age = time.monotonic() - self.client.heartbeat_at
-        if age > SILENT_AFTER:
-            return f"the engine has been silent for {age:.0f} s"
-        return None
+        """Why this server cannot be helped; None while it lives, also while it restarts a process that died."""
+        return self.client.dead
+
+    def ready_problem(self) -> str | None:
+        """Why this server should get no requests now; None when it is well."""
+        return "the server is shutting down" if self.draining else self.client.dead or self.client.away
 
 
 Handler = Callable[["Call", Services], Awaitable[None]]
@@ -269,5 +267,5 @@ def _as_api_error(error: BaseException) -> BaseException:
     if isinstance(error, ChatTemplateError):
         return ApiError(400, public(str(error)), "messages")
     if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error))
+        return ApiError(503, str(error), retry_after=RETRY_AFTER)
     return error

@@ -110,7 +110,7 @@ def test_a_hang_up_ends_the_request_within_moments(fake_server: RunningServer, s
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_a_dead_child_ends_answers_and_server(checkpoint: Path, role: str) -> None:
-    server = RunningServer(checkpoint, "--max-model-len", "512", "--detokenizer-workers", "1", env=FAKE)
+    server = RunningServer(checkpoint, "--max-model-len", "512", "--detokenizer-workers", "1", "--max-restarts", "0", env=FAKE)
     found: list[str] = []
     whole: list[httpx.Response] = []
 

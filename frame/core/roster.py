@@ -1,0 +1,33 @@
+"""The roster: which requests are on the device, in a file that can be read after the engine's process was killed.
+
+One 64-bit mark of a request's name for each slot, written when a request enters or leaves; a step costs nothing. Knows no request.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+ROSTER = "roster"  # the file's name in a deployment's directory
+
+
+def mark_of(rid: str) -> int:
+    """What stands for a request's name: 64 bits, never 0."""
+    return int.from_bytes(blake2b(rid.encode(errors="surrogatepass"), digest_size=8).digest(), "little") or 1
+
+
+def open_roster(path: Path, num_slots: int) -> np.ndarray:
+    """A new roster, uint64 [num_slots], all empty. Raises OSError. Its bytes are the file's, whatever becomes of this process."""
+    path.write_bytes(bytes(8 * num_slots))  # now, as a full disk found later would be a signal instead of an error
+    return np.memmap(path, np.uint64, "r+", shape=(num_slots,))
+
+
+def read_roster(path: Path) -> frozenset[int]:
+    """The marks of the requests that were on the device last; none when no engine came so far as to make a roster."""
+    try:
+        marks = np.fromfile(path, np.uint64)
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(marks[marks != 0].tolist())

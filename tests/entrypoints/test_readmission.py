@@ -1,0 +1,107 @@
+"""Sequences while the engine is away: where they go on, who is suspected, and that the one that kills is refused alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.core.roster import mark_of
+from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.readmission import PASSED, Readmission
+
+
+class Rig:
+    """An engine that dies whenever `killer` is in it, told by its rid."""
+
+    def __init__(self, *rids: str, killer: str = "", capacity: int = 100) -> None:
+        self.inside: dict[str, Stream] = {}
+        self.withdrawn: list[str] = []
+        self.refused: list[str] = []
+        self.deaths = 0
+        self.killer = killer
+        self.capacity = capacity  # places on the device
+        self.readmission = Readmission(self._admit, self._withdraw)
+        self.all = [Stream(Answer(rid), 0, 0, rid, [1], SamplingParams()) for rid in rids]
+        for sequence in self.all:
+            self.readmission.offer(sequence)
+
+    def _admit(self, sequence: Stream) -> None:
+        self.inside[sequence.rid] = sequence
+
+    def _withdraw(self, sequence: Stream) -> None:
+        del self.inside[sequence.rid]
+        self.withdrawn.append(sequence.rid)
+
+    def step(self) -> bool:
+        """Everybody on the device gets a token, or the engine dies. -> whether there is anything to do."""
+        on_device = list(self.inside.values())[: self.capacity]
+        if any(sequence.rid == self.killer for sequence in on_device):
+            self.die(on_device)
+            return True
+        for sequence in on_device:
+            sequence.standing.output.append(5)
+            if sequence.num_tokens == 20:
+                del self.inside[sequence.rid]
+                self.all.remove(sequence)
+                sequence.finish = True  # type: ignore[assignment]
+        self.readmission.look()
+        return bool(self.inside)
+
+    def die(self, on_device: list[Stream]) -> None:
+        self.deaths += 1
+        guilty = self.readmission.blame(self.all, frozenset(mark_of(sequence.standing.name) for sequence in on_device))
+        self.inside.clear()
+        self.readmission.hold(self.all, "it died")
+        if guilty is not None:
+            self.refused.append(guilty.rid)
+            self.all.remove(guilty)
+            self.readmission.drop(guilty)
+        self.readmission.resume()
+
+
+@pytest.mark.parametrize(("others", "capacity", "deaths"), [(0, 100, 2), (1, 100, 3), (9, 100, 3), (30, 4, 3)])
+def test_the_killer_alone_is_refused(others: int, capacity: int, deaths: int) -> None:
+    names = [f"r{i}" for i in range(others)]
+    names.insert(others // 2, "killer")
+    rig = Rig(*names, killer="killer", capacity=capacity)
+    while rig.step():
+        assert rig.deaths <= deaths
+    assert (rig.refused, rig.deaths, rig.all) == (["killer"], deaths, [])
+
+
+def test_a_death_that_nobody_repeats_costs_nothing() -> None:
+    rig = Rig("a", "b")
+    rig.step()
+    rig.die(rig.all)
+    assert list(rig.inside) == ["a", "b"]  # at once, both
+    for _ in range(PASSED + 1):
+        rig.step()
+    rig.die(rig.all)  # they got further: it is the machine, not they
+    assert list(rig.inside) == ["a", "b"]
+    assert rig.withdrawn == []
+
+
+def test_suspects_come_one_by_one_and_new_ones_wait() -> None:
+    rig = Rig("a", "b")
+    rig.die(rig.all)
+    rig.die(rig.all)
+    assert list(rig.inside) == ["a"]
+    new = Stream(Answer("new"), 0, 0, "new", [1], SamplingParams())
+    rig.all.append(new)
+    rig.readmission.offer(new)
+    assert rig.readmission.is_held(new)
+    for _ in range(PASSED + 1):
+        assert list(rig.inside) == ["a"]
+        rig.step()
+    assert (rig.withdrawn, list(rig.inside)) == (["a"], ["b"])
+    rig.readmission.drop(rig.all[1])  # its client left
+    assert list(rig.inside) == ["b", "new", "a"]
+
+
+def test_with_nothing_on_the_device_all_are_counted() -> None:
+    rig = Rig("a", "b")
+    rig.die([])
+    assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]
+    stranger = frozenset([mark_of("somebody whose client left")])
+    assert rig.readmission.blame(rig.all, stranger) is None
+    assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]

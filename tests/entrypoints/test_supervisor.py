@@ -1,0 +1,193 @@
+"""When a child is restarted, and when it is enough, over children that the test plays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from frame.core.messages import Fatal, Generate, Heartbeat, Ready
+from frame.entrypoints import supervisor as module
+from frame.entrypoints.client import EngineClient
+from frame.entrypoints.limits import ClientLimits
+from frame.entrypoints.processes import Child
+from frame.entrypoints.supervisor import RestartPolicy, Supervisor
+
+
+class Process:
+    """A `Popen` that lives until it is told otherwise."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        Process.pid += 1
+        self.pid = Process.pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class Deployment:
+    def __init__(self, *names: str) -> None:
+        self.children = {name: Child(name, [], {}) for name in names}
+        self.started: list[str] = []
+        for name in names:
+            self.start([name])
+            self.children[name].is_ready = True
+        self.started.clear()
+
+    def start(self, names: list[str]) -> None:
+        for name in names:
+            self.started.append(name)
+            child = self.children[name]
+            child.process, child.is_ready, child.silence, child.last_words = Process(), False, 0.0, None  # type: ignore[assignment]
+
+    def end(self, names: list[str]) -> None:
+        for name in names:
+            if self.children[name].process.poll() is None:
+                self.children[name].process.code = -9  # type: ignore[attr-defined]
+
+    def roster(self) -> frozenset[int]:
+        return frozenset()
+
+    def note(self, message: Any) -> None:
+        from frame.entrypoints.processes import Deployment as Real
+
+        Real.note(self, message)  # type: ignore[arg-type]
+
+
+class Rig:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str, max_restarts: int = 5, heartbeat_timeout: float = 10.0) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.sent: list[Any] = []
+        self.inbox: list[Any] = []
+        self.lines: list[str] = []
+        self.asked_again: list[int] = []
+        self.client = EngineClient(self, ClientLimits(8, 64, 100, 64))
+        self.deployment = Deployment(*names)
+        policy = RestartPolicy(max_restarts, heartbeat_timeout, 1.0)
+        self.supervisor = Supervisor(self.deployment, self.client, policy, self.lines.append, self.asked_again.append)  # type: ignore[arg-type]
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout: float | None = 0.0) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def close(self) -> None:
+        return
+
+    async def tick(self, *messages: Any, seconds: float = 0.1) -> None:
+        self.inbox += messages
+        self.now += seconds
+        await self.supervisor.tick()
+
+    async def kill(self, name: str, code: int = -9) -> None:
+        self.deployment.children[name].process.code = code  # type: ignore[attr-defined]
+        await self.tick()
+
+    async def get_ready(self) -> None:
+        await self.tick()
+        await self.tick(*(Ready(process=name, pid=child.process.pid) for name, child in self.deployment.children.items()))
+
+
+ALL = ("engine", "rank-1", "detokenizer", "tokenizer-0", "tokenizer-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "restarted"),
+    [
+        ("engine", ["engine", "rank-1", "detokenizer"]),
+        ("rank-1", ["engine", "rank-1", "detokenizer"]),
+        ("detokenizer", ["detokenizer"]),
+        ("tokenizer-1", ["tokenizer-1"]),
+    ],
+)
+async def test_what_is_restarted_with_what(monkeypatch: pytest.MonkeyPatch, name: str, restarted: list[str]) -> None:
+    rig = Rig(monkeypatch, *ALL)
+    await rig.kill(name)
+    assert f"the {name} process was killed by signal 9" in rig.lines[0]
+    assert (rig.client.away is None) == (name == "tokenizer-1")
+    await rig.get_ready()
+    assert sorted(rig.deployment.started) == sorted(restarted)
+    assert rig.client.away is None
+    assert rig.asked_again == ([1] if name == "tokenizer-1" else [])
+    assert sum(rig.client.stats.restarts.values()) == 1
+
+
+async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine", "detokenizer")
+    for _ in range(200):
+        await rig.tick(Heartbeat(process="engine"), Heartbeat(process="detokenizer"))
+    await rig.tick(seconds=3600.0)  # it was this process that slept
+    assert rig.client.away is None
+    for _ in range(99):
+        await rig.tick(Heartbeat(process="detokenizer"))
+    assert "engine process has been silent for 10 s" in (rig.client.away or "")
+    assert rig.deployment.started == ["detokenizer", "engine"]
+
+
+async def test_a_start_that_never_ends_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine", heartbeat_timeout=0.0)
+    await rig.kill("engine")
+    for _ in range(640):
+        await rig.tick()
+    assert rig.deployment.started == ["engine"]
+    for _ in range(50):
+        await rig.tick()
+    assert rig.deployment.started == ["engine", "engine"]
+    stale = Ready(process="engine", pid=0)
+    await rig.tick(stale)
+    assert rig.client.away is not None
+    await rig.get_ready()
+    assert rig.client.away is None
+
+
+async def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine", max_restarts=2)
+    for _ in range(2):
+        await rig.kill("engine")
+        await rig.get_ready()
+    rig.inbox.append(Fatal(process="engine", error="no memory is left"))
+    await rig.kill("engine", 1)
+    assert rig.client.dead == "the engine process ended with exit code 1 (no memory is left); the server cannot go on"
+    assert rig.supervisor.exit_code == 1
+
+
+async def test_old_restarts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine", max_restarts=1)
+    for _ in range(3):
+        await rig.kill("engine")
+        await rig.get_ready()
+        rig.now += 700.0
+        await rig.tick(Heartbeat(process="engine"))
+    assert rig.client.dead is None
+
+
+async def test_a_wrong_configuration_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine")
+    await rig.kill("engine")
+    await rig.tick()
+    await rig.kill("engine", 78)
+    assert rig.client.dead is not None
+    assert rig.supervisor.exit_code == 78
+
+
+async def test_starts_that_fail_are_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine", max_restarts=100)
+    await rig.kill("engine")
+    starts = []
+    for _ in range(6):
+        while not rig.deployment.started:
+            await rig.tick()
+        starts.append(rig.now)
+        rig.deployment.started.clear()
+        await rig.kill("engine", 1)
+    gaps = [later - earlier for earlier, later in pairwise(starts)]
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(gaps))
+    assert not any(isinstance(message, Generate) for message in rig.sent)
