@@ -28,6 +28,8 @@ plugins: {{options: {{grammar/xgrammar: {{any_whitespace: false}}}}}}
 """
 MODEL = "frame-tiny"
 KEY = "a-key"
+WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+CALL = r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{2,6}"\}\}</tool_call>'  # a regex: the model knows no tools
 
 
 @pytest.fixture(scope="session", autouse=True)

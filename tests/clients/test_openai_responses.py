@@ -95,9 +95,7 @@ def test_kept_responses(client: openai.OpenAI) -> None:
     first = client.responses.create(**ASK)
     assert client.responses.retrieve(first.id).output_text == first.output_text
     second = client.responses.create(**ASK, previous_response_id=first.id, instructions="Be brief.")
-    count = client.responses.input_tokens.count(
-        model=MODEL, input=ASK["input"], previous_response_id=first.id, instructions="Be brief."
-    )
+    count = client.responses.input_tokens.count(model=MODEL, input=ASK["input"], previous_response_id=first.id, instructions="Be brief.")
     assert count.input_tokens == second.usage.input_tokens > first.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="is completed"):
         client.responses.cancel(first.id)
