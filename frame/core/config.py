@@ -153,7 +153,7 @@ class SamplingSection(Section):
     grammar_workers: int = setting(
         2, "Processes that compile grammars, started as needed; 0: the engine's own, where nothing limits them.", ge=0, le=16
     )
-    grammar_timeout: float = setting(10.0, "Seconds that one grammar may take to compile, or wait for its turn.", gt=0, le=600)
+    grammar_timeout: float = setting(10.0, "Seconds that one grammar may take to compile, or wait behind such ones.", gt=0, le=600)
     grammar_memory: int = setting(1 << 30, "Bytes of memory that compiling one grammar may take.", ge=64 << 20)
     grammar_cache: int = setting(256 << 20, "Bytes of compiled grammars that are kept for the next request with the same.", ge=0)
 

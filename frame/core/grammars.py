@@ -29,7 +29,8 @@ class CompilerProcess(Protocol):
     """A process that compiles, one grammar at a time."""
 
     def compile(self, kind: str, source: str) -> bytes:
-        """What `GrammarBackend.dump` made of it. Raises ValueError, one sentence, also when a limit ended the process."""
+        """What `GrammarBackend.dump` made of it. Raises ValueError, one sentence, also when a limit ended the process, TooLongError when
+        that of time did."""
         ...
 
     def close(self) -> None: ...
@@ -37,8 +38,8 @@ class CompilerProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSettings:
-    """`kinds` that the backend compiles; `patience`: most seconds that a grammar waits for its turn;
-    `cache_bytes` of compiled grammars are kept; `workers` compile at a time."""
+    """`kinds` that the backend compiles; `patience`: most seconds that a grammar waits behind others that
+    took all the time they may; `cache_bytes` of compiled grammars are kept; `workers` compile at a time."""
 
     kinds: tuple[str, ...] = GRAMMAR_KINDS
     workers: int = 1
@@ -48,6 +49,10 @@ class GrammarSettings:
 
 class TooBusyError(RuntimeError):
     """A grammar waited too long for its turn."""
+
+
+class TooLongError(ValueError):
+    """A grammar took longer than it may."""
 
 
 class GrammarCache:
@@ -109,7 +114,7 @@ class GrammarCompiler:
         self._compiling: dict[Key, _Compilation] = {}
         self._waiting: dict[str, tuple[Generate, _Compilation | CompiledGrammar | ValueError]] = {}
         self._own = threading.local()  # a thread's process
-        self._loaded_at = 0.0  # waiting for the backend itself is nobody's fault
+        self._held_up_at = 0.0  # when a grammar last took all the time that it may
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -168,20 +173,24 @@ class GrammarCompiler:
     # in the threads -----------------------------------------------------------------------------------------------------
 
     def _compile(self, key: Key, since: float) -> CompiledGrammar:
-        if time.monotonic() - max(since, self._loaded_at) > self._settings.patience:
+        if time.monotonic() - since > self._settings.patience and self._held_up_at > since:  # a long queue alone is no fault
             raise TooBusyError("other grammars keep the compilers busy; try again later")
+        backend = self._loaded()
         if self._start_process is None:
-            return self._loaded().compile(*key)
+            return backend.compile(*key)
         if not hasattr(self._own, "process"):
             self._own.process = self._start_process()
             self._processes.append(self._own.process)
-        return self._loaded().load(*key, self._own.process.compile(*key))
+        try:
+            return backend.load(*key, self._own.process.compile(*key))
+        except TooLongError:
+            self._held_up_at = time.monotonic()
+            raise
 
     def _loaded(self) -> GrammarBackend:
         with self._lock:
             if self._backend is None:
                 self._backend = self._make()
-                self._loaded_at = time.monotonic()
             return self._backend
 
 

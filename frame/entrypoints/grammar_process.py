@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from frame.core.grammars import TooLongError
 from frame.core.resolved import Resolved
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class GrammarProcess:
         if self._closed:
             return RuntimeError("the engine stops")
         if code in (-signal.SIGALRM, -signal.SIGKILL):
-            return ValueError(f"{kind} takes longer than {self._seconds:g} s to compile; simplify it")
+            return TooLongError(f"{kind} takes longer than {self._seconds:g} s to compile; simplify it")
         return ValueError(f"{kind} ends its compiler (out of memory, or a fault of the compiler); simplify it")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from frame.core.grammar_masks import SLOWEST, FailedGrammar, advance, replay
-from frame.core.grammars import GrammarCache, GrammarCompiler, GrammarSettings
+from frame.core.grammars import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.messages import Finish, Generate
 from frame.core.sampling_params import SamplingParams
@@ -109,13 +109,29 @@ def test_a_kind_that_the_backend_has_not_is_refused() -> None:
     compiler.close()
 
 
-def test_who_waits_longer_than_the_limit_is_told_to_come_back() -> None:
+def test_who_waits_behind_grammars_that_take_too_long_is_told_to_come_back() -> None:
+    class Slow:
+        def compile(self, kind: str, source: str) -> bytes:
+            assert backend.gate.wait(20)
+            if source == "bomb":
+                raise TooLongError("it takes too long")
+            return b""
+
+        def close(self) -> None:
+            pass
+
     backend = Counting()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(patience=0.0), Slow)
+    for source in "abc":  # a queue alone is no reason
+        compiler.hold(ask(source, regex=source))
+    assert not any(isinstance(outcome, Finish) for outcome in collect(compiler, 3).values())
     backend.gate.clear()
-    compiler = GrammarCompiler(lambda: backend, GrammarSettings(patience=0.0))
-    compiler.hold(ask("r", regex="x"))
-    finish = collect(compiler, 1)["r"]
-    assert isinstance(finish, Finish) and finish.error is not None and finish.error.startswith("queue full: ")
+    for source in ("bomb", "x"):
+        compiler.hold(ask(source, regex=source))
+    backend.gate.set()
+    found = collect(compiler, 2)
+    errors = [finish.error for finish in (found["bomb"], found["x"]) if isinstance(finish, Finish)]
+    assert errors == ["invalid grammar: it takes too long", "queue full: other grammars keep the compilers busy; try again later"]
     compiler.close()
 
 

@@ -103,7 +103,9 @@ class LLGuidanceBackend(GrammarBackend):
 
     def _translate(self, kind: str, source: str) -> str:
         if kind in ("json_schema", "json_object"):
-            overrides: Any = {"whitespace_flexible": self._options.any_whitespace}
+            overrides: Any = {"whitespace_flexible": False}
+            if self._options.any_whitespace:
+                overrides = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{self._options.max_whitespace}}}"}
             return LLMatcher.grammar_from_json_schema(source or '{"type": "object"}', overrides=overrides)
         if kind == "choice":
             return grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False))

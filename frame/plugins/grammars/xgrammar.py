@@ -106,10 +106,13 @@ class XGrammarBackend(GrammarBackend):
         return XCompiled(xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info), self._vocabulary, len(data))
 
     def _compile(self, kind: str, source: str) -> Any:
-        if kind == "json_schema":
-            return self._compiler.compile_json_schema(source, any_whitespace=self._options.any_whitespace)
-        if kind == "json_object":
-            return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=self._options.any_whitespace, strict_mode=False)
+        if kind in ("json_schema", "json_object"):
+            return self._compiler.compile_json_schema(
+                source or '{"type": "object"}',
+                any_whitespace=self._options.any_whitespace,
+                max_whitespace_cnt=self._options.max_whitespace if self._options.any_whitespace else None,
+                strict_mode=kind == "json_schema",
+            )
         if kind == "choice":
             texts = [{"type": "const_string", "value": text} for text in json.loads(source)]
             return self._compiler.compile_structural_tag({"type": "structural_tag", "format": {"type": "or", "elements": texts}})
