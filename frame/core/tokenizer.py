@@ -6,6 +6,7 @@ Thread-safe: encoding releases the GIL, so a thread pool scales. Knows no reques
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,15 @@ from frame.core.chat_template import ChatTemplate, ChatTemplateError, find_templ
 from frame.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tokenizers import Tokenizer as Backend
 
     from frame.core.sampling_params import SamplingParams
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+Input = Sequence[str]  # one text, or the two of a pair
+Encoded = tuple[list[int], int]  # token ids, and where a pair's second text begins for models that tell (0: nowhere)
 
 
 class Tokenizer:
@@ -59,6 +62,21 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         lead = self._leading if add_special_tokens else []
         return [[*lead, *encoding.ids] for encoding in encodings]
+
+    def encode_inputs(self, inputs: Sequence[Input], longest: int | None = None) -> list[Encoded]:
+        """Texts, or pairs of texts that are read together, with their special tokens; those of more than `longest` tokens are cut at
+        the end, before the special tokens that close them."""
+        each = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
+        found = []
+        for encoding in self.backend.encode_batch(each):
+            lead = self._leading
+            ids, types = [*lead, *encoding.ids], encoding.type_ids
+            if longest is not None and len(ids) > longest:
+                closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
+                ids = [*ids[: max(0, longest - closing)], *ids[len(ids) - closing :]] if closing < longest else ids[:longest]
+            second = types.index(1) + len(lead) if 1 in types else 0
+            found.append((ids, second if second < len(ids) else 0))
+        return found
 
     def chat_text(
         self,

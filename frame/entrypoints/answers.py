@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from frame.core.messages import Finish, Generate, TokenLogprobs
 from frame.core.sampling_params import SamplingParams
@@ -80,7 +80,7 @@ class Stream:
 class Answer:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
-    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "rid", "sequences", "submitted")
+    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "rid", "segments", "sequences", "submitted", "vectors")
 
     def __init__(self, rid: str = "") -> None:
         self.rid = rid  # of the request; its sequences' begin with it
@@ -91,7 +91,12 @@ class Answer:
         self.created = self.submitted  # when the request arrived, if it was read and tokenized before
         self.gone = False  # the client hung up
         self.on_news: Callable[[], None] | None = None  # instead of a waiter
+        self.segments: Sequence[int] = ()  # of prompts that are pairs of texts: where the second one begins
+        self.vectors: dict[int, bytes] = {}  # float32, by sequence; of an engine that embeds or classifies
         self._waiter: asyncio.Future[None] | None = None
+
+    def segment_of(self, sequence: Stream) -> int:
+        return self.segments[sequence.prompt_index] if self.segments else 0
 
     async def wait(self) -> list[Stream]:
         """The sequences with something new; empty when the client is gone or all is over."""

@@ -129,8 +129,10 @@ class EngineClient:
         namespace: str = "",
         rid: str | None = None,
         deadline: float | None = None,
+        segments: Sequence[int] = (),
     ) -> Answer:
-        """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up."""
+        """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up.
+        `segments` are for pairs of texts: where the second one begins."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         answer = Answer(rid or uuid.uuid4().hex)
@@ -143,6 +145,7 @@ class EngineClient:
                 if sequence.rid in self._rids or sequence.rid in self._sequences:
                     raise InvalidRequestError(f"a request with the rid {sequence.rid!r} is running; choose another", "rid")
                 answer.sequences.append(sequence)
+        answer.segments = segments
         answer.open = len(answer.sequences)
         self._reserved -= answer.open
         try:
@@ -163,9 +166,14 @@ class EngineClient:
         self._sequences[rid] = sequence
         self._rids.add(rid)
         self.stats.prompt_tokens += len(prompt)
-        params = sequence.params
         sequence.standing.message = Generate(
-            rid=rid, token_ids=prompt, params=params, priority=priority, namespace=namespace, deadline=deadline
+            rid=rid,
+            token_ids=prompt,
+            params=sequence.params,
+            priority=priority,
+            namespace=namespace,
+            deadline=deadline,
+            segment=sequence.answer.segment_of(sequence),
         )
         sequence.standing.expires = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
         self._readmission.offer(sequence)
@@ -302,6 +310,10 @@ class EngineClient:
         for place, logprobs in message.prompt_logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.prompt_logprobs = _joined(sequence.prompt_logprobs, logprobs)
+        if isinstance(message, Tokens):
+            for place, vector in message.pooled.items():
+                if (sequence := sequences.get(rids[place])) is not None:
+                    sequence.answer.vectors[sequence.index] = vector
         for place, finish in message.finishes.items():
             if (sequence := sequences.pop(rids[place], None)) is not None:
                 self._end(sequence, finish, now)

@@ -63,6 +63,7 @@ def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         max_context=resolved.max_context,
         vocab_size=resolved.facts.vocab_size,
         capacity=int(info["max_total_tokens"]),
+        pools=resolved.pooling is not None,
         grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,
         request_timeout=resolved.user.scheduler.request_timeout,
         seed=resolved.user.model.seed,

@@ -29,7 +29,8 @@ class EngineDeadError(Exception):
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
     """`max_outstanding`: requests running and waiting together. Tokens: `max_context` prompt plus output, `capacity` of the KV cache.
-    `request_timeout` in seconds; `seed` draws the seeds of requests that bring none."""
+    `pools`: there is no output, the prompt may fill the context. `request_timeout` in seconds; `seed` draws the seeds of requests that
+    bring none."""
 
     max_outstanding: int
     max_context: int
@@ -38,6 +39,12 @@ class ClientLimits:
     grammar: bool = False
     request_timeout: float = 600.0
     seed: int = 0
+    pools: bool = False
+
+    @property
+    def longest_input(self) -> int:
+        """The most tokens of a sequence that yields a vector."""
+        return min(self.max_context, self.capacity)
 
 
 def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -47,6 +54,9 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
         raise InvalidRequestError(problems[0], problems[0].split(" ", 1)[0])
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
+    if limits.pools:
+        _check_pooled(limits, prompt)
+        return
     if len(prompt) >= limits.max_context:
         raise InvalidRequestError(
             f"the prompt has {len(prompt)} tokens, and the context of {limits.max_context} must hold at least one more;"
@@ -61,12 +71,26 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
             f" request may have; {remedy}, or shorten the prompt",
             "max_tokens",
         )
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
+    _check_ids(limits, prompt)
     if params.grammar is not None and not limits.grammar:
         raise InvalidRequestError(
             "this server has no grammar backend; start it with --grammar-backend NAME (`frame plugins list` names them)",
             "response_format",
+        )
+
+
+def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
+
+
+def _check_pooled(limits: ClientLimits, prompt: Sequence[int]) -> None:
+    _check_ids(limits, prompt)
+    if len(prompt) > limits.longest_input:
+        raise InvalidRequestError(
+            f"the input has {len(prompt)} tokens, and the model takes {limits.longest_input}; shorten it, or have it cut with"
+            " truncate_prompt_tokens: -1",
+            "input",
         )
 
 

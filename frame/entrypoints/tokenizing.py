@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from frame.core.chat_template import ChatTemplateError
 from frame.core.messages import Message, Tokenize, Tokenized
-from frame.core.tokenizer import Tokenizer
+from frame.core.tokenizer import Encoded, Tokenizer
 from frame.entrypoints.limits import InvalidRequestError
 
 T = TypeVar("T")
@@ -31,6 +31,8 @@ class TextInput(Protocol):
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
     ) -> list[int]: ...
+
+    async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]: ...
 
     def close(self) -> None: ...
 
@@ -55,6 +57,11 @@ class ThreadedInput:
             return self._tokenizer.encode_chat(messages, tools, arguments)
         return await self._off_loop(self._tokenizer.encode_chat, messages, tools, arguments)
 
+    async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]:
+        if sum(len(text) for texts in inputs for text in texts) <= INLINE_CHARACTERS:
+            return self._tokenizer.encode_inputs(inputs, longest)
+        return await self._off_loop(self._tokenizer.encode_inputs, inputs, longest)
+
     async def _off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
@@ -66,7 +73,7 @@ class ThreadedInput:
 class _Asked:
     worker: int
     message: Tokenize
-    future: asyncio.Future[list[int]]
+    future: asyncio.Future[Tokenized]
     deaths: int = 0
 
 
@@ -81,14 +88,17 @@ class ProcessInput:
         self._names = itertools.count()
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self._ask(text=text, add_special_tokens=add_special_tokens)
+        return (await self._ask(text=text, add_special_tokens=add_special_tokens)).token_ids
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
     ) -> list[int]:
-        return await self._ask(messages=messages, tools=tools, template_arguments=arguments)
+        return (await self._ask(messages=messages, tools=tools, template_arguments=arguments)).token_ids
 
-    async def _ask(self, **content: Any) -> list[int]:
+    async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]:
+        return (await self._ask(inputs=inputs, longest=longest)).encoded
+
+    async def _ask(self, **content: Any) -> Tokenized:
         name = str(next(self._names))
         asked = _Asked(next(self._turn), Tokenize(id=name, **content), asyncio.get_running_loop().create_future())
         self._waiting[name] = asked
@@ -105,7 +115,7 @@ class ProcessInput:
             if reply.error is not None:
                 future.set_exception(ChatTemplateError(reply.error))
             else:
-                future.set_result(reply.token_ids)
+                future.set_result(reply)
 
     def ask_again(self, worker: int) -> None:
         """The worker died and has a successor. It works in order, so it died over the oldest text that it had; the second time that
@@ -130,6 +140,8 @@ def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
     try:
         if message.messages is not None:
             return Tokenized(id=message.id, token_ids=tokenizer.encode_chat(message.messages, message.tools, message.template_arguments))
+        if message.inputs is not None:
+            return Tokenized(id=message.id, encoded=tokenizer.encode_inputs(message.inputs, message.longest))
         return Tokenized(id=message.id, token_ids=tokenizer.encode(message.text or "", message.add_special_tokens))
     except ChatTemplateError as error:
         return Tokenized(id=message.id, error=str(error))

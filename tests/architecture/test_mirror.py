@@ -24,7 +24,7 @@ UNTESTED: dict[str, str] = {
     },
     **{
         f"frame.entrypoints.http.{part}": PART_OF_SERVER
-        for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "server", "services", "sse")
+        for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services", "sse")
     },
     **{
         f"frame.entrypoints.http.{part}": PART_OF_DIALECTS

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import admin, anthropic, native, openai, page, responses
+from frame.entrypoints.http import admin, anthropic, embeddings, native, openai, page, responses
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -34,6 +34,7 @@ GONE = 499  # the status of a request whose client left before the response bega
 ROUTES: Routes = (
     *openai.ROUTES,
     *responses.ROUTES,
+    *embeddings.ROUTES,
     *anthropic.ROUTES,
     *native.ROUTES,
     *page.ROUTES,

@@ -256,15 +256,15 @@ async def _health(call: Call, problem: str | None) -> None:
 
 
 async def health_generate(call: Call, services: Services) -> None:
-    """200 when the model yields a token in time."""
+    """200 when the model yields a token, or a vector, in time."""
     prompt = [services.resolved.facts.eos_token_ids[0] if services.resolved.facts.eos_token_ids else 0]
     await call.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    answer = await services.begin(call, [prompt], [params], rid=f"health-{uuid.uuid4().hex}")
+    answer = await services.begin(call, [prompt], [params], rid=f"health-{uuid.uuid4().hex}", tasks=(services.resolved.task,))
     try:
         await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
     except TimeoutError:
-        raise ApiError(503, f"the model yielded no token within {HEALTH_TIMEOUT:g} s") from None
+        raise ApiError(503, f"the model yielded nothing within {HEALTH_TIMEOUT:g} s") from None
     finally:
         services.client.abandon(answer)
     await call.respond(b"{}")

@@ -92,7 +92,7 @@ def _give_up(number: int, frame: object) -> None:
 def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.worker") -> Layout:
     """The processes that a configuration asks for."""
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
-    detokenizer = has_text and text.detokenizer_workers > 0
+    detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"
     return Layout(resolved.user.parallel.tp, detokenizer, text.tokenizer_workers if has_text else 0, module)
 
 
@@ -121,7 +121,8 @@ def _listen(resolved: Resolved) -> socket.socket:
 
 def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer | None, info: dict[str, Any]) -> Services:
     resolved, layout = prepared.resolved, deployment.layout
-    local = Detokenizer(tokenizer) if tokenizer is not None and not layout.detokenizer else None
+    makes_text = resolved.task == "generate" and not layout.detokenizer
+    local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
     client = EngineClient(deployment.transport, limits_of(resolved, info), local, layout.detokenizer)
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:

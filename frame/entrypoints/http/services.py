@@ -25,6 +25,7 @@ from frame.entrypoints.http.response_store import ResponseStore
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.model import Task
     from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
     from frame.core.resolved import Resolved
     from frame.core.sampling_params import SamplingParams
@@ -51,7 +52,19 @@ class Chat:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-Prompt = str | list[int] | Chat
+class Pair(NamedTuple):
+    """Two texts that a model reads together."""
+
+    first: str
+    second: str
+
+
+Prompt = str | list[int] | Chat | Pair
+ROUTES_FOR = {
+    "generate": "/v1/chat/completions or /v1/completions",
+    "embed": "/v1/embeddings, /v1/rerank or /v1/score",
+    "classify": "/v1/classify, /v1/rerank or /v1/score",
+}
 
 
 @dataclass(slots=True)
@@ -82,6 +95,15 @@ class Services:
                 404, f"the model {name!r} does not exist; this server has {self.resolved.served_name!r}", "model", "model_not_found"
             )
 
+    def need_task(self, *tasks: Task) -> None:
+        """Raise ApiError 400 unless the model that is served here is asked for one of these."""
+        task = self.resolved.task
+        if task not in tasks:
+            name, wanted = self.resolved.served_name, " or ".join(tasks)
+            raise ApiError(
+                400, f"{name!r} is served to {task} (model.task), not to {wanted}; use {ROUTES_FOR[task]}", "model", "wrong_task"
+            )
+
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, NO_TOKENIZER)
@@ -103,12 +125,16 @@ class Services:
         rid: str | None = None,
         time_limit: float | None = None,
         add_special_tokens: bool = True,
+        tasks: Sequence[Task] = ("generate",),
+        longest: int | None = None,
     ) -> Answer:
         """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
 
         `namespace` is the client's salt of the prefix cache; `time_limit` (seconds), or the header x-request-timeout, ends it
-        early.
+        early. `tasks` are those that the route is for; with other tasks than generating, each prompt yields its sequence's `vector`, and
+        texts of more than `longest` tokens are cut.
         """
+        self.need_task(*tasks)
         deadline = self._deadline(call, time_limit)
         arrived = time.perf_counter()
         self._check_params(params, priority)
@@ -125,12 +151,12 @@ class Services:
         if rid is None and call.request_id:
             rid = f"{call.request_id}-{uuid.uuid4().hex[:8]}"  # so that the engine's lines name it too
         try:
-            ids = [await self._encode(prompt, add_special_tokens) for prompt in prompts]
+            ids, segments = await self._encode_all(prompts, add_special_tokens, longest)
             params = [self._with_bad_words(own) for own in params]
             for prompt, own in zip(ids, params, strict=True):
                 self.client.check(prompt, own)
             space = self._namespace(call, namespace)
-            answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline)
+            answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline, segments=segments)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise _as_api_error(error) from None
@@ -167,9 +193,21 @@ class Services:
             raise ApiError(400, f"{name} is {given}; it must be a number of seconds above 0", name)
         return min(given, self.resolved.user.scheduler.request_timeout)
 
+    async def _encode_all(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, longest: int | None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Token ids of each, and where the second texts of pairs begin."""
+        inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
+        if self.resolved.task == "generate" or len(inputs) < len(prompts):
+            return [await self._encode(prompt, add_special_tokens) for prompt in prompts], []
+        encoded = await self.need_text_input().encode_inputs(inputs, longest)
+        return [ids for ids, _ in encoded], [segment for _, segment in encoded]
+
     async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, list):
             return prompt
+        if isinstance(prompt, Pair):
+            raise TypeError("a pair of texts is for a model that reads both at once")
         if isinstance(prompt, Chat):
             return await self.need_text_input().encode_chat(prompt.messages, prompt.tools, prompt.arguments)
         return await self.need_text_input().encode(prompt, add_special_tokens)

