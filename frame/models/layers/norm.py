@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
 
 
-_MANY_NUMBERS = 1 << 17  # below, the fewer calls of PyTorch's own count for more
-
-
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32 inside. `name` is the checkpoint layer."""
+    """x / rms(x) * weight over the last dimension, computed in float32 inside. `name` is the checkpoint layer.
+
+    The result may be a view with gaps between its rows.
+    """
+
+    twice: torch.Tensor | None  # the weight twice over, for the CPU's narrow types
 
     def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
         super().__init__()
@@ -27,14 +29,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
         self.weight.bind(f"{name}.weight")
+        self.register_buffer("twice", None, persistent=False)
+
+    def finish(self) -> None:
+        """Lay the weight out for the short way."""
+        if self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
+            self.twice = torch.cat((self.weight.data, self.weight.data))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is torch.float32 or x.device.type != "cpu" or x.numel() < _MANY_NUMBERS:
+        if self.twice is None or torch.compiler.is_compiling():
             return F.rms_norm(x, self.shape, self.weight, self.eps)
-        # PyTorch composes the same of more passes, each through new memory
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().mul_(1 / self.shape[0]).add_(self.eps).rsqrt_()
-        return wide.mul_(scale).mul_(self.weight).to(x.dtype)
+        # PyTorch composes this of a dozen operations; layer_norm is one, and the same where the mean is 0, as that of x and -x together is
+        return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual): the two steps that a fused kernel joins."""
@@ -56,3 +62,4 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
