@@ -39,6 +39,13 @@ class SchedulerConfig:
     growth_reserve: int = 32
     pools: bool = False
     whole_prompts: bool = False
+    short_prompt_share: float = 0.5
+    preemption: bool = True
+
+    @property
+    def short_budget(self) -> int:
+        """Prompt tokens of a step that are kept for short prompts."""
+        return int(self.token_budget * self.short_prompt_share)
 
     @property
     def capacity(self) -> int:

@@ -20,6 +20,7 @@ from frame.core.waiting_queue import WaitingQueue
 WINDOW = 128  # waiting requests that a policy sees
 MATCH_WINDOW = 64  # the same, when each must be matched first
 AHEAD_MOST = 512  # tokens of growth that are kept free for each running request, at most
+PEEKS = 8  # long waiting prompts whose cached prefix is looked up in a step, to see whether what is left of them is short
 CALM_STEPS = 128  # after so many steps without a retraction the reserve is halved
 
 
@@ -47,7 +48,7 @@ class StepPlanner:
         self._ledger = running.ledger
         self._queue = queue
         self._policy = policy
-        self._may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
+        self._may_preempt = config.preemption and type(policy).preempts is not SchedulingPolicy.preempts
         self._ahead = config.growth_reserve
         self._last_retraction = -1
         self._step = 0
@@ -59,6 +60,8 @@ class StepPlanner:
             self._preempt(now)
         before = self.num_retracted
         rows = Rows(self._decodes(now), budget=self._config.token_budget)
+        if self._is_crowded():
+            self._short_first(rows, now, may_admit=self.num_retracted == before)
         self._extend_running(rows)
         while not rows and self._running.extending and not self._running.in_flight:
             if not self._retract_one(now):
@@ -114,11 +117,34 @@ class StepPlanner:
 
     # prompts ------------------------------------------------------------------------------------------------------------
 
+    def _is_crowded(self) -> bool:
+        """Whether the prompts that are being computed would take what is kept for short ones."""
+        extending = self._running.extending.values()
+        return bool(extending) and sum(map(self._remaining, extending)) > self._config.token_budget - self._config.short_budget
+
+    def _remaining(self, request: Request) -> int:
+        """Tokens of a running request's prompt that are not scheduled yet."""
+        return len(request.tokens) - int(self._running.table.arrays.computed[request.slot])
+
+    def _short_first(self, rows: Rows, now: float, may_admit: bool) -> None:
+        """Prompts that end within the budget kept for short ones, so that they do not wait for long ones. These get all the rest, and
+        lose nothing while there is no short one."""
+        kept = self._config.short_budget
+        for request in sorted(self._running.extending.values(), key=self._remaining):
+            if self._remaining(request) > kept + rows.budget - self._config.token_budget:
+                break
+            self._extend(rows, request)
+        longest = kept + rows.budget - self._config.token_budget
+        if may_admit and longest > 0:
+            self._admit(rows, now, longest)
+
     def _extend_running(self, rows: Rows) -> None:
+        begun = {request.slot for request, _, _ in rows.chunks}
         for request in sorted(self._running.extending.values(), key=lambda r: r.index):
             if rows.budget <= 0:
                 return
-            self._extend(rows, request)
+            if request.slot not in begun:
+                self._extend(rows, request)
 
     def _extend(self, rows: Rows, request: Request) -> None:
         """Schedule the next chunk of a prompt (all of it, where prompts are computed whole), as long as budget and pages allow."""
@@ -141,8 +167,9 @@ class StepPlanner:
 
     # newcomers ----------------------------------------------------------------------------------------------------------
 
-    def _admit(self, rows: Rows, now: float) -> None:
-        """Admit waiting requests in the policy's order, until one does not fit."""
+    def _admit(self, rows: Rows, now: float, longest: int | None = None) -> None:
+        """Admit waiting requests in the policy's order, until one does not fit. `longest`: most tokens that they may need computed, all
+        together; who needs more is passed over, and has its turn when the prompts before it are done."""
         if not len(self._queue) or rows.budget <= 0 or not self._running.table.num_free:
             return
         reserved = self._reserved_pages()
@@ -150,9 +177,15 @@ class StepPlanner:
             return
         if self._step - self._last_retraction > CALM_STEPS:
             self._ahead, self._last_retraction = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
+        floor = 0 if longest is None else rows.budget - longest
+        peeks = PEEKS
         for request in self._candidates(now):
-            if rows.budget <= 0 or not self._running.table.num_free:
+            if rows.budget <= floor or not self._running.table.num_free:
                 return
+            if longest is not None and request.num_tokens > rows.budget - floor:
+                peeks -= 1
+                if peeks < 0 or self._uncached(request) > rows.budget - floor:
+                    continue
             need = self._enter(request, reserved, now)
             if need is None:
                 return
@@ -171,6 +204,11 @@ class StepPlanner:
         for request in window:
             request.match = None  # good for the moment only, and it would keep nodes alive
         return ordered
+
+    def _uncached(self, request: Request) -> int:
+        """Tokens of a waiting request that are not in the prefix cache."""
+        tokens = request.all_tokens()
+        return len(tokens) - self._ledger.cache.match(tokens, request.namespace, limit=len(tokens) - 1).num_tokens
 
     def _enter(self, request: Request, reserved: int, now: float) -> int | None:
         """Put a request on the device if its whole prompt and the growth of all fit. -> pages it still needs, None: no room."""

@@ -22,7 +22,7 @@ from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import SchedulerConfig
 from frame.testing.scheduler_rig import SchedulerRig
 
-VIEW = SchedulerView(now=100.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
+VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
 VOCAB = 97
 
 

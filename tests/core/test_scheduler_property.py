@@ -42,6 +42,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         invalid=st.booleans(),
         growth_reserve=st.sampled_from([0, 32]),
+        share=st.sampled_from([0.0, 0.5, 0.9]),
+        preemption=st.booleans(),
     )
     def start(
         self,
@@ -55,6 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         invalid: bool,
         growth_reserve: int,
+        share: float,
+        preemption: bool,
     ) -> None:
         config = SchedulerConfig(
             page_size=page_size,
@@ -66,6 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_ids=(EOS,),
             overlap=overlap,
             growth_reserve=growth_reserve,
+            short_prompt_share=share,
+            preemption=preemption,
         )
         self.rig = SchedulerRig(
             config, SCHEDULING[policy](), EVICTION[eviction](), prefix_cache=prefix_cache, is_invalid=is_invalid if invalid else None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from frame.core.request import Request
 
 API = "scheduling_policy/1"
+PATIENCE = 10.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,12 @@ class SchedulingPolicy(ABC):
     def preempts(self, waiting: Request, running: Request) -> bool:
         """Whether `waiting` may push `running` off the device."""
         return False
+
+
+def late_first(ordered: Sequence[Request], view: SchedulerView) -> list[Request]:
+    """Ageing for policies whose order may pass a request over again and again: who has waited longer than `PATIENCE` goes first, the
+    oldest before the others; the rest keeps its order."""
+    late = [request for request in ordered if view.now - request.arrival > PATIENCE]
+    if not late:
+        return list(ordered)
+    return sorted(late, key=lambda request: request.index) + [r for r in ordered if view.now - r.arrival <= PATIENCE]

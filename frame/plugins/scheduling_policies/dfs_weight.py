@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
 
 if TYPE_CHECKING:
     from frame.core.request import Request
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class DepthFirstByWeight(SchedulingPolicy):
     """Groups by shared cached pages: the largest group first, longer shared prefixes before what ends at a branch,
-    requests without a cached prefix last; among equals the oldest.
+    requests without a cached prefix last; among equals the oldest. Who has waited too long goes before all.
 
     Two prefixes share their first n pages exactly when these are the same pages, so the pages alone give the tree.
     """
@@ -28,7 +28,7 @@ class DepthFirstByWeight(SchedulingPolicy):
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         ordered: list[Request] = []
         _visit([(_pages(request), request) for request in waiting], 0, ordered)
-        return ordered
+        return late_first(ordered, view)
 
 
 def _visit(group: list[tuple[np.ndarray, Request]], depth: int, ordered: list[Request]) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
 
 if TYPE_CHECKING:
     from frame.core.request import Request
 
 
 class LongestOutputFirst(SchedulingPolicy):
-    """The request that may yet produce most tokens first; among equals the oldest."""
+    """The request that may yet produce most tokens first; among equals the oldest. Who has waited too long goes before all."""
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return sorted(waiting, key=_remaining, reverse=True)
+        return late_first(sorted(waiting, key=_remaining, reverse=True), view)
 
 
 def _remaining(request: Request) -> int:

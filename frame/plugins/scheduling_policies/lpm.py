@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
 
 if TYPE_CHECKING:
     from frame.core.request import Request
 
 
 class LongestPrefixMatch(SchedulingPolicy):
-    """The request with most cached tokens first; among equals the oldest."""
+    """The request with most cached tokens first; among equals the oldest. Who has waited too long goes before all."""
 
     needs_matches: ClassVar[bool] = True
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return sorted(waiting, key=_cached_tokens, reverse=True)
+        return late_first(sorted(waiting, key=_cached_tokens, reverse=True), view)
 
 
 def _cached_tokens(request: Request) -> int:
