@@ -149,6 +149,7 @@ def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
         "dtype": resolved.dtype,
         "kv_dtype": resolved.kv_dtype,
         "tp": resolved.user.parallel.tp,
+        "vocab_size": resolved.facts.vocab_size,
         "max_context": resolved.max_context,
         "max_running_requests": resolved.max_running_requests,
         "max_total_tokens": capacity.max_total_tokens,

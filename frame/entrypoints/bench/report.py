@@ -1,0 +1,118 @@
+"""Reports: JSON with where the figures were taken, a table of them, and two reports side by side. Runs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.hardware import probe
+
+PACKAGES = ("frame-serve", "torch", "triton", "transformers", "flashinfer-python")
+# Figures of a table: path in a row -> title
+FIGURES: Mapping[str, str] = {
+    "requests": "requests",
+    "failed": "failed",
+    "seconds": "seconds",
+    "output_tokens_per_s": "output tokens/s",
+    "prompt_tokens_per_s": "prompt tokens/s",
+    "first_token_ms.p50": "TTFT p50, ms",
+    "first_token_ms.p99": "TTFT p99, ms",
+    "between_tokens_ms.p50": "ITL p50, ms",
+    "between_tokens_ms.p99": "ITL p99, ms",
+    "end_to_end_ms.p99": "E2E p99, ms",
+    "goodput_per_s": "goodput, requests/s",
+}
+FORMAT = 1
+
+
+def report(kind: str, rows: Mapping[str, dict[str, Any]], **about: Any) -> dict[str, Any]:
+    """The whole result of one `frame bench`."""
+    return {"format": FORMAT, "kind": kind, "machine": machine(), **about, "rows": dict(rows)}
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what figures are taken."""
+    hardware = probe()
+    return {
+        "system": platform.platform(),
+        "cores": hardware.cpu_cores,
+        "cpu_features": sorted(hardware.cpu_features),
+        "accelerators": [accelerator.name for accelerator in hardware.accelerators],
+        "load_before": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """A column a row of the report, a line a figure that any of them has."""
+    rows = found["rows"]
+    drawn = _empty(f"frame bench {found['kind']}", rows)
+    for path, title in FIGURES.items():
+        figures = [figure(row, path) for row in rows.values()]
+        if any(value is not None for value in figures):
+            drawn.add_row(title, *map(_shown, figures))
+    return drawn
+
+
+def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
+    """For each row that both have: the second's figures, and how they stand to the first's. Raises ConfigError when there is none."""
+    names = [name for name in first["rows"] if name in second["rows"]]
+    if not names:
+        raise ConfigError("The two reports have no row in common; compare runs of the same workloads.")
+    drawn = _empty("the second, and its ratio to the first", names)
+    for path, title in FIGURES.items():
+        pairs = [(figure(first["rows"][name], path), figure(second["rows"][name], path)) for name in names]
+        if any(after is not None for _, after in pairs):
+            drawn.add_row(title, *(f"{_shown(b)} ({b / a:.2f}×)" if a and b else _shown(b) for a, b in pairs))
+    return drawn
+
+
+def _empty(title: str, columns: Iterable[str]) -> Table:
+    drawn = Table(title=title, title_justify="left")
+    drawn.add_column("")
+    for name in columns:
+        drawn.add_column(name, justify="right")
+    return drawn
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report from its file. Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
+    except ValueError:
+        raise ConfigError(f"{path} is no JSON; give a file that `frame bench … --json FILE` wrote.") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no report of this version of `frame bench`.")
+    return found
+
+
+def figure(row: Mapping[str, Any], path: str) -> float | None:
+    """A figure by its dotted path; None when the row has none."""
+    value: Any = row
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.2f}"

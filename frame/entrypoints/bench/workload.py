@@ -1,0 +1,100 @@
+"""Workloads: prompts, output lengths and times of arrival, all from a seed. Knows neither engine nor server."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+Span = tuple[int, int]  # from, to; both included
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a workload is made of. Lengths are in tokens, drawn evenly from their span; `shared` tokens stand in front of every prompt of a
+    group, and requests are dealt to `groups` in turn."""
+
+    requests: int
+    input: Span
+    output: Span
+    shared: int = 0
+    groups: int = 1
+    temperature: float = 0.0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return self.shared + self.input[1] + self.output[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When requests come: `rate` a second on average (infinite: all at once). The gaps are gamma distributed: with `burstiness` 1 a
+    Poisson process, below it bursts, above it an ever more even flow."""
+
+    rate: float = math.inf
+    burstiness: float = 1.0
+
+    def times(self, count: int, rng: random.Random) -> list[float]:
+        """Seconds from the start, ascending; the first is 0."""
+        if math.isinf(self.rate):
+            return [0.0] * count
+        times = [0.0]
+        for _ in range(count - 1):
+            times.append(times[-1] + rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness)))
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a workload."""
+
+    prompt: list[int]
+    output: int
+    at: float  # seconds from the start
+    temperature: float
+
+
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "mixed": Shape(64, (32, 256), (32, 256)),
+        "mixed256": Shape(256, (100, 1024), (100, 1024), temperature=0.6),
+        "single": Shape(1, (128, 128), (256, 256)),
+        "batch8": Shape(8, (128, 128), (256, 256)),
+        "prefill": Shape(16, (4096, 4096), (1, 1)),
+        "prefix": Shape(64, (64, 64), (64, 64), shared=4096),
+        "longctx": Shape(4, (16_000, 16_000), (128, 128)),
+    }
+)
+
+
+def span(text: str) -> Span:
+    """`128` or `32:256`. Raises ValueError."""
+    low, _, high = text.partition(":")
+    found = int(low), int(high or low)
+    if not 1 <= found[0] <= found[1]:
+        raise ValueError(f"{text!r} is no span of lengths; write 128, or 32:256")
+    return found
+
+
+def changed(shape: Shape, **changes: object) -> Shape:
+    """The shape with every change that is not None."""
+    return replace(shape, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+
+def jobs(shape: Shape, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
+    """The requests. Another seed has other tokens, so that no prompt of one round is found in the cache of another."""
+    rng = random.Random(seed)
+    first = min(10, vocab_size - 1)  # the lowest ids are often special
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(first, vocab_size) for _ in range(count)]
+
+    heads = [tokens(shape.shared) for _ in range(shape.groups)]
+    times = (arrivals or Arrivals()).times(shape.requests, rng)
+    return [
+        Job(heads[i % shape.groups] + tokens(rng.randint(*shape.input)), rng.randint(*shape.output), at, shape.temperature)
+        for i, at in enumerate(times)
+    ]

@@ -1,0 +1,197 @@
+"""`frame bench offline | serve | startup | compare`: measure an engine, a server or a start; JSON to a file, a table to the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.bench.workload import SHAPES, Arrivals, Job, Shape, Span, changed, jobs, span
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+
+WARM_UP = Shape(8, (32, 32), (8, 8))
+
+
+class SpanType(click.ParamType):
+    """`128` or `32:256`."""
+
+    name = "N[:M]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Span:
+        try:
+            return span(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that choose and change workloads."""
+    options = (
+        click.option("--workload", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Several may be given [mixed]."),
+        click.option("--requests", type=click.IntRange(min=1), help="Requests, instead of the workload's."),
+        click.option("--input-len", "input", type=SpanType(), help="Prompt tokens, instead of the workload's."),
+        click.option("--output-len", "output", type=SpanType(), help="Output tokens, instead of the workload's."),
+        click.option("--shared-prefix", "shared", type=click.IntRange(min=0), help="Tokens that the prompts of a group share."),
+        click.option("--prefix-groups", "groups", type=click.IntRange(min=1), help="Groups of requests with a prefix of their own."),
+        click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature, instead of the workload's."),
+        click.option("--workload-seed", "seed", type=int, default=0, show_default=True, help="Which prompts and times."),
+        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.group("bench", help="Measure throughput and latency.")
+def command() -> None:
+    pass
+
+
+@config_command(help="Throughput of an engine in this process: every workload is run, and the best of its repeats is kept.")
+@workload_options
+@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Counted runs of each workload.")
+def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, **changes: Any) -> None:
+    from frame.entrypoints.bench.report import report
+    from frame.entrypoints.offline import Engine
+
+    with Engine(config=loaded.config) as engine:
+        vocabulary, longest = engine.info["vocab_size"], engine.info["max_context"]
+        rows = {}
+        _generate(engine, jobs(WARM_UP, vocabulary, -1))
+        for name, shape in _shapes(names, changes, longest).items():
+            runs = [_generate(engine, jobs(shape, vocabulary, seed + number)) for number in range(repeats)]
+            rows[name] = min(runs, key=lambda run: run["seconds"]) | {"all_seconds": [run["seconds"] for run in runs]}
+        _finish(report("offline", rows, engine=engine.info), path)
+
+
+@click.command(help="Latency and throughput of a running server, as clients see them: requests leave when they are due.")
+@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="The server; any that has /v1/completions.")
+@click.option("--model", help="The model's name there [the first that it lists].")
+@click.option("--api-key", envvar="FRAME_API_KEY", help="Its key, if it asks for one.")
+@workload_options
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second [all at once].")
+@click.option("--burstiness", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="1: Poisson; less: bursts.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Most requests at once [no bound].")
+@click.option("--vocabulary", type=click.IntRange(min=16), default=2000, show_default=True, help="Token ids are drawn below this.")
+@click.option("--goal-ttft", type=float, help="Milliseconds to the first token that count as good.")
+@click.option("--goal-itl", type=float, help="Milliseconds between tokens that count as good.")
+@click.option("--goal-e2e", type=float, help="Milliseconds to the end that count as good.")
+def serve(
+    base_url: str,
+    model: str | None,
+    api_key: str | None,
+    names: Sequence[str],
+    seed: int,
+    path: Path | None,
+    rate: float | None,
+    burstiness: float,
+    concurrency: int | None,
+    vocabulary: int,
+    **rest: Any,
+) -> None:
+    from frame.entrypoints.bench.load import Target, run
+    from frame.entrypoints.bench.report import report
+    from frame.entrypoints.bench.summary import Objective, row
+
+    goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
+    objective = Objective(*goals) if any(goal is not None for goal in goals) else None
+    target = Target(base_url, model or _first_model(base_url, api_key), api_key)
+    arrivals = Arrivals(math.inf if rate is None else rate, burstiness)
+    asyncio.run(run(target, jobs(WARM_UP, vocabulary, -1)))
+    rows = {
+        name: row(asyncio.run(run(target, jobs(shape, vocabulary, seed, arrivals), concurrency)), objective)
+        for name, shape in _shapes(names, rest, None).items()
+    }
+    _finish(report("serve", rows, server=base_url, model=target.model, rate=rate, burstiness=burstiness, concurrency=concurrency), path)
+    if any(figures["failed"] for figures in rows.values()):
+        raise click.ClickException("; ".join(error for figures in rows.values() for error in figures["errors"]))
+
+
+@config_command(help="Seconds until an engine of this configuration is ready in this process, phase by phase.")
+@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here.")
+def startup(loaded: LoadedConfig, path: Path | None) -> None:
+    from frame.entrypoints.bench.report import report
+    from frame.entrypoints.offline import Engine
+
+    started = time.perf_counter()
+    with Engine(config=loaded.config) as engine:
+        seconds = time.perf_counter() - started
+        rows = {"ready": {"seconds": round(seconds, 3)}}
+        rows |= {name: {"seconds": phase} for name, phase in engine.info.get("phases", {}).items()}
+        _finish(report("startup", rows, engine=engine.info), path)
+
+
+@click.command(help="Two reports side by side: the second's figures and their ratios to the first's.")
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+def compare(first: Path, second: Path) -> None:
+    from rich.console import Console
+
+    from frame.entrypoints.bench.report import comparison, read
+
+    Console().print(comparison(read(first), read(second)))
+
+
+for _each in (offline, serve, startup, compare):
+    command.add_command(_each)
+
+
+def _shapes(names: Sequence[str], changes: dict[str, Any], longest: int | None) -> dict[str, Shape]:
+    shapes = {name: changed(SHAPES[name], **changes) for name in names or ("mixed",)}
+    for name, shape in shapes.items():
+        if longest is not None and shape.longest > longest:
+            raise ConfigError(
+                f"The workload {name} has requests of up to {shape.longest} tokens, and the engine takes {longest};"
+                " give a larger --max-model-len, or shorter ones with --input-len, --output-len or --shared-prefix."
+            )
+    return shapes
+
+
+def _generate(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
+    from frame.core.sampling_params import SamplingParams
+
+    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
+    started = time.perf_counter()
+    outputs = engine.generate([job.prompt for job in wanted], params)
+    seconds = time.perf_counter() - started
+    tokens, prompts = sum(len(output.token_ids) for output in outputs), sum(len(job.prompt) for job in wanted)
+    return {
+        "requests": len(wanted),
+        "seconds": round(seconds, 3),
+        "output_tokens_per_s": round(tokens / seconds, 1),
+        "prompt_tokens_per_s": round(prompts / seconds, 1),
+        "output_tokens": tokens,
+    }
+
+
+def _first_model(base_url: str, api_key: str | None) -> str:
+    import httpx
+
+    from frame.entrypoints.cli.chat import unreachable
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models", headers=headers, timeout=30)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise click.ClickException(unreachable(base_url, error)) from None
+    if answer.status_code != 200:
+        raise click.ClickException(f"{base_url} answered {answer.status_code}: {answer.text[:300]}")
+    return str(answer.json()["data"][0]["id"])
+
+
+def _finish(found: dict[str, Any], path: Path | None) -> None:
+    from rich.console import Console
+
+    from frame.entrypoints.bench.report import table
+
+    if path is not None:
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    Console().print(table(found))
