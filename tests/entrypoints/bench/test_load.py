@@ -1,4 +1,4 @@
-"""The open-loop client against servers of one connection each, which answer as told; and `frame bench` as it is typed."""
+"""The open-loop client against servers of one connection each, which answer as told; and reports of what it found."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.bench.load import Target, run
 from frame.entrypoints.bench.report import comparison, figure, read, report, table
 from frame.entrypoints.bench.workload import Job
-from frame.entrypoints.cli.main import cli
-from tests.entrypoints.serving import RunningServer
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 JOB = Job([11, 12, 13], 2, 0.0, 0.0)
@@ -79,39 +76,6 @@ async def test_a_server_that_is_not_there() -> None:
         pass
     (timing,) = await run(target, [JOB])
     assert timing.error.startswith("cannot connect")
-
-
-def test_a_server_is_measured(server: RunningServer, tmp_path: Path) -> None:
-    path = tmp_path / "served.json"
-    arguments = ["bench", "serve", "--base-url", server.url, "--requests", "6", "--input-len", "4:20", "--output-len", "3:6"]
-    done = CliRunner().invoke(cli, [*arguments, "--rate", "500", "--vocabulary", "300", "--goal-ttft", "60000", "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    found = read(path)
-    row = found["rows"]["mixed"]
-    assert (row["requests"], row["failed"], row["good"]) == (6, 0, 6)
-    assert 18 <= row["output_tokens"] <= 36
-    assert row["first_token_ms"]["p50"] > 0
-    assert "TTFT" in done.output
-    done = CliRunner().invoke(cli, ["bench", "compare", str(path), str(path)])
-    assert done.exit_code == 0
-    assert "1.00×" in done.output
-
-
-def test_an_engine_and_its_start_are_measured(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "offline.json"
-    engine = ["--model", str(checkpoint), "--max-model-len", "512", "--max-total-tokens", "4096", "--threads", "1"]
-    sizes = ["--requests", "4", "--input-len", "8", "--output-len", "5"]
-    done = CliRunner().invoke(cli, ["bench", "offline", *engine, *sizes, "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    row = read(path)["rows"]["mixed"]
-    assert row["output_tokens"] == 20
-    assert len(row["all_seconds"]) == 2
-    done = CliRunner().invoke(cli, ["bench", "offline", *engine, "--workload", "longctx"])
-    assert done.exit_code == 78
-    assert "the engine takes 512" in done.output
-    done = CliRunner().invoke(cli, ["bench", "startup", *engine, "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    assert read(path)["rows"]["ready"]["seconds"] > 0
 
 
 def test_reports_that_cannot_be_read(tmp_path: Path) -> None:

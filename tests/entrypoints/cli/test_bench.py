@@ -1,0 +1,49 @@
+"""`frame bench` as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from frame.entrypoints.bench.report import read
+from frame.entrypoints.cli.bench import command
+from frame.entrypoints.cli.main import cli
+from tests.entrypoints.serving import RunningServer
+
+
+def test_its_commands() -> None:
+    assert set(command.commands) == {"offline", "serve", "startup", "compare"}
+
+
+def test_a_server_is_measured(server: RunningServer, tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    arguments = ["bench", "serve", "--base-url", server.url, "--requests", "6", "--input-len", "4:20", "--output-len", "3:6"]
+    done = CliRunner().invoke(cli, [*arguments, "--rate", "500", "--vocabulary", "300", "--goal-ttft", "60000", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    found = read(path)
+    row = found["rows"]["mixed"]
+    assert (row["requests"], row["failed"], row["good"]) == (6, 0, 6)
+    assert 18 <= row["output_tokens"] <= 36
+    assert row["first_token_ms"]["p50"] > 0
+    assert "TTFT" in done.output
+    done = CliRunner().invoke(cli, ["bench", "compare", str(path), str(path)])
+    assert done.exit_code == 0
+    assert "1.00×" in done.output
+
+
+def test_an_engine_and_its_start_are_measured(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "offline.json"
+    engine = ["--model", str(checkpoint), "--max-model-len", "512", "--max-total-tokens", "4096", "--threads", "1"]
+    sizes = ["--requests", "4", "--input-len", "8", "--output-len", "5"]
+    done = CliRunner().invoke(cli, ["bench", "offline", *engine, *sizes, "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    row = read(path)["rows"]["mixed"]
+    assert row["output_tokens"] == 20
+    assert len(row["all_seconds"]) == 2
+    done = CliRunner().invoke(cli, ["bench", "offline", *engine, "--workload", "longctx"])
+    assert done.exit_code == 78
+    assert "the engine takes 512" in done.output
+    done = CliRunner().invoke(cli, ["bench", "startup", *engine, "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    assert read(path)["rows"]["ready"]["seconds"] > 0
