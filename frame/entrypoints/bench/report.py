@@ -6,16 +6,18 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from rich.table import Table
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.hardware import probe
 
-PACKAGES = ("frame-serve", "torch", "triton", "transformers", "flashinfer-python")
+OWN = "frame-serve"
 # Figures of a table: path in a row -> title
 FIGURES: Mapping[str, str] = {
     "requests": "requests",
@@ -52,11 +54,14 @@ def machine() -> dict[str, Any]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
+    """Our own version, and those of the packages that we can use and that are there."""
+    try:
+        names = sorted({OWN, *(Requirement(line).name for line in requires(OWN) or ())})
+    except PackageNotFoundError:  # run from a folder
+        return
+    for name in names:
+        with suppress(PackageNotFoundError):
             yield name, version(name)
-        except PackageNotFoundError:
-            continue
 
 
 def table(found: Mapping[str, Any]) -> Table:
