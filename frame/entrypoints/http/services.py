@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.call import Call
     from frame.entrypoints.http.metrics import ServerMetrics
     from frame.entrypoints.tokenizing import TextInput
+    from frame.entrypoints.tracing import Tracing
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
@@ -82,6 +83,7 @@ class Services:
     metrics: ServerMetrics | None = None
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
+    tracing: Tracing | None = None
     responses: ResponseStore = field(init=False)  # of /v1/responses
 
     def __post_init__(self) -> None:
@@ -161,6 +163,7 @@ class Services:
             self.client.release(count)
             raise _as_api_error(error) from None
         answer.created = arrived
+        call.answer = answer
         call.on_disconnect(answer.hang_up)
         return answer
 
