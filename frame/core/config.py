@@ -211,6 +211,15 @@ class ServerSection(Section):
     )
 
 
+class BatchesSection(Section):
+    """Files of requests that are answered when there is time (/v1/batches)."""
+
+    folder: str | None = setting(None, "Folder for files and batches; without one there are no batches.", flag="batch-folder")
+    max_bytes: int = setting(1024**3, "Most bytes of all files together.", flag="batch-max-bytes", ge=1024)
+    max_requests: int = setting(50_000, "Most requests in one batch.", flag="batch-max-requests", ge=1)
+    concurrency: int = setting(8, "Most requests of batches that run at once.", flag="batch-concurrency", ge=1, le=1024)
+
+
 class PluginsSection(Section):
     """Which installed plugins may be used, and their own settings."""
 
@@ -242,5 +251,6 @@ class FrameConfig(Section):
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
     text: TextSection = Field(default_factory=TextSection, description="Tokenizer, detokenizer, parsers.")
     server: ServerSection = Field(default_factory=ServerSection, description="HTTP.")
+    batches: BatchesSection = Field(default_factory=BatchesSection, description="Batches.")
     plugins: PluginsSection = Field(default_factory=PluginsSection, description="Plugins.")
     log: LogSection = Field(default_factory=LogSection, description="Logging.")

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import admin, anthropic, embeddings, native, openai, page, responses
+from frame.entrypoints.http import admin, anthropic, batches, embeddings, native, openai, page, responses
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -37,6 +37,7 @@ ROUTES: Routes = (
     *responses.ROUTES,
     *embeddings.ROUTES,
     *anthropic.ROUTES,
+    *batches.ROUTES,
     *native.ROUTES,
     *page.ROUTES,
     *admin.ROUTES,
@@ -99,6 +100,8 @@ class App:
         bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout)
         self._router = Router([Route(o.path, Endpoint(o, services, bodies), methods=list(o.methods)) for o in operations])
         self._router.redirect_slashes = False
+        if services.batches is not None and not is_admin:
+            services.batches.route = self._route
         self._router.default = _not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,8 @@ from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
+from frame.entrypoints.http.batch_files import FileStore
+from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
@@ -85,10 +88,13 @@ class Services:
     draining: bool = False
     tracing: Tracing | None = None
     responses: ResponseStore = field(init=False)  # of /v1/responses
+    batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
 
     def __post_init__(self) -> None:
-        server = self.resolved.user.server
+        server, batches = self.resolved.user.server, self.resolved.user.batches
         self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
+        if batches.folder is not None:
+            self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
