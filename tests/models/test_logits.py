@@ -109,6 +109,22 @@ def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[...
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.85
 
 
+def test_folded_weights_decode_alike() -> None:
+    """A latent layer that decodes with its expansion multiplied into its neighbours, and the same with all its products, both forms."""
+    prompts = {0: [0, *prompt(40, 6)], 1: [0, *prompt(25, 7)]}
+    logits = []
+    for folds in (True, False):
+        session = open_session(find_model(EMBEDDED), max_tokens=512, dtype=torch.bfloat16)
+        for layer in session.model.layers:
+            if layer.attention.folded is None:
+                pytest.skip("this CPU folds nothing")
+            layer.attention.folded = layer.attention.folded if folds else None
+        session.step([(slot, tokens[:-4]) for slot, tokens in prompts.items()])
+        logits.append(torch.cat([row for i in range(-4, 0) for row in session.step([(slot, [prompts[slot][i]]) for slot in prompts])]))
+    folded, plain = (part.float() for part in logits)
+    assert ((folded - plain).norm(dim=-1) / plain.norm(dim=-1)).max() < 0.03
+
+
 def test_the_embedded_model(reference: Callable[[Path], Any]) -> None:
     """DeepSeek-V3 as it was trained, with a multi-token-prediction layer that is left out."""
     folder = find_model(EMBEDDED)

@@ -5,7 +5,7 @@ The cache holds one row a token: the normed latent and the rotated shared key. W
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +15,18 @@ from torch import nn
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, share
 from frame.models.layers.norm import RMSNorm
+from frame.models.layers.packed import can_pack, pack, packed_linear
 from frame.models.layers.parameter import own_parameters
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.attention import LatentProjections
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import ModelFacts
     from frame.models.layers.rotary import Rotary
 
 _NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own epsilon
+_FOLDED_BYTES = 1 << 20  # of a folded weight: up to here, reading more numbers costs less than one more product
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class LatentAttention(nn.Module):
         self.kv_lora_rank = sizes.kv_lora_rank
         self.qk_nope_head_dim = sizes.nope
         self.qk_rope_head_dim = sizes.rope
+        self.hidden_size = facts.hidden_size
         self.rotary = rotary
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
@@ -67,17 +71,27 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = LatentExpansion(context, facts.num_heads, heads, prefix, sizes)
         out_bias = bool(facts.config.get("attention_bias", False))
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * sizes.value, facts.hidden_size, out_bias)
+        self.may_fold = context.tp.size == 1 and not out_bias
+        self.folded: FoldedProjections | None = None
+
+    def finish(self) -> None:
+        """Fold small weights for decoding, once the parts are finished."""
+        self.folded = fold(self) if self.may_fold else None
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        q, latent, k_rope = self.projections(x)  # [tokens, heads, nope + rope], [tokens, rank], [tokens, rope]
-        q_nope, q_rope = q.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        folded = self.folded if batch.num_decodes == batch.num_tokens else None
+        layer: LatentProjections = self if folded is None else folded
+        q_input, latent, k_rope = self.projections(x)  # [tokens, q_rank], [tokens, rank], [tokens, rope]
+        q = self.projections.q_proj(q_input) if folded is None else packed_linear(q_input, folded.q, None)
+        q = q.unflatten(-1, (self.spec.num_heads, -1))
+        q_nope, q_rope = q.split((layer.qk_nope_head_dim, layer.qk_rope_head_dim), -1)
         # queries and the one shared key turn together: fewer operations
         turned = self.rotary.rotate(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), rows)
         row = torch.cat((latent, turned[:, -1]), -1)
         if not self.stores_kv:
             batch.store_kv(self.spec, row)
-        out = self.backend.run_mla(self, q_nope, turned[:, :-1], row, batch)
-        return self.o_proj(out.flatten(1))
+        out = self.backend.run_mla(layer, q_nope, turned[:, :-1], row, batch).flatten(1)
+        return self.o_proj(out) if folded is None else packed_linear(out, folded.out, None)
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         return self.kv_b_proj.absorb(q_nope)
@@ -89,14 +103,62 @@ class LatentAttention(nn.Module):
         return self.kv_b_proj.expand(latent)
 
 
+@dataclass(slots=True)
+class FoldedProjections:
+    """A latent layer for decoding whose expansion was multiplied into its neighbours: queries come absorbed and results leave in the
+    latent, so a backend has nothing to project. To it this is a layer whose heads are as wide as the latent."""
+
+    spec: AttentionSpec
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    q: torch.Tensor  # packed [heads * (rank + rope), inputs of the queries]
+    out: torch.Tensor  # packed [hidden, heads * rank]
+
+    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+        return q_nope
+
+    def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        same = latent.unsqueeze(1).expand(-1, self.spec.num_heads, -1)
+        return same, same
+
+
+def fold(layer: LatentAttention) -> FoldedProjections | None:
+    """The layer's weights folded, or None where that would cost more than it saves: not on a CPU that packs, or too large."""
+    spec, rank, rope = layer.spec, layer.kv_lora_rank, layer.qk_rope_head_dim
+    w_uk, w_uv = layer.kv_b_proj.w_uk, layer.kv_b_proj.w_uv
+    q_inputs = layer.projections.q_inputs
+    num_queries, num_values = spec.num_heads * (rank + rope) * q_inputs, spec.num_heads * rank * layer.hidden_size
+    if max(num_queries, num_values) * w_uk.element_size() > _FOLDED_BYTES or not can_pack(w_uk[0]):
+        return None
+    q = _dense(layer.projections.q_proj, q_inputs, w_uk).unflatten(0, (spec.num_heads, -1))  # [heads, nope + rope, inputs]
+    q_nope, q_rope = q.split((layer.qk_nope_head_dim, rope), 1)
+    q = torch.cat((w_uk.float().transpose(1, 2) @ q_nope, q_rope), 1)
+    out = _dense(layer.o_proj, spec.num_heads * spec.v_head_dim, w_uk).unflatten(1, (spec.num_heads, -1))  # [hidden, heads, value]
+    out = torch.einsum("dhv,hvr->dhr", out, w_uv.float())
+    return FoldedProjections(
+        replace(spec, head_dim=rank + rope, v_head_dim=rank), rank, rank, rope,
+        pack(q.flatten(0, 1).to(w_uk.dtype)), pack(out.flatten(1).to(w_uk.dtype)),
+    )  # fmt: skip
+
+
+def _dense(linear: nn.Module, inputs: int, like: torch.Tensor) -> torch.Tensor:
+    """A linear layer's weight in float32, [outputs, inputs], through the method that stored it."""
+    weight: torch.Tensor = linear(torch.eye(inputs, dtype=like.dtype, device=like.device))
+    return weight.t().float()
+
+
 class LatentInputs(nn.Module):
-    """x -> queries, normed latent, shared key before rotation; what is not cut over the ranks is one multiplication."""
+    """x -> input of `q_proj`, normed latent, shared key before rotation; what is not cut over the ranks is one multiplication."""
 
     def __init__(self, context: BuildContext, facts: ModelFacts, prefix: str, sizes: LatentSizes, bias: bool) -> None:
         super().__init__()
         latent = sizes.kv_lora_rank + sizes.rope
         q_size = facts.num_heads * (sizes.nope + sizes.rope)
-        self.q_head_size = sizes.nope + sizes.rope
+        self.q_inputs = sizes.q_lora_rank or facts.hidden_size
         self.splits: tuple[int, ...] = (sizes.kv_lora_rank, sizes.rope)
         self.kv_a_layernorm = RMSNorm(context, f"{prefix}.kv_a_layernorm", sizes.kv_lora_rank, _NORM_EPS)
         kv_a = f"{prefix}.kv_a_proj_with_mqa"
@@ -113,8 +175,8 @@ class LatentInputs(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         *q_a, latent, k_rope = self.a_proj(x).split(self.splits, -1)
-        q = self.q_proj(self.q_a_layernorm(q_a[0]) if self.q_a_layernorm is not None else x)
-        return q.unflatten(-1, (-1, self.q_head_size)), self.kv_a_layernorm(latent), k_rope
+        q_input = self.q_a_layernorm(q_a[0]) if self.q_a_layernorm is not None else x
+        return q_input, self.kv_a_layernorm(latent), k_rope
 
 
 class LatentExpansion(nn.Module):
