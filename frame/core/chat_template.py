@@ -16,7 +16,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+from frame.core.tools_as_text import as_plain_messages
+
+RESERVED = frozenset({"messages", "tools"})
+CUT = "\u2063cut here\u2063"  # stands behind a message that is to be continued while its template is rendered
 
 
 class ChatTemplateError(ValueError):
@@ -47,6 +50,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template does not compile: {error}; give another with --chat-template") from error
         self._special_tokens = dict(special_tokens or {})
         self._has_developer = "developer" in source
+        self._has_tools = "tool" in source
 
     def render(
         self,
@@ -55,20 +59,40 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises ChatTemplateError with the template's own complaint."""
+        """The prompt. `arguments` may also say `continue_final_message` (the prompt ends within the last message, which the answer goes on
+        with) and `add_generation_prompt`. Raises ChatTemplateError with the template's own complaint."""
+        arguments = dict(arguments or {})
+        continues = bool(arguments.pop("continue_final_message", False))
+        add_generation_prompt = bool(arguments.pop("add_generation_prompt", add_generation_prompt and not continues))
+        if continues:
+            messages = _to_be_continued(messages, add_generation_prompt)
         taken = RESERVED & set(arguments or {})
         if taken:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; use the request's own fields")
+        if not self._has_tools:
+            messages, tools = as_plain_messages(messages, tools), None
         if not self._has_developer:  # OpenAI's newer name for the system role, which most templates do not know
             messages = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
-        variables = {**self._special_tokens, "documents": None, **(arguments or {})}
+        variables = {**self._special_tokens, "documents": None, **arguments}
         try:
             text: str = self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template cannot read these messages: {error}") from error
-        return text
+        if continues and CUT not in text:
+            raise ChatTemplateError("the chat template leaves out the message that is to be continued; leave continue_final_message out")
+        return text.rpartition(CUT)[0] if continues else text
+
+
+def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:
+    """The messages with a mark behind the last one's text."""
+    last = messages[-1] if messages else {}
+    if add_generation_prompt:
+        raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other; keep one")
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise ChatTemplateError("continue_final_message needs a last message of the assistant with text to continue")
+    return [*messages[:-1], {**last, "content": last["content"] + CUT}]
 
 
 def find_template(folder: Path, config: dict[str, Any]) -> str | None:

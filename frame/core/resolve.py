@@ -20,7 +20,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.quantization import QuantizationNeeds
 from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
-from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_processors, plugin_choice
+from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, plugin_choice
 from frame.core.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.resolved import Resolved
 from frame.core.selection import PlainNeeds, ResolveError, Selection, by_rank, nearest_change, select
@@ -28,6 +28,7 @@ from frame.core.selection import PlainNeeds, ResolveError, Selection, by_rank, n
 __all__ = ["ResolveError", "pinned", "resolve"]
 
 PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
+NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` call no parser
 PREFERRED_PAGE_SIZE = 16
 
 
@@ -122,7 +123,7 @@ class _Solver:
             model_path=path,
             served_name=served_name,
             tokenizer_path=tokenizer,
-            facts=self.facts,
+            facts=replace(self.facts, chat_template=""),  # long, and of no more use
             device=self.device,
             dtype=self.dtype,
             kv_dtype=kv_dtype,
@@ -250,8 +251,10 @@ class _Solver:
         if not config.model.skip_tokenizer_init:
             self._optional("grammar", needs, config.sampling.grammar)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
-            if name is not None:
+            if name is not None and name != NO_PARSER:
                 self._select(kind, needs, name, "")
+            elif name is None and not config.model.skip_tokenizer_init:
+                choose_parser(self.chosen, self.records, kind, self.facts.chat_template)
 
     def _optional(self, kind: str, needs: Any, named: str | None) -> None:
         found = select(KEYS[kind], self.records.get(kind, ()), needs, named)

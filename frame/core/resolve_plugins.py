@@ -13,6 +13,7 @@ from typing import Any
 from frame.core.config import FrameConfig, MoESection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.moe import MoECapabilities, MoENeeds
+from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.plugin_options import plugin_options
 from frame.core.resolved import PluginChoice
@@ -126,6 +127,26 @@ def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginReco
         if found is None:
             raise UnknownPluginError(PROCESSORS_KEY, kind, name, ())
         chosen.selected[kind].append(Selection(found.record, found.reason))
+
+
+def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:
+    """The one parser whose marks the chat template shows; where it shows none, the best of the general ones, if there is one."""
+    key = KEYS[kind]
+    usable: list[PluginRecord] = []
+    general: list[PluginRecord] = []
+    for record in sorted(records.get(kind, ()), key=by_rank):
+        can = record.capabilities
+        if isinstance(can, ParserCapabilities) and not record.problems and template:
+            usable += [record] if can.suits(template) else []
+            general += [record] if can.is_general else []
+    if len(usable) == 1:
+        chosen.note(kind, key, Selection(usable[0], "the one whose marks the chat template shows"), is_open=True)
+    elif usable:
+        chosen.reasons[key] = f"none: the chat template shows the marks of {' and '.join(record.name for record in usable)}; name one"
+    elif general:
+        chosen.note(kind, key, Selection(general[0], "general, and the chat template shows no form of its own"), is_open=True)
+    else:
+        chosen.reasons[key] = "none: the chat template shows no marks of any"
 
 
 def plugin_choice(record: PluginRecord, config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> PluginChoice:

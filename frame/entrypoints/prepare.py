@@ -5,14 +5,17 @@ The one place where the pure solver meets the world; loads no plugin and no weig
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from frame.core.chat_template import find_template
 from frame.core.config import FrameConfig
 from frame.core.errors import PluginError
 from frame.core.hardware import Hardware
-from frame.core.model_facts import read_facts
+from frame.core.model_facts import find_model, read_facts
 from frame.core.resolve import resolve
 from frame.core.resolved import Resolved
 from frame.core.selection import UnknownPluginError
@@ -48,13 +51,26 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         _log.warning("plugin not read: %s", broken)
     for name in registry.unmatched:
         _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
-    facts = read_facts(config.model.path)
+    facts = replace(read_facts(config.model.path), chat_template=_chat_template(config))
     try:
         resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), facts, registry.all_records())
     except UnknownPluginError as error:
         registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
         raise PluginError(str(error)) from None
     return Prepared(resolved, registry)
+
+
+def _chat_template(config: FrameConfig) -> str:
+    """The chat template's source; nothing where there is none, or where it cannot be read, which loading the tokenizer will say."""
+    folder = find_model(config.model.tokenizer or config.model.path)
+    try:
+        if config.text.chat_template:
+            return Path(config.text.chat_template).read_text(encoding="utf-8")
+        file = folder / "tokenizer_config.json"
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return find_template(folder, settings) or ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
 
 
 def registry_of(config: FrameConfig) -> Registry:

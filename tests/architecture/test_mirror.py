@@ -24,15 +24,20 @@ UNTESTED: dict[str, str] = {
     },
     **{
         f"frame.entrypoints.http.{part}": PART_OF_SERVER
-        for part in ("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services", "sse")
+        for part in (
+            *("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services", "sse"),
+            "structured",
+        )
     },
     **{
         f"frame.entrypoints.http.{part}": PART_OF_DIALECTS
-        for part in ("anthropic_schema", "batch_files", "batch_runner", "dialects", "responses", "responses_events", "responses_schema")
+        for part in ("anthropic_schema", "dialects", "responses", "responses_events", "responses_schema")
     },
     "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
     "frame.core.pooler": "every vector in tests/core/test_pooling.py comes out of it",
     "frame.core.pooling_runner": "runs every prompt in tests/core/test_pooling.py",
+    "frame.entrypoints.http.tools": "tests/clients/test_openai_chat.py asks for all that it allows and refuses",
+    "frame.core.tools_as_text": "tests/core/test_chat_template.py renders what it writes",
     "frame.core.prompt_logprobs": "tests/core/test_model_runner.py compares its numbers over chunks with those of the whole prompt",
     "frame.core.step_output": "every StepResult in tests/core/test_model_runner.py comes out of it",
     "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",

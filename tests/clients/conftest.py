@@ -20,11 +20,11 @@ TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ t
 {%- if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
-# A small model that may write whitespace in JSON writes little else.
+# A small model that may write whitespace in JSON writes little else; and it thinks no end where it may.
 CONFIG = """
 text: {{reasoning_parser: think-tags, tool_call_parser: hermes, chat_template: {template}}}
 server: {{api_key: {key}}}
-plugins: {{options: {{grammar/xgrammar: {{any_whitespace: false}}}}}}
+plugins: {{options: {{grammar/xgrammar: {{any_whitespace: false}}, reasoning_parser/think-tags: {{opens_itself: false}}}}}}
 """
 MODEL = "frame-tiny"
 KEY = "a-key"
@@ -42,14 +42,6 @@ def _no_network() -> Iterator[None]:
         patch.setenv("LITELLM_TELEMETRY", "False")
         patch.setenv("LANGSMITH_TRACING", "false")
         yield
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model for servers whose text does not matter."""
-    from frame.testing.checkpoints import make_checkpoint
-
-    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")

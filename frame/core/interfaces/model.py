@@ -77,6 +77,7 @@ class ModelFacts:
     labels: tuple[str, ...] = ()  # of a sequence classifier, in the order of its outputs
     sentence: SentenceFacts | None = None
     config: dict[str, Any] = field(default_factory=dict)  # the whole of config.json (text part)
+    chat_template: str = ""  # its source, which shows how the model writes tool calls and thinking
 
     @property
     def num_labels(self) -> int:

@@ -24,13 +24,6 @@ Format = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ParserNeeds:
-    """What is known of the model when nobody named a parser: its chat template."""
-
-    template: str
-
-
-@dataclass(frozen=True, slots=True)
 class ParserCapabilities:
     """How a parser is recognised: `marks` are texts that a chat template holds (all of them) when its model writes this form, `never`
     are texts that it does not hold. Without marks a parser is used only where it is named. `is_general`: it may stand in where a template
@@ -44,10 +37,8 @@ class ParserCapabilities:
         return bool(self.marks) and all(mark in template for mark in self.marks) and not any(mark in template for mark in self.never)
 
     def unsupported(self, needs: Any) -> list[Reason]:
-        """Nothing is impossible: who names a parser gets it."""
-        if not isinstance(needs, ParserNeeds) or self.suits(needs.template):
-            return []
-        return [Reason("the chat template does not show its marks")]
+        """Nothing: who names a parser gets it."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Extensions(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     custom: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None

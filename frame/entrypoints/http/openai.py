@@ -15,7 +15,7 @@ from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
-from frame.entrypoints.http.parsing import AnswerParser
+from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
 from frame.entrypoints.http.services import Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
 
@@ -37,7 +37,8 @@ class Response:
         self.has_usage = bool(request.stream and options and options.include_usage)
         self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
-        self.chunks = ChunkWriter(self.name, chunk, services.resolved.served_name, self.created, self.has_usage)
+        self._tier = {} if request.service_tier is None else {"service_tier": "default"}
+        self.chunks = ChunkWriter(self.name, chunk, services.resolved.served_name, self.created, self.has_usage, self._tier)
 
     def num_generated(self) -> int:
         return sum(sequence.num_tokens for sequence in self.answer.sequences)
@@ -70,6 +71,7 @@ class Response:
                 "model": self.services.resolved.served_name,
                 "choices": choices,
                 "usage": self.usage(),
+                **self._tier,
             }
         )
 
@@ -92,12 +94,13 @@ async def begin_chat(call: Call, services: Services, request: ChatRequest) -> An
     services.check_model(request.model)
     params = request.params()
     check_choices(1, params.n)
-    chat = Chat(request.conversation(), _offered_tools(request), request.chat_template_kwargs or {})
+    chat = _chat_of(request)
     return await services.begin(
         call,
         [chat],
         [params],
-        priority=request.priority or 0,
+        refine=lambda prompt, own: _parsers(services, request, prompt).refined(own, is_whole=request.constrains_all),
+        priority=request.rank(),
         namespace=request.cache_salt or "",
         rid=request.rid,
         time_limit=request.timeout,
@@ -107,27 +110,36 @@ async def begin_chat(call: Call, services: Services, request: ChatRequest) -> An
 async def count_prompt(services: Services, request: ChatRequest) -> int:
     """How many tokens a chat request's prompt has. Raises ApiError."""
     services.check_model(request.model)
-    arguments = request.chat_template_kwargs or {}
+    chat = _chat_of(request)
     try:
-        return len(await services.need_text_input().encode_chat(request.conversation(), _offered_tools(request), arguments))
+        return len(await services.need_text_input().encode_chat(chat.messages, chat.tools, chat.arguments))
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages") from None
 
 
+def _chat_of(request: ChatRequest) -> Chat:
+    use = request.tool_use()
+    return Chat(request.conversation(), None if use is None else use.offered, request.template_arguments())
+
+
 def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:
     """A parser for each sequence; none where nothing is to be parsed."""
-    tools = services.tool_calls if _offered_tools(request) else None
-    reasoning = services.reasoning if request.separate_reasoning else None
-    if tools is None and reasoning is None:
-        return {}
-    return {sequence.index: AnswerParser(reasoning and reasoning(), tools and tools()) for sequence in answer.sequences}
+    found: dict[int, AnswerParser] = {}
+    for sequence in answer.sequences:
+        pair = _parsers(services, request, sequence.prompt)
+        if pair.reasoning is not None or pair.tools is not None:
+            one_at_most = pair.use is not None and not pair.use.rule.is_parallel
+            found[sequence.index] = AnswerParser(pair.reasoning, pair.tools, 1 if one_at_most else None)
+    return found
 
 
-def _offered_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise ApiError(400, f"tool_choice {choice!r} is not supported; use auto or none", "tool_choice")
-    return None if choice == "none" else request.tools
+def _parsers(services: Services, request: ChatRequest, prompt: list[int]) -> ParserPair:
+    """New parsers for one sequence of the request."""
+    use = request.tool_use()
+    tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
+    reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
+    end = prompt_end(prompt, services.tokenizer if reasoning is not None else None)
+    return ParserPair(reasoning, tools, use, end, may_think=request.may_think)
 
 
 class ChatResponse(Response):
@@ -221,7 +233,7 @@ async def completions(call: Call, services: Services) -> None:
         call,
         prompts,
         [params] * len(prompts),
-        priority=request.priority or 0,
+        priority=request.rank(),
         namespace=request.cache_salt or "",
         rid=request.rid,
         time_limit=request.timeout,

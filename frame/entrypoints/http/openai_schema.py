@@ -10,18 +10,20 @@ import msgspec
 
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.structured import constraints
+from frame.entrypoints.http.tools import ToolUse, tool_use
 
 MAX_CHOICES = 128  # sequences of one request: prompts × n
 
 # What other servers take and this one does not, with what to send instead: to ignore these would give another answer than was asked for.
 UNSERVED = {
-    "guided_choice": "use regex with the choices as alternatives",
-    "guided_grammar": "use ebnf",
-    "structured_outputs": "use response_format, regex or ebnf",
-    "structural_tag": "use response_format, regex or ebnf",
     "functions": "use tools",
-    "continue_final_message": "use /v1/completions with the whole text",
+    "function_call": "use tool_choice",
+    "audio": "use text alone",
+    "web_search_options": "use tools for what your program looks up",
 }
+# OpenAI's tiers as priorities: among requests that wait, higher ones go first where the scheduling policy heeds it.
+TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
 
 class StreamOptions(msgspec.Struct):
@@ -46,6 +48,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
+    service_tier: str | None = None
     # beyond OpenAI
     top_k: int | None = None
     min_p: float | None = None
@@ -62,22 +65,34 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    structured_outputs: dict[str, Any] | None = None
     custom: dict[str, str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None  # seconds
     rid: str | None = None
-    # known and refused
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    structural_tag: Any = None
 
     def refuse_unserved(self) -> None:
         """Raise ApiError for the first field of `UNSERVED` that is set."""
         for name, remedy in UNSERVED.items():
             if getattr(self, name, None):
                 raise ApiError(400, f"{name} is not supported; {remedy}", name)
+
+    @property
+    def constrains_all(self) -> bool:
+        """Whether the grammar is that of the whole output, thinking and calls included: so are the sampling parameters themselves, while
+        `response_format`, `guided_*` and `structured_outputs` speak of the answer."""
+        return any(value is not None for value in (self.regex, self.ebnf, self.json_schema, self.structural_tag))
+
+    def rank(self) -> int:
+        """The priority: as given, else that of the service tier. Raises ApiError for an unknown tier."""
+        if self.service_tier is not None and self.service_tier not in TIERS:
+            raise ApiError(400, f"service_tier is {self.service_tier!r}; it must be one of {', '.join(TIERS)}", "service_tier")
+        return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The parameters; fields that were left out keep their defaults. Raises ApiError for a logit_bias key that is no token id."""
@@ -86,7 +101,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
         same = ("temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
                 "min_tokens", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-                "prompt_logprobs", "ebnf", "custom")  # fmt: skip
+                "prompt_logprobs", "custom")  # fmt: skip
         values: dict[str, Any] = {name: value for name in same if (value := getattr(self, name)) is not None}
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -96,7 +111,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             values["bad_words"] = tuple(self.bad_words)
         if self.logit_bias:
             values["logit_bias"] = _token_biases(self.logit_bias)
-        values |= _grammar(self)
+        values |= constraints(self)
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
 
@@ -108,16 +123,54 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    # beyond OpenAI
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = True
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    # known and refused
     functions: Any = None
-    continue_final_message: Any = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
 
     def params(self) -> SamplingParams:
+        if self.modalities not in (None, ["text"]):
+            raise ApiError(400, f"modalities is {self.modalities!r}; this model answers in text", "modalities")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def tool_use(self) -> ToolUse | None:
+        """See `tool_use`."""
+        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if use is not None and use.rule.is_required and self.constrains_all:
+            raise ApiError(400, "regex, ebnf, json_schema and structural_tag leave no room for a required call; keep one", "tool_choice")
+        return use
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template sees besides messages and tools. The names of the switch for thinking are those that models know."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            found |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        found |= self.chat_template_kwargs or {}
+        for name in ("continue_final_message", "add_generation_prompt"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        return found
+
+    @property
+    def may_think(self) -> bool:
+        """Unless thinking was switched off."""
+        arguments = self.template_arguments()
+        return all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
 
     def conversation(self) -> list[dict[str, Any]]:
         """See `conversation_of`."""
@@ -173,6 +226,8 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise ApiError(400, f"{place}.role: expected a string such as user, got {role!r}", f"{place}.role")
     result = {**message, "content": _content(content, f"{place}.content")}
+    if "reasoning" in message and "reasoning_content" not in message:
+        result["reasoning_content"] = message["reasoning"]  # the name that templates know
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
@@ -190,10 +245,11 @@ def _content(content: Any, place: str) -> str:
         raise ApiError(400, f"{place}: expected a string or a list of parts", place)
     texts: list[str] = []
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {kind!r}", place)
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
 
 
@@ -214,24 +270,3 @@ def _token_biases(biases: dict[str, float]) -> dict[int, float]:
         return {int(token): bias for token, bias in biases.items()}
     except ValueError:
         raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None
-
-
-def _grammar(request: GenerationRequest) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    schema = request.guided_json
-    form = request.response_format or {}
-    kind = form.get("type", "text")
-    if kind == "json_object":
-        values["json_object"] = True
-    elif kind == "json_schema":
-        holder = form.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
-            raise ApiError(400, "response_format.json_schema.schema: expected an object", "response_format")
-    elif kind != "text":
-        raise ApiError(400, f"response_format.type is {kind!r}; it must be text, json_object or json_schema", "response_format")
-    if schema is not None:
-        values["json_schema"] = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    if (regex := request.regex or request.guided_regex) is not None:
-        values["regex"] = regex
-    return values

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -20,8 +19,6 @@ from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
-from frame.entrypoints.http.batch_files import FileStore
-from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.call import Call
     from frame.entrypoints.http.metrics import ServerMetrics
     from frame.entrypoints.tokenizing import TextInput
-    from frame.entrypoints.tracing import Tracing
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
@@ -86,15 +82,11 @@ class Services:
     metrics: ServerMetrics | None = None
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
-    tracing: Tracing | None = None
     responses: ResponseStore = field(init=False)  # of /v1/responses
-    batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
 
     def __post_init__(self) -> None:
-        server, batches = self.resolved.user.server, self.resolved.user.batches
+        server = self.resolved.user.server
         self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
-        if batches.folder is not None:
-            self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -135,12 +127,13 @@ class Services:
         add_special_tokens: bool = True,
         tasks: Sequence[Task] = ("generate",),
         longest: int | None = None,
+        refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
     ) -> Answer:
         """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
 
         `namespace` is the client's salt of the prefix cache; `time_limit` (seconds), or the header x-request-timeout, ends it
         early. `tasks` are those that the route is for; with other tasks than generating, each prompt yields its sequence's `vector`, and
-        texts of more than `longest` tokens are cut.
+        texts of more than `longest` tokens are cut. `refine` completes the parameters of a prompt once its tokens are known.
         """
         self.need_task(*tasks)
         deadline = self._deadline(call, time_limit)
@@ -161,6 +154,8 @@ class Services:
         try:
             ids, segments = await self._encode_all(prompts, add_special_tokens, longest)
             params = [self._with_bad_words(own) for own in params]
+            if refine is not None:
+                params = [refine(prompt, own) for prompt, own in zip(ids, params, strict=True)]
             for prompt, own in zip(ids, params, strict=True):
                 self.client.check(prompt, own)
             space = self._namespace(call, namespace)
@@ -169,7 +164,6 @@ class Services:
             self.client.release(count)
             raise _as_api_error(error) from None
         answer.created = arrived
-        call.answer = answer
         call.on_disconnect(answer.hang_up)
         return answer
 

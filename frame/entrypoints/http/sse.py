@@ -17,10 +17,10 @@ _encode = msgspec.json.encode
 
 class ChunkWriter:
     """The events of one response. `kind` is "chat.completion.chunk" or "text_completion"; `has_usage`: chunks carry `"usage": null`
-    (or numbers), because the client asked for usage."""
+    (or numbers), because the client asked for usage; `more`: further fields of every chunk."""
 
-    def __init__(self, name: str, kind: str, model: str, created: int, has_usage: bool) -> None:
-        head = {"id": name, "object": kind, "created": created, "model": model}
+    def __init__(self, name: str, kind: str, model: str, created: int, has_usage: bool, more: dict[str, Any] | None = None) -> None:
+        head = {"id": name, "object": kind, "created": created, "model": model, **(more or {})}
         self._head = b"data: " + _encode(head)[:-1]
         self._open = self._head + b',"choices":[{"index":'
         self._is_chat = kind.startswith("chat")

@@ -13,6 +13,9 @@ class ThinkTagsOptions(BaseModel):
     open: str = Field(default="<think>", min_length=1, description="What starts the thinking.")
     close: str = Field(default="</think>", min_length=1, description="What ends it.")
     starts_open: bool = Field(default=False, description="The chat template opens the thinking, so answers start inside of it.")
+    opens_itself: bool = Field(
+        default=True, description="The model may open the thinking where the template does not, also before an answer of a prescribed form."
+    )
 
 
 class DeepSeekR1Options(ThinkTagsOptions):

@@ -29,9 +29,9 @@ class ThinkTags(ReasoningParser):
             self._state = _GAP
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        if self._state in (_GAP, _ANSWER):
+        is_open = self._state == _THINKING or (self._state == _START and self._options.starts_open)
+        if self._state in (_GAP, _ANSWER) or not (is_open or self._options.opens_itself):
             return answer
-        is_open = self._state == _THINKING or self._options.starts_open
         begin = "" if is_open else self._options.open
         thinking: Format = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": self._options.close}
         gap: Format = {"type": "regex", "pattern": r"\n{0,2}"}

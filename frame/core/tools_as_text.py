@@ -1,0 +1,42 @@
+"""Tools, their calls and their results as plain messages, for chat templates that know nothing of tools.
+
+The form is the one that most models have seen: `<tools>`, `<tool_call>`, `<tool_response>`, as Hermes introduced it. Knows no template.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_INTRODUCTION = (
+    "You may call functions to answer the user. Their signatures are within <tools> and </tools>:\n<tools>\n{tools}\n</tools>\n"
+    'For each call, write {{"name": NAME, "arguments": ARGUMENTS}} as JSON within <tool_call> and </tool_call>.'
+)
+_KNOWN = ("system", "developer")
+
+
+def as_plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The messages with the tools in the system message, calls in the assistant's text and results as messages of the user."""
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if plain and plain[0].get("role") in _KNOWN:
+        first = plain[0]
+        return [{**first, "content": f"{first.get('content') or ''}\n\n{introduction}"}, *plain[1:]]
+    return [{"role": "system", "content": introduction}, *plain]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [content] if content else []
+    for call in calls:
+        function = call.get("function") or {}
+        body = {"name": function.get("name"), "arguments": function.get("arguments")}
+        texts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
+    return {"role": message["role"], "content": "\n".join(texts)}

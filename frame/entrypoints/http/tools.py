@@ -1,0 +1,90 @@
+"""Which functions a chat request offers and which calls it wants: `tools`, `tool_choice`, `parallel_tool_calls` of the OpenAI API.
+
+Knows no parser and no engine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from frame.core.interfaces.parsing import CallRule, Function
+from frame.entrypoints.http.errors import ApiError
+
+MAX_TOOLS = 128  # as OpenAI has it
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_CHOICES = "auto, none, required, or a function: {'type': 'function', 'function': {'name': …}}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`offered` is what the chat template prints. `rule` says which calls there may be."""
+
+    offered: list[dict[str, Any]]
+    rule: CallRule
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether output has to be constrained: a call is required, or arguments have to follow a schema."""
+        return self.rule.is_required or any(function.is_strict for function in self.rule.functions)
+
+
+def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None) -> ToolUse | None:
+    """None when no call can come: without tools, or with the choice `none`. Raises ApiError for what is no tool or no choice."""
+    given = tools or []
+    if len(given) > MAX_TOOLS:
+        raise ApiError(400, f"tools has {len(given)} functions; it may have {MAX_TOOLS}", "tools")
+    functions = {function.name: function for function in (_function(tool, f"tools[{place}]") for place, tool in enumerate(given))}
+    if len(functions) < len(given):
+        raise ApiError(400, "tools holds two functions of one name; give each a name of its own", "tools")
+    allowed, is_required = _chosen(choice, list(functions))
+    if choice == "none" or not functions:
+        return None
+    return ToolUse(given, CallRule(tuple(functions[name] for name in dict.fromkeys(allowed)), is_required, is_parallel is not False))
+
+
+def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list[str], bool]:
+    """-> (names that may be called, whether one must be)"""
+    if choice in (None, "auto", "none"):
+        return names, False
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        holder = choice.get("allowed_tools", choice)
+        wanted = [_named(tool) for tool in holder.get("tools") or ()] if isinstance(holder, dict) else []
+        is_required = isinstance(holder, dict) and holder.get("mode") == "required"
+    elif isinstance(choice, dict):
+        wanted, is_required = [_named(choice)], True
+    elif choice == "required":
+        wanted, is_required = names, True
+    else:
+        raise ApiError(400, f"tool_choice is {choice!r}; it must be {_CHOICES}", "tool_choice")
+    if not wanted:
+        raise ApiError(400, "tool_choice wants a call, but there are no tools; send tools too", "tool_choice")
+    for name in wanted:
+        if name not in names:
+            raise ApiError(400, f"tool_choice names the function {name!r}, which is not among tools; add it there", "tool_choice")
+    return wanted, is_required
+
+
+def _named(choice: Any) -> str:
+    holder = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = holder.get("name") if isinstance(holder, dict) else None
+    if not isinstance(name, str):
+        raise ApiError(400, f"tool_choice is {choice!r}; it must be {_CHOICES}", "tool_choice")
+    return name
+
+
+def _function(tool: dict[str, Any], place: str) -> Function:
+    kind, function = tool.get("type", "function"), tool.get("function")
+    if kind != "function" or not isinstance(function, dict):
+        raise ApiError(400, f"{place}: only tools of type function are supported, with a function object", place)
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ApiError(400, f"{place}.function.name: expected 1 to 128 letters, digits or characters of _ - . : /, got {name!r}", place)
+    if parameters is not None and not isinstance(parameters, dict):
+        raise ApiError(400, f"{place}.function.parameters: expected a JSON schema object", place)
+    for key, kind in (("properties", dict), ("required", list)):
+        if parameters and not isinstance(parameters.get(key) or kind(), kind):
+            raise ApiError(400, f"{place}.function.parameters.{key}: expected {'an object' if kind is dict else 'a list'}", place)
+    schema = parameters or {"type": "object", "properties": {}}
+    return Function(name, schema if "type" in schema else {"type": "object", **schema}, function.get("strict") is True)
