@@ -1,9 +1,9 @@
 """A server whose engine runs a fake model: every process, socket and route is the real one, only the tokens are invented.
 
 `python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder needs config and tokenizer only.
-FRAME_FAKE_STEP: seconds that each step takes; FRAME_FAKE_PLAIN=1: tokens cost nothing and are not checked (for measurements);
-FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache. Prompts that hold these token ids are poison:
-FRAME_FAKE_KILL: the process dies; FRAME_FAKE_HANG: the step never ends; FRAME_FAKE_NAN: logits are not finite.
+FRAME_FAKE_STEP, FRAME_FAKE_START: seconds that a step, or the start, takes; FRAME_FAKE_PLAIN=1: tokens cost nothing and are not checked
+(for measurements); FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache. A prompt that begins with one of these
+token ids is poison: FRAME_FAKE_KILL: the process dies; FRAME_FAKE_HANG: the step never ends; FRAME_FAKE_NAN: logits are not finite.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class PacedRunner(ModelRunner):
 
 
 class PoisonedRunner(ModelRunner):
-    """Another runner, for requests that end or stop the engine: `kills` and `hangs` are token ids of prompts that do so."""
+    """Another runner, for requests that end or stop the engine: `kills` and `hangs` are the first token ids of prompts
+    that do so."""
 
     def __init__(self, runner: ModelRunner, kills: int, hangs: int) -> None:
         self._runner = runner
@@ -96,9 +97,10 @@ class PoisonedRunner(ModelRunner):
         self._hangs = hangs
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        if self._kills in batch.token_ids:
+        entering = [int(setup.token_ids[0]) for setup in batch.setups]
+        if self._kills in entering:
             os.kill(os.getpid(), signal.SIGKILL)
-        while self._hangs in batch.token_ids:
+        while self._hangs in entering:
             time.sleep(1.0)
         return self._runner.launch(batch)
 
@@ -114,7 +116,7 @@ def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
         runner: ModelRunner = PlainRunner(config.vocab_size)
     else:
         sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
-        runner = FakeRunner(*sizes, is_invalid=lambda tokens: poison["NAN"] in tokens)
+        runner = FakeRunner(*sizes, is_invalid=lambda tokens: tokens[0] == poison["NAN"])
     if max(poison["KILL"], poison["HANG"]) >= 0:
         runner = PoisonedRunner(runner, poison["KILL"], poison["HANG"])
     return PacedRunner(runner, float(os.environ.get("FRAME_FAKE_STEP", "0")), int(os.environ.get("FRAME_FAKE_FAIL", "-1")))
@@ -127,6 +129,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
     runner = make_runner(resolved, scheduler)
     engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
+    time.sleep(float(os.environ.get("FRAME_FAKE_START", "0")))
     scheduler.publish_roster(Path(options.sockets) / ROSTER)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     engine.run()

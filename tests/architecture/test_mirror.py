@@ -25,7 +25,8 @@ UNTESTED: dict[str, str] = {
     **{
         f"frame.entrypoints.http.{part}": PART_OF_SERVER
         for part in (
-            *("app", "call", "errors", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services", "sse"),
+            *("app", "call", "errors", "half_closed", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services"),
+            "sse",
             "structured",
         )
     },

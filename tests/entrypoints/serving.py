@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 READY = re.compile(r"ready on (http://\S+)")
 START_TIMEOUT = 90.0
@@ -59,6 +60,11 @@ class RunningServer:
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=30).text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def ready(self) -> bool:
         return httpx.get(self.url + "/health/ready", timeout=30).status_code == 200

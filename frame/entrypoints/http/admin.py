@@ -16,7 +16,7 @@ from frame.core.config import ServerSection
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
 from frame.entrypoints.keys import KeyRing, load_keys, ring_of
 from frame.entrypoints.limits import EngineDeadError
 
@@ -128,7 +128,7 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
     try:
         reply = await services.client.control(action, **arguments)
     except (EngineDeadError, TimeoutError) as error:
-        raise ApiError(503, str(error) or "the engine did not answer in time") from None
+        raise ApiError(503, str(error) or "the engine did not answer in time", retry_after=RETRY_AFTER) from None
     if not reply.ok:
         sentence = reply.error or f"{action} failed"
         is_refusal = sentence.startswith("ProfileError: ")

@@ -10,9 +10,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.half_closed import HalfClosableProtocol
 from frame.entrypoints.http.services import RETRY_AFTER
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class ConnectionLimits:
     lingering: set[asyncio.Protocol] = field(default_factory=set)
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(HalfClosableProtocol):
     """One connection. At most one timer runs for its reading side (`_reading`) and one for its writing side (`_writing`)."""
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.entrypoints.serving import RunningServer
 
@@ -127,8 +126,7 @@ def processes(server: RunningServer) -> dict[str, psutil.Process]:
 
 def restarts(server: RunningServer) -> float:
     """Restarts of all processes so far."""
-    families = text_string_to_metric_families(httpx.get(server.url + "/metrics", timeout=30).text)
-    return sum(s.value for family in families for s in family.samples if "engine_restarts" in s.name)
+    return server.metric("frame_engine_restarts_total")
 
 
 def strikes(seed: int, names: list[str], last: int) -> Iterator[tuple[str, signal.Signals, int]]:

@@ -1,0 +1,165 @@
+"""Requests that are poison, clients that behave oddly, restarts that are refused or asked for at a bad moment."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.entrypoints.chaos.storm import processes, restarts
+from tests.entrypoints.serving import RunningServer, wait_until
+
+KILL, HANG, NAN = 11, 12, 13  # first token ids of prompts that do so
+POISON = {"FRAME_FAKE_STEP": "0.004", "FRAME_FAKE_KILL": str(KILL), "FRAME_FAKE_HANG": str(HANG), "FRAME_FAKE_NAN": str(NAN)}
+FLAGS = ("--max-model-len", "512", "--max-total-tokens", "8192", "--max-restarts", "10000", "--heartbeat-timeout", "4")
+
+
+@pytest.fixture(scope="module")
+def fragile(checkpoint: Path) -> Iterator[RunningServer]:
+    with RunningServer(checkpoint, *FLAGS, env=POISON) as running:
+        yield running
+
+
+def body_of(*prompt: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": list(prompt), "max_tokens": 60, "temperature": 0, "ignore_eos": True, **more}
+
+
+class Asking:
+    """A request that waits for its response."""
+
+    def __init__(self, server: RunningServer, body: dict[str, Any]) -> None:
+        self._found: list[httpx.Response] = []
+        self._thread = threading.Thread(target=lambda: self._found.append(server.post("/v1/completions", body)))
+        self._thread.start()
+
+    def response(self) -> httpx.Response:
+        self._thread.join(60)
+        return self._found[0]
+
+
+def ask(server: RunningServer, *bodies: dict[str, Any]) -> list[Asking]:
+    """Requests that all run by now."""
+    before = server.get("/server_info")["running"]
+    asking = [Asking(server, body) for body in bodies]
+    wait_until(lambda: server.get("/server_info")["running"] == before + len(bodies))
+    return asking
+
+
+def text_of(response: httpx.Response) -> str:
+    return response.json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(("poison", "company", "deaths"), [(KILL, 8, 3), (HANG, 0, 2)])
+def test_a_request_that_ends_the_engine_is_refused_alone(fragile: RunningServer, poison: int, company: int, deaths: int) -> None:
+    innocent = [body_of(5, 6, number, max_tokens=400) for number in range(company)]
+    calm = [text_of(asking.response()) for asking in ask(fragile, *innocent)]
+    before = restarts(fragile)
+    others = ask(fragile, *innocent)
+    killer = fragile.post("/v1/completions", body_of(poison, 9))
+    assert killer.status_code == 500
+    assert f"ended the engine {deaths} times" in killer.json()["error"]["message"]
+    assert [text_of(asking.response()) for asking in others] == calm
+    wait_until(fragile.ready)
+    assert restarts(fragile) - before == deaths
+    assert fragile.post("/check_integrity", {}).status_code == 200
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(fragile: RunningServer) -> None:
+    innocent = [body_of(5, 7, number, max_tokens=400) for number in range(4)]
+    calm = [text_of(asking.response()) for asking in ask(fragile, *innocent)]
+    others = ask(fragile, *innocent)
+    broken = fragile.post("/v1/completions", body_of(NAN, 9))
+    assert broken.status_code == 500
+    assert "not finite" in broken.json()["error"]["message"]
+    assert [text_of(asking.response()) for asking in others] == calm
+    assert fragile.post("/check_integrity", {}).status_code == 200
+
+
+# restarts ----------------------------------------------------------------------------------------------------------
+
+
+def test_while_the_engine_is_away(checkpoint: Path) -> None:
+    """New requests wait, readiness says no, commands say why; and a SIGTERM in the middle lets them finish."""
+    with RunningServer(checkpoint, *FLAGS, env={"FRAME_FAKE_STEP": "0.01", "FRAME_FAKE_START": "1.5"}) as server:
+        first = ask(server, body_of(5, 6, 7, max_tokens=100))[0]
+        processes(server)["scheduler"].kill()
+        wait_until(lambda: not server.ready())
+        assert httpx.get(server.url + "/health/live").status_code == 200
+        refused = httpx.get(server.url + "/server_info")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "is being restarted" in refused.json()["error"]["message"]
+        second = Asking(server, body_of(5, 6, 8))
+        wait_until(lambda: server.metric("frame_requests_outstanding") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        assert [each.response().json()["usage"]["completion_tokens"] for each in (first, second)] == [100, 60]
+        assert server.wait() == 0
+
+
+def test_aborts_and_deadlines_while_the_engine_is_away(checkpoint: Path) -> None:
+    flags = (*FLAGS, "--request-timeout", "2")
+    with RunningServer(checkpoint, *flags, env={"FRAME_FAKE_STEP": "0.01", "FRAME_FAKE_START": "4"}) as server:
+        named, late = ask(server, *(body_of(5, 6, max_tokens=400, rid=rid) for rid in ("named", "late")))
+        processes(server)["scheduler"].kill()
+        wait_until(lambda: not server.ready())
+        server.post("/abort_request", {"rid": "named"})
+        assert named.response().json()["choices"][0]["finish_reason"] == "abort"
+        assert late.response().status_code == 504
+        assert not server.ready()  # it is not the new engine that said so
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_enough_restarts_end_the_server(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, "--max-restarts", "1", env=POISON) as server:
+        response = server.post("/v1/completions", body_of(KILL))
+        assert response.status_code == 500
+        assert "killed by signal 9; the server cannot go on" in response.json()["error"]["message"]
+        assert server.wait() == 1
+
+
+# clients -----------------------------------------------------------------------------------------------------------
+
+
+def connect(server: RunningServer, body: dict[str, Any], version: str = "1.1") -> socket.socket:
+    """A connection over which `body` was sent."""
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port or 0), timeout=30)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_finished_speaking_gets_its_answer(fake_server: RunningServer, stream: bool) -> None:
+    body = body_of(5, 6, 7, stream=stream)
+    expected = fake_server.post("/v1/completions", {**body, "stream": False}).json()["choices"][0]["text"]
+    with connect(fake_server, body) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        data = read_all(connection)  # to the end: the server closes its side too
+    final = data[data.rindex(b"HTTP/1.1 200") :]
+    if stream:
+        events = [json.loads(line[6:]) for line in final.split(b"\n") if line.startswith(b"data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == expected
+    else:
+        assert json.loads(final.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected
+
+
+def test_a_client_that_is_gone_is_no_client_that_has_finished_speaking(fake_server: RunningServer) -> None:
+    for version in ("1.1", "1.0"):
+        connect(fake_server, body_of(5, 6, max_tokens=450), version).close()
+        wait_until(lambda: fake_server.get("/server_info")["outstanding"] == 0, 2.0)
