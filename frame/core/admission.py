@@ -96,6 +96,7 @@ class Admission:
             stop_ids=params.ends(config.eos_ids),
             priority=message.priority,
             namespace=message.namespace,
+            trace=message.trace,
             grammar=grammar,
             segment=message.segment,
             wants_prompt_logprobs=params.prompt_logprobs is not None,

@@ -195,6 +195,9 @@ class ServerSection(Section):
     )
     admin_socket: str | None = setting(None, "Unix socket (mode 0600) for operators' routes.", flag="admin-socket")
     admin_key: str | None = setting(None, "Key that operators' routes ask for.", flag="admin-key")
+    otlp_endpoint: str | None = setting(
+        None, "OTLP/HTTP collector that gets traces, such as http://localhost:4318.", flag="otlp-endpoint"
+    )
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
         (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
     )
@@ -210,6 +213,15 @@ class ServerSection(Section):
     max_restarts: int = setting(
         16, "Restarts of dead processes within ten minutes; one more ends the server. 0: it ends with the first.", flag="max-restarts", ge=0
     )
+
+
+class BatchesSection(Section):
+    """Files of requests that are answered when there is time (/v1/batches)."""
+
+    folder: str | None = setting(None, "Folder for files and batches; without one there are no batches.", flag="batch-folder")
+    max_bytes: int = setting(1024**3, "Most bytes of all files together.", flag="batch-max-bytes", ge=1024)
+    max_requests: int = setting(50_000, "Most requests in one batch.", flag="batch-max-requests", ge=1)
+    concurrency: int = setting(8, "Most requests of batches that run at once.", flag="batch-concurrency", ge=1, le=1024)
 
 
 class PluginsSection(Section):
@@ -243,5 +255,6 @@ class FrameConfig(Section):
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
     text: TextSection = Field(default_factory=TextSection, description="Tokenizer, detokenizer, parsers.")
     server: ServerSection = Field(default_factory=ServerSection, description="HTTP.")
+    batches: BatchesSection = Field(default_factory=BatchesSection, description="Batches.")
     plugins: PluginsSection = Field(default_factory=PluginsSection, description="Plugins.")
     log: LogSection = Field(default_factory=LogSection, description="Logging.")

@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 class Generate(Message, frozen=True):
     """One sequence to generate (`n` is spread out by the client). `token_ids` is prompt plus `output_len` tokens generated before
     (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival; `segment` is where a pair's
-    second text begins (0: there is one text)."""
+    second text begins (0: there is one text). `trace`, here and below, is a W3C traceparent, or "" where nobody traces."""
 
     rid: str
     token_ids: list[int]
@@ -34,6 +34,7 @@ class Generate(Message, frozen=True):
     namespace: str = ""
     deadline: float | None = None
     segment: int = 0
+    trace: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -143,6 +144,7 @@ class Tokenize(Message, frozen=True):
     add_special_tokens: bool = True
     inputs: list[list[str]] | None = None
     longest: int | None = None
+    trace: str = ""
 
 
 class Tokenized(Message, frozen=True):
@@ -162,6 +164,7 @@ class Watch(Message, frozen=True):
     params: SamplingParams
     prompt_tail: list[int] = []  # the last prompt tokens, for correct spacing
     token_ids: list[int] = []
+    trace: str = ""
 
 
 class Forget(Message, frozen=True):

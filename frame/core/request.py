@@ -61,6 +61,8 @@ class Request:
     cached_tokens: int = -1  # prompt tokens that came from the prefix cache at the first admission
     is_reported: bool = False  # tokens of it were sent
     retractions: int = 0
+    trace: str = ""  # W3C traceparent, where somebody traces
+    first_token: float = 0.0  # seconds, monotonic
     admitted: float = 0.0  # seconds, monotonic; when it first came onto the device
     segment: int = 0  # where a pair's second text begins
     wants_prompt_logprobs: bool = False

@@ -3,6 +3,7 @@ a look at single requests only where one starts, ends or asked for more than its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -113,6 +114,7 @@ class StepOutcome:
             if flags & FIRST:
                 request.is_reported = True
                 message.cached[i] = request.cached_tokens
+                request.first_token = time.monotonic()
                 message.waited[i] = round(request.admitted - request.arrival, 6)
             if flags & PROMPT_LOGPROBS:
                 message.prompt_logprobs[i] = _prompt_logprobs(request)

@@ -6,6 +6,7 @@ Runs where the model runs, so it imports torch; `frame.entrypoints.launch` decid
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from frame.core.request import Request
     from frame.core.resolved import Resolved
     from frame.core.transport import BatchReceiver, BatchSender, Transport
+    from frame.entrypoints.tracing import Tracing
     from frame.plugins.registry import Registry
 
 
@@ -107,6 +109,7 @@ def build_engine(
     place: Place | None = None,
     followers: BatchSender | None = None,
     heartbeat: float | None = None,
+    tracing: Tracing | None = None,
 ) -> tuple[Engine, dict[str, Any]]:
     """Rank 0's engine, ready to run, and the data of its `Ready` message."""
     clock = time.perf_counter()
@@ -117,13 +120,15 @@ def build_engine(
         runner = LeadingRunner(runner, followers)
     found = find_observers(registry)
     told = found.on_request_finished
-    on_finish = None if told is None else lambda request, finish: told(**_finished(request, finish))
+    ends: list[Callable[[Request, Finish], None]] = [] if told is None else [lambda request, finish: told(**_finished(request, finish))]
+    if tracing is not None:
+        ends.append(tracing.add_engine_spans)
     info = {**describe(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
     options = EngineOptions(
         overlap=resolved.overlap, check_integrity=resolved.user.execution.check_integrity, heartbeat=heartbeat, info=info
     )
     engine = Engine(
-        build_scheduler(resolved, registry, capacity.num_pages, on_finish),
+        build_scheduler(resolved, registry, capacity.num_pages, _all_of(ends)),
         runner,
         transport,
         options,
@@ -158,6 +163,18 @@ def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
         "plugins": {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()},
         "phases": {name: round(seconds, 3) for name, seconds in capacity.phases.items()},
     }
+
+
+def _all_of(calls: Sequence[Callable[[Request, Finish], None]]) -> Callable[[Request, Finish], None] | None:
+    """One call that makes all of them; None for none."""
+    if len(calls) < 2:
+        return calls[0] if calls else None
+
+    def call_all(request: Request, finish: Finish) -> None:
+        for call in calls:
+            call(request, finish)
+
+    return call_all
 
 
 def _finished(request: Request, finish: Finish) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.controls import Controls
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
 from frame.entrypoints.readmission import Readmission
+from frame.entrypoints.tracing import TRACE
 
 ENDED_IT = "this request ended the engine {} times at the same place, the last time alone; it is refused, send another one"
 
@@ -174,6 +175,7 @@ class EngineClient:
             namespace=namespace,
             deadline=deadline,
             segment=sequence.answer.segment_of(sequence),
+            trace=TRACE.get(),
         )
         sequence.standing.expires = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
         self._readmission.offer(sequence)
@@ -404,7 +406,10 @@ class EngineClient:
                 deadline=max(0.001, sequence.standing.expires - time.monotonic()),
             )
         sequence.standing.admissions += 1
-        watch = Watch(rid=sequence.standing.name, params=message.params, prompt_tail=sequence.prompt[-PROMPT_TAIL:], token_ids=output)
+        watch = Watch(
+            rid=sequence.standing.name, params=message.params, prompt_tail=sequence.prompt[-PROMPT_TAIL:], token_ids=output,
+            trace=message.trace,
+        )  # fmt: skip
         if self._detokenizer is not None:
             self._detokenizer.watch(watch)
         elif self._remote_text:

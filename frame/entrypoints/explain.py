@@ -16,7 +16,7 @@ from frame.core.resolved import Resolved
 from frame.entrypoints.config_sources import LoadedConfig
 from frame.entrypoints.settings import by_key
 
-SECRETS = ("server.api_key",)
+SECRETS = ("server.api_key", "server.admin_key")
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,13 +164,12 @@ def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str
     started = time.perf_counter()
     while waiting:
         for message in deployment.transport.receive(0.1):
+            deployment.note(message)
             if isinstance(message, Ready):
                 waiting.discard(message.process)
                 info = message.data or info
                 if report is not None:
                     report(f"{message.process} ready after {time.perf_counter() - started:.1f} s{_phases(message.data)}")
-            else:
-                deployment.note(message)
         error = deployment.start_error()
         if error is not None:
             raise error

@@ -16,6 +16,7 @@ from frame.core.chat_template import ChatTemplateError
 from frame.core.messages import Message, Tokenize, Tokenized
 from frame.core.tokenizer import Encoded, Tokenizer
 from frame.entrypoints.limits import InvalidRequestError
+from frame.entrypoints.tracing import TRACE
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 1024  # encoding this much takes less time than a thread switch and back would cost
@@ -100,7 +101,7 @@ class ProcessInput:
 
     async def _ask(self, **content: Any) -> Tokenized:
         name = str(next(self._names))
-        asked = _Asked(next(self._turn), Tokenize(id=name, **content), asyncio.get_running_loop().create_future())
+        asked = _Asked(next(self._turn), Tokenize(id=name, trace=TRACE.get(), **content), asyncio.get_running_loop().create_future())
         self._waiting[name] = asked
         self._send(asked.worker, asked.message)
         try:

@@ -28,6 +28,7 @@ from frame.core.roster import ROSTER
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.entrypoints import logs
 from frame.entrypoints.processes import EXIT_CONFIGURATION
+from frame.entrypoints.tracing import TextSpans, Tracing, open_tracing, tokenizer_span
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
@@ -79,12 +80,17 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     sockets = SocketDirectory(options.sockets)
     followers = BatchSender([sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]) if options.tp > 1 else None
     place = Place(0, options.tp, Path(options.sockets))
-    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT)
+    tracing = open_tracing(resolved.user.server, name)
+    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
     engine.scheduler.publish_roster(sockets.path / ROSTER)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # what is there now stays; later collections need not look at it
-    engine.run()
+    try:
+        engine.run()
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -102,24 +108,37 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
     from frame.core.detokenizer import Detokenizer
 
     detokenizer = Detokenizer(_tokenizer(resolved), EARLY_LIMIT)
+    tracing = _until_term(resolved, name)
+    spans = None if tracing is None else TextSpans(tracing)
     for message in _messages(transport, name):
         if isinstance(message, Tokens):
             text = detokenizer.process(message)
             if text.rids:
                 transport.send(text)
+            if spans is not None:
+                spans.take(text)
         elif isinstance(message, Watch):
             transport.send_all(detokenizer.watch(message))
+            if spans is not None:
+                spans.watch(message)
         elif isinstance(message, Forget):
             detokenizer.forget(message.rids)
+            if spans is not None:
+                spans.forget(message.rids)
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.entrypoints.tokenizing import tokenize
 
     tokenizer = _tokenizer(resolved)
+    tracing = _until_term(resolved, name)
     for message in _messages(transport, name):
         if isinstance(message, Tokenize):
-            transport.send(tokenize(tokenizer, message))
+            since = time.perf_counter()
+            tokenized = tokenize(tokenizer, message)
+            transport.send(tokenized)
+            if tracing is not None:
+                tokenizer_span(tracing, message, since, len(tokenized.token_ids))
 
 
 def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
@@ -136,6 +155,19 @@ def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
 )
+
+
+def _until_term(resolved: Resolved, name: str) -> Tracing | None:
+    """The tracing of a process that a SIGTERM ends, which then sends its last spans first."""
+    tracing = open_tracing(resolved.user.server, name)
+    if tracing is not None:
+
+        def end(number: int, frame: object) -> None:
+            tracing.close()
+            leave(0)
+
+        signal.signal(signal.SIGTERM, end)
+    return tracing
 
 
 # set-up ------------------------------------------------------------------------------------------------------------

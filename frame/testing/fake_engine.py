@@ -25,6 +25,7 @@ from frame.core.messages import Ready
 from frame.core.roster import ROSTER
 from frame.entrypoints import worker
 from frame.entrypoints.scheduling import build_scheduler
+from frame.entrypoints.tracing import open_tracing
 from frame.testing.fake_runner import FakeRunner
 
 if TYPE_CHECKING:
@@ -125,14 +126,20 @@ def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
 def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     """The scheduler role with a fake model."""
     tokens = resolved.max_total_tokens or int(os.environ.get("FRAME_FAKE_TOKENS", "65536"))
-    scheduler = build_scheduler(resolved, worker.registry_of(resolved), tokens // resolved.page_size + 1)
+    tracing = open_tracing(resolved.user.server, name)
+    on_finish = None if tracing is None else tracing.add_engine_spans
+    scheduler = build_scheduler(resolved, worker.registry_of(resolved), tokens // resolved.page_size + 1, on_finish)
     info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
     runner = make_runner(resolved, scheduler)
     engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
     time.sleep(float(os.environ.get("FRAME_FAKE_START", "0")))
     scheduler.publish_roster(Path(options.sockets) / ROSTER)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
-    engine.run()
+    try:
+        engine.run()
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def serve(arguments: list[str]) -> int:

@@ -54,7 +54,10 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 # What core must not know, and what the parts that touch no tensor must not load when they are imported.
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}  # where the import has another name
+DISTRIBUTIONS = {  # where the import has another name
+    "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client", "opentelemetry": "opentelemetry-sdk", "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection", "google": "protobuf",
+}  # fmt: skip
 NOT_IN_CORE = ("click", "fastapi", "httpx", "pluggy", "prometheus_client", "starlette", "typer", "uvicorn")
 NO_TORCH = (
     *DATA,

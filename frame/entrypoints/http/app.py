@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import admin, anthropic, embeddings, native, openai, page, responses
+from frame.entrypoints.http import admin, anthropic, batches, embeddings, native, openai, page, responses
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -22,6 +22,7 @@ from frame.entrypoints.http.openapi import description_of
 from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
+from frame.entrypoints.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ ROUTES: Routes = (
     *responses.ROUTES,
     *embeddings.ROUTES,
     *anthropic.ROUTES,
+    *batches.ROUTES,
     *native.ROUTES,
     *page.ROUTES,
     *admin.ROUTES,
@@ -51,11 +53,14 @@ class Endpoint:
         self._path = operation.path
         self._handler = operation.handler
         self._errors = operation.errors
+        self._traced = "POST" in operation.methods
         self._services = services
         self._bodies = bodies
         self._max_body = services.resolved.user.server.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tracing = self._services.tracing
+        span = None if tracing is None or not self._traced else tracing.start(f"{scope['method']} {self._path}", scope["headers"])
         call = Call(scope, receive, send, self._max_body, self._errors, self._bodies)
         with suppress(DisconnectedError):
             try:
@@ -69,6 +74,8 @@ class Endpoint:
                 await call.fail(ApiError(500, "the server failed on this request; its log says why"))
             finally:
                 _count(self._services, self._path, call)
+                if span is not None:
+                    _end(span, self._path, call)
                 await call.close()
 
 
@@ -93,6 +100,8 @@ class App:
         bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout)
         self._router = Router([Route(o.path, Endpoint(o, services, bodies), methods=list(o.methods)) for o in operations])
         self._router.redirect_slashes = False
+        if services.batches is not None and not is_admin:
+            services.batches.route = self._route
         self._router.default = _not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,6 +169,16 @@ def _count(services: Services, route: str, call: Call) -> None:
         fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds, "client": _host(scope)}
         path = scope["path"][:LONGEST_PATH]
         ACCESS.info("%s %s %d in %.3f s from %s", scope["method"], path, status, seconds, fields["client"], extra={"fields": fields})
+
+
+def _end(span: RequestSpan, route: str, call: Call) -> None:
+    """The span of a request that was answered, or whose client left."""
+    status, scope = call.status or GONE, call.scope
+    attributes = {
+        "http.request.method": scope["method"], "http.route": route, "http.response.status_code": status,
+        "frame.request_id": call.request_id,
+    }  # fmt: skip
+    span.end(attributes, call.answer, f"status {status}" if status >= 500 else None)
 
 
 def _host(scope: Scope) -> str | None:

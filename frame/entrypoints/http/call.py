@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from frame.entrypoints.http.bodies import MOST_LEVELS, PATIENCE, Bodies, is_too_deep
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.logs import HEADER
+
+if TYPE_CHECKING:
+    from frame.entrypoints.answers import Answer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,7 +31,7 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 class Call:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_bodies", "_held", "_watcher", "errors", "max_body", "receive", "scope", "send", "started", "status")
+    __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "max_body", "receive", "scope", "send", "started", "status")
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI, bodies: Bodies | None = None
@@ -39,6 +42,7 @@ class Call:
         self.max_body = max_body
         self.errors = errors
         self.started = False
+        self.answer: Answer | None = None  # what is generated for it
         self.status = 0  # of the response, once it has started
         self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
         self._held = 0  # bytes of the body that count in `_bodies`

@@ -34,6 +34,7 @@ from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
 from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
+from frame.entrypoints.tracing import open_tracing
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
             parser, options = prepared.registry.choose(choices[0])
             setattr(services, attribute, parser if options is None else lambda p=parser, o=options: p(o))
     services.metrics = ServerMetrics(services)
+    services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
     return services
 
@@ -214,6 +216,8 @@ class Server:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 2.0)
         await self._admin.stop()
+        if self._services.tracing is not None:
+            await asyncio.to_thread(self._services.tracing.close)
         loop.remove_reader(transport.fd)
         if not died:
             await asyncio.to_thread(self._deployment.stop, 0.0 if self._now.is_set() else 10.0)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,8 @@ from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
+from frame.entrypoints.http.batch_files import FileStore
+from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.call import Call
     from frame.entrypoints.http.metrics import ServerMetrics
     from frame.entrypoints.tokenizing import TextInput
+    from frame.entrypoints.tracing import Tracing
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
@@ -82,11 +86,15 @@ class Services:
     metrics: ServerMetrics | None = None
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
+    tracing: Tracing | None = None
     responses: ResponseStore = field(init=False)  # of /v1/responses
+    batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
 
     def __post_init__(self) -> None:
-        server = self.resolved.user.server
+        server, batches = self.resolved.user.server, self.resolved.user.batches
         self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
+        if batches.folder is not None:
+            self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -164,6 +172,7 @@ class Services:
             self.client.release(count)
             raise _as_api_error(error) from None
         answer.created = arrived
+        call.answer = answer
         call.on_disconnect(answer.hang_up)
         return answer
 

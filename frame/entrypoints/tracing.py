@@ -1,0 +1,191 @@
+"""OpenTelemetry traces of requests: each process makes the spans of its own work and sends them by OTLP over HTTP.
+
+A request's place in a trace crosses processes as a W3C `traceparent` (`TRACE`, `Generate.trace`, …). Spans are made at the end, from
+times that are kept anyway, so that a token costs nothing; without an endpoint nothing of this is imported. Knows no route.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from frame.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from frame.core.config import ServerSection
+    from frame.core.messages import Finish, Text, Tokenize, Watch
+    from frame.core.request import Request
+    from frame.entrypoints.answers import Answer
+
+log = logging.getLogger(__name__)
+
+TRACE: ContextVar[str] = ContextVar("trace", default="")  # traceparent of the span that the running task works for
+VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+EXPORT_TIMEOUT = 5  # seconds
+EXPORT_EVERY = 1000  # milliseconds
+CLOSE_TIMEOUT = 2.0  # seconds for the last spans to leave
+MOST_WATCHED = 65536  # requests whose text is being made
+
+
+def open_tracing(server: ServerSection, process: str) -> Tracing | None:
+    """The process's tracing, where `server.otlp_endpoint` or OpenTelemetry's own variables name a collector. Raises ConfigurationError."""
+    from_environment = any(os.environ.get(name) for name in VARIABLES)
+    if server.otlp_endpoint is None and not from_environment:
+        return None
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
+        if server.otlp_endpoint is None:
+            log.warning("%s is set, but OpenTelemetry is not installed; pip install 'frame-serve[tracing]' for traces", VARIABLES[1])
+            return None
+        raise ConfigurationError("server.otlp_endpoint needs OpenTelemetry; pip install 'frame-serve[tracing]'")
+    return Tracing(_exporter(server.otlp_endpoint), process)
+
+
+def _exporter(endpoint: str | None) -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    if endpoint is None:
+        return OTLPSpanExporter(timeout=EXPORT_TIMEOUT)
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigurationError(f"server.otlp_endpoint is {endpoint!r}; give a URL, such as http://localhost:4318")
+    has_path = endpoint.split("://", 1)[1].rstrip("/").count("/") > 0
+    return OTLPSpanExporter(endpoint=endpoint if has_path else f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT)
+
+
+class Tracing:
+    """The spans of one process. Times are `time.perf_counter`'s unless said otherwise."""
+
+    def __init__(self, exporter: Any, process: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "frame"}
+        self._provider = TracerProvider(resource=Resource.create({**name, "frame.process": process}), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY))
+        self._tracer = self._provider.get_tracer("frame")
+        self._propagator = TraceContextTextMapPropagator()
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+        self._lag = time.perf_counter() - time.monotonic()
+
+    def start(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSpan:
+        """The span of a request that arrived now, below the one that its headers name; `TRACE` is it from here on."""
+        found = (b"traceparent", b"tracestate")
+        carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in found}
+        span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=_server_kind()))
+        TRACE.set(span.traceparent)
+        return span
+
+    def add(self, name: str, trace: str, start: float, end: float, **attributes: Any) -> None:
+        """A finished span below `trace`; no value of an attribute may be None."""
+        if not trace:
+            return
+        context = self._propagator.extract({"traceparent": trace})
+        span = self._tracer.start_span(name, context, attributes=attributes, start_time=self._nanoseconds(start))
+        span.end(self._nanoseconds(max(start, end)))
+
+    def add_engine_spans(self, request: Request, finish: Finish) -> None:
+        """Queue, prefill and decode of a request that ended in the engine just now."""
+        if not request.trace:
+            return
+        now = time.perf_counter()
+        admitted, first = (self._lag + moment if moment else now for moment in (request.admitted, request.first_token))
+        names: dict[str, Any] = {"frame.rid": request.rid}
+        self.add("queue", request.trace, request.arrival + self._lag, admitted, **names)
+        if request.admitted:
+            counts = {"frame.prompt_tokens": request.prompt_len, "frame.cached_tokens": max(0, request.cached_tokens)}
+            self.add("prefill", request.trace, admitted, first, **names, **counts)
+        if request.first_token:
+            outcome = {"frame.output_tokens": request.output_len, "frame.finish_reason": finish.reason}
+            self.add("decode", request.trace, first, now, **names, **outcome, **{"frame.retractions": request.retractions})
+
+    def close(self) -> None:
+        """Send what is left, within `CLOSE_TIMEOUT`."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT)
+
+    def _nanoseconds(self, moment: float) -> int:
+        return self._epoch + int(moment * 1e9)
+
+
+class RequestSpan:
+    """The server's span of one request."""
+
+    def __init__(self, tracing: Tracing, span: Any) -> None:
+        context = span.get_span_context()
+        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        self._tracing = tracing
+        self._span = span
+
+    def end(self, attributes: Mapping[str, Any], answer: Answer | None = None, error: str | None = None) -> None:
+        """The response is out. `answer`: what was generated for it."""
+        from opentelemetry.trace import StatusCode
+
+        span = self._span
+        span.set_attributes(attributes)
+        if answer is not None:
+            self._tracing.add("tokenize", self.traceparent, answer.created, answer.submitted)
+            span.set_attributes(_usage(answer))
+        if error is not None:
+            span.set_status(StatusCode.ERROR, error)
+        span.end()
+
+
+class TextSpans:
+    """The detokenizer process's spans: one a request, from its announcement to its last text."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._watched: dict[str, tuple[str, float]] = {}
+
+    def watch(self, message: Watch) -> None:
+        if message.trace and len(self._watched) < MOST_WATCHED:
+            self._watched[message.rid] = (message.trace, time.perf_counter())
+
+    def take(self, text: Text) -> None:
+        for place in text.finishes:
+            self._end(text.rids[place])
+
+    def forget(self, rids: Sequence[str]) -> None:
+        for rid in rids:
+            self._end(rid)
+
+    def _end(self, rid: str) -> None:
+        trace, since = self._watched.pop(rid, ("", 0.0))
+        self._tracing.add("detokenize", trace, since, time.perf_counter(), **{"frame.rid": rid})
+
+
+def tokenizer_span(tracing: Tracing, message: Tokenize, since: float, count: int) -> None:
+    """The tokenizer process's span of one text."""
+    tracing.add("tokenize.encode", message.trace, since, time.perf_counter(), **{"frame.prompt_tokens": count})
+
+
+def _server_kind() -> Any:
+    from opentelemetry.trace import SpanKind
+
+    return SpanKind.SERVER
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """What OpenTelemetry's conventions for generative AI say of a response."""
+    firsts = [sequence.times.first for sequence in answer.sequences if sequence.times.first]
+    prompts = {sequence.prompt_index: len(sequence.prompt) for sequence in answer.sequences}
+    usage: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": sum(prompts.values()),
+        "gen_ai.usage.output_tokens": sum(sequence.num_tokens for sequence in answer.sequences),
+        "gen_ai.response.finish_reasons": [s.finish.reason for s in answer.sequences if s.finish is not None],
+        "frame.cached_tokens": sum(sequence.cached for sequence in answer.sequences),
+        "frame.rid": answer.rid,
+    }
+    if firsts:
+        usage["gen_ai.server.time_to_first_token"] = min(firsts) - answer.created
+    return usage

@@ -1,0 +1,139 @@
+"""Files and batches, by the `openai` package: bad lines stay among themselves, cancelling keeps what was done, bounds hold."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.entrypoints.serving import RunningServer, wait_until
+
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+
+
+def line(name: str, body: Any = BODY, url: str = "/v1/chat/completions") -> str:
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches") / "new"
+
+
+@pytest.fixture(scope="module")
+def start(checkpoint: Path, folder: Path) -> Any:
+    flags = ("--batch-folder", str(folder), "--batch-max-bytes", "60000", "--batch-concurrency", "4", "--max-model-len", "512")
+    return lambda: RunningServer(checkpoint, *flags, env={"FRAME_FAKE_STEP": "0.002"})
+
+
+@pytest.fixture(scope="module")
+def running(start: Any) -> Iterator[RunningServer]:
+    with start() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0)
+
+
+def begin(client: openai.OpenAI, text: str, endpoint: str = "/v1/chat/completions") -> Any:
+    uploaded = client.files.create(file=("requests.jsonl", text.encode()), purpose="batch")
+    return client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, completion_window="24h", metadata={"of": "a test"})  # type: ignore[arg-type]
+
+
+def finished(client: openai.OpenAI, batch: Any) -> Any:
+    over = ("completed", "failed", "expired", "cancelled")
+    wait_until(lambda: client.batches.retrieve(batch.id).status in over, 60)
+    return client.batches.retrieve(batch.id)
+
+
+def records(client: openai.OpenAI, name: str | None) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in client.files.content(name).text.splitlines()] if name else []
+
+
+def test_good_and_bad_lines(client: openai.OpenAI) -> None:
+    good = [line(f"good-{i}") for i in range(12)]
+    bad = ["{not json\n", "[1]\n", line("other", url="/v1/completions"), line("hot", BODY | {"temperature": -1}),
+           line("stream", BODY | {"stream": True}), line("text", "Hello"), '{"body": {}}\n', "\n"]  # fmt: skip
+    batch = finished(client, begin(client, "".join([*bad[:3], *good, *bad[3:]])))
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (19, 12, 7)
+    answers = records(client, batch.output_file_id)
+    assert {answer["custom_id"] for answer in answers} == {f"good-{i}" for i in range(12)}
+    assert all(answer["response"]["body"]["usage"]["completion_tokens"] == 4 for answer in answers)
+    errors = records(client, batch.error_file_id)
+    assert len(errors) == 7
+    assert next(e for e in errors if e["custom_id"] == "hot")["response"]["status_code"] == 400
+    assert "stream" in next(e for e in errors if e["custom_id"] == "stream")["error"]["message"]
+    assert client.batches.list(limit=1).data[0].id == batch.id
+    assert batch.metadata == {"of": "a test"}
+
+
+def test_completions_and_responses(client: openai.OpenAI) -> None:
+    asked = {"/v1/completions": {"prompt": "a", "max_tokens": 2}, "/v1/responses": {"input": "a", "max_output_tokens": 2}}
+    for endpoint, body in asked.items():
+        batch = finished(client, begin(client, line("one", body, endpoint), endpoint))
+        assert batch.request_counts.completed == 1, records(client, batch.error_file_id)
+
+
+def test_cancelling_keeps_what_was_done(client: openai.OpenAI, running: RunningServer) -> None:
+    short, long = BODY | {"max_tokens": 1}, BODY | {"max_tokens": 400, "ignore_eos": True}
+    batch = begin(client, line("short", short) + "".join(line(f"long-{i}", long) for i in range(40)))
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 1)
+    client.batches.cancel(batch.id)
+    batch = finished(client, batch)
+    assert batch.status == "cancelled"
+    assert "short" in [answer["custom_id"] for answer in records(client, batch.output_file_id)]
+    wait_until(lambda: running.get("/server_info")["outstanding"] == 0)  # what ran has been stopped
+
+
+def test_files(client: openai.OpenAI) -> None:
+    content = line("one").encode()
+    made = client.files.create(file=("a.jsonl", content), purpose="batch")
+    assert (made.filename, made.bytes, client.files.retrieve(made.id).id) == ("a.jsonl", len(content), made.id)
+    assert client.files.content(made.id).content == content
+    assert made.id in [found.id for found in client.files.list(purpose="batch")]
+    assert client.files.delete(made.id).deleted
+    for name in (made.id, "..%2f..%2fetc%2fpasswd", "file-0"):
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(name)
+
+
+def test_bad_requests(client: openai.OpenAI) -> None:
+    made = client.files.create(file=("a.jsonl", b"\n\n"), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("a.jsonl", b"x"), purpose="assistants")
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        begin(client, line("one"), "/v1/audio")
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        client.batches.create(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+    with pytest.raises(openai.APIStatusError, match="delete some") as caught:
+        client.files.create(file=("a.jsonl", b"x" * 100_000), purpose="batch")
+    assert caught.value.status_code == 413
+    batch = finished(client, client.batches.create(input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"))
+    assert (batch.status, "no requests" in batch.errors.data[0].message) == ("failed", True)
+    with pytest.raises(openai.NotFoundError, match="no batch"):
+        client.batches.retrieve("batch-1")
+
+
+def test_a_stopped_server_leaves_its_batches_readable(start: Any, folder: Path) -> None:
+    with start() as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        client_files = client.files.list(limit=100).data
+        for found in client_files:
+            client.files.delete(found.id)
+        batch = begin(client, "".join(line(f"long-{i}", BODY | {"max_tokens": 400, "ignore_eos": True}) for i in range(40)))
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+        server.process.kill()
+        server.process.wait()
+    with start() as server:
+        again = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0).batches.retrieve(batch.id)
+        assert (again.status, "stopped" in again.errors.data[0].message) == ("failed", True)
+    assert time.time() - again.created_at < 3600
+    assert sorted(path.suffix for path in folder.iterdir() if path.name.startswith("file-")) in ([".json", ".jsonl"], [])

@@ -1,0 +1,119 @@
+"""Traces of requests: one trace through all processes, below the client's span, received by an OTLP collector that the test plays."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from frame.core.config import ServerSection
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.tracing import VARIABLES, open_tracing
+from tests.entrypoints.serving import RunningServer
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        self.url = ""
+
+    def take(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            process = next(a.value.string_value for a in resource.resource.attributes if a.key == "frame.process")
+            for scope in resource.scope_spans:
+                self.spans += [{"process": process, "span": span} for span in scope.spans]
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            collector.take(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    collector.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def values(span: Any) -> dict[str, Any]:
+    return {a.key: a.value.int_value or a.value.string_value or a.value.double_value for a in span.attributes}
+
+
+def test_one_trace_through_every_process(checkpoint: Path) -> None:
+    text = ("--tokenizer-workers", "1", "--detokenizer-workers", "1")
+    with collecting() as collector:
+        flags = ("--otlp-endpoint", collector.url, *text, "--max-model-len", "512", "--max-total-tokens", "1024")
+        with RunningServer(checkpoint, *flags) as server:
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+            body = {"prompt": "The quick brown", "max_tokens": 5, "ignore_eos": True}
+            assert httpx.post(server.url + "/v1/completions", json=body, headers=headers).status_code == 200
+            quiet = {"traceparent": f"00-{TRACE[::-1]}-{PARENT}-00"}  # the client does not record this one
+            assert httpx.post(server.url + "/v1/completions", json=body, headers=quiet).status_code == 200
+            assert httpx.get(server.url + "/health").status_code == 200
+            assert server.stop() == 0
+    spans = {entry["span"].name: entry for entry in collector.spans}
+    assert len(spans) == len(collector.spans) == 7
+    assert {name: entry["process"] for name, entry in spans.items()} == {
+        "POST /v1/completions": "main", "tokenize": "main", "tokenize.encode": "tokenizer-0", "detokenize": "detokenizer",
+        "queue": "engine", "prefill": "engine", "decode": "engine",
+    }  # fmt: skip
+    assert {entry["span"].trace_id.hex() for entry in collector.spans} == {TRACE}
+    request = spans["POST /v1/completions"]["span"]
+    assert request.parent_span_id.hex() == PARENT
+    assert {e["span"].parent_span_id for name, e in spans.items() if name != "POST /v1/completions"} == {request.span_id}
+    found = values(request)
+    assert (found["gen_ai.usage.output_tokens"], found["http.response.status_code"], found["frame.request_id"]) == (5, 200, "mine")
+    assert found["gen_ai.server.time_to_first_token"] > 0
+    times = [spans[name]["span"] for name in ("tokenize", "queue", "prefill", "decode")]
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in times)
+    slack = 2_000_000  # ns; processes read the clocks at different moments
+    assert all(request.start_time_unix_nano <= s.start_time_unix_nano + slack for s in times)
+    assert all(s.end_time_unix_nano <= request.end_time_unix_nano + slack for s in times[:3])
+    assert times[1].end_time_unix_nano == times[2].start_time_unix_nano
+    assert values(times[3])["frame.output_tokens"] == 5
+
+
+def test_off_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert open_tracing(ServerSection(), "main") is None
+    monkeypatch.setenv(VARIABLES[1], "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert open_tracing(ServerSection(), "main") is None
+    with pytest.raises(ConfigurationError, match=r"http://localhost:4318"):
+        monkeypatch.delenv("OTEL_SDK_DISABLED")
+        open_tracing(ServerSection(otlp_endpoint="localhost:4318"), "main")
+
+
+def test_a_collector_that_is_gone_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
+    tracing = open_tracing(ServerSection(otlp_endpoint="http://127.0.0.1:9"), "main")
+    assert tracing is not None
+    tracing.start("x", []).end({})
+    tracing.close()
