@@ -171,7 +171,7 @@ def _fused(
     rows, queries, heads, width = q.shape
     kv_heads, value_width = k.shape[2], v.shape[3]
     if value_width != width:
-        q, k, v = (F.pad(part, (0, max(width, value_width) - part.shape[3])) for part in (q, k, v))
+        q, k, v = (_widened(part, max(width, value_width)) for part in (q, k, v))
     if queries == 1:  # the heads that share keys become queries of one head: keys are read once
         q = q.reshape(rows, kv_heads, heads // kv_heads, -1)
     else:
@@ -183,6 +183,10 @@ def _fused(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=grouped)
     out = out.reshape(rows, 1, heads, -1) if queries == 1 else out.transpose(1, 2)
     return out[..., :value_width]
+
+
+def _widened(part: torch.Tensor, width: int) -> torch.Tensor:
+    return F.pad(part, (0, width - part.shape[3])) if part.shape[3] < width else part
 
 
 def _plain(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
