@@ -64,7 +64,7 @@ class ModelSection(Section):
         None, "Of which tokens a sequence's vector is made: cls, last, mean, max; the checkpoint's own when not set.", flag="pooling"
     )
     label_tokens: tuple[str, ...] = setting(
-        (), "For --task classify with a language model: the tokens whose logits count, the wanted one last.", flag="label-tokens"
+        (), "For model.task classify of a language model: the tokens whose logits count, the wanted one last.", flag="label-tokens"
     )
     dtype: Annotated[DType | None, Auto, TypeName] = setting(None, "Computing type of weights and activations.", flag="dtype")
     load_format: LoadFormat = setting(
@@ -168,6 +168,12 @@ class TextSection(Section):
     )
     tool_call_parser: Annotated[str | None, Auto] = setting(
         None, "Finds tool calls in the answer, by plugin name; `none` for none.", flag="tool-call-parser"
+    )
+    moderation_policy: str | None = setting(
+        None, "For /v1/moderations by a language model: `default`, or the file of a policy.", flag="moderation-policy"
+    )
+    score_prompt: str | None = setting(
+        None, "File of the text that a language model judges relevance by, with {instruction}, {query} and {document}.", flag="score-prompt"
     )
     chat_template: str | None = setting(None, "File of a Jinja chat template, instead of the model's.", flag="chat-template")
 

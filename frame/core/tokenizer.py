@@ -113,6 +113,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id] if self.pieces is not None else self.decode([token_id], False).encode()
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def token_id(self, text: str) -> int | None:
         return self.backend.token_to_id(text)
 

@@ -30,6 +30,7 @@ class Output:
     prompt_logprobs: TokenLogprobs | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    vector: bytes | None = field(default=None, repr=False)  # float32; of a model that embeds or classifies
     outputs: list[Output] = field(default_factory=list, repr=False, compare=False)
 
 
@@ -64,6 +65,7 @@ class Job:
     def __init__(self, on_done: Callable[[], None], on_delta: Callable[[Delta], None] | None = None) -> None:
         self.sequences: list[Collected] = []
         self.prompts: list[list[int]] = []  # one a sequence
+        self.segments: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
         self.open = 0
         self.on_done = on_done
         self.on_delta = on_delta
@@ -119,7 +121,7 @@ class Collector:
 
     def _tokens(self, message: Tokens) -> None:
         sequences = self._sequences
-        extras = message.logprobs or message.prompt_logprobs or message.cached
+        extras = message.logprobs or message.prompt_logprobs or message.cached or message.pooled
         for place, rid in enumerate(message.rids):
             sequence = sequences.get(rid)
             if sequence is None:
@@ -176,6 +178,7 @@ class Collector:
 def _take_extras(output: Output, message: Tokens, place: int) -> None:
     if place in message.cached:
         output.cached_tokens = message.cached[place]
+    output.vector = message.pooled.get(place, output.vector)
     if place in message.logprobs:
         output.logprobs = _joined(output.logprobs, message.logprobs[place])
     if place in message.prompt_logprobs:

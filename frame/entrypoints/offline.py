@@ -16,20 +16,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+import numpy as np
 
 from frame.core.errors import did_you_mean
 from frame.core.messages import Abort, Control, ControlReply, Generate, Message
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.collector import Collected, Collector, Delta, Job, Output, grouped
 from frame.entrypoints.limits import InvalidRequestError, check_request, sibling
+from frame.entrypoints.offline_vectors import Vectors, need_task
 
 if TYPE_CHECKING:
     from frame.core.config import FrameConfig
-    from frame.core.tokenizer import Tokenizer
+    from frame.core.tokenizer import Encoded, Tokenizer
     from frame.entrypoints.launch import Session
 
 Prompt = str | list[int] | list[dict[str, Any]]
 Params = SamplingParams | Mapping[str, Any]
+NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
 
 
@@ -48,9 +51,12 @@ class Engine:
     def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
         from frame.entrypoints.launch import configure, open_session
 
-        self._session: Session = open_session(configure(config, keys if model is None else {"model": model, **keys}))
+        prepared = configure(config, keys if model is None else {"model": model, **keys})
+        self._resolved = prepared.resolved
+        self._session: Session = open_session(prepared)
         self._collector: Collector = self._session.collector
         self._names = itertools.count()
+        self._vectors = Vectors(prepared.resolved, lambda: self.tokenizer, self._session.limits.longest_input, self._pool)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -113,6 +119,31 @@ class Engine:
         finally:
             self._stop(job)
 
+    # vectors -------------------------------------------------------------------------------------------------------
+
+    def embed(
+        self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
+    ) -> np.ndarray:
+        """Vectors of texts (or token ids), float32 [inputs, width]; of one input [width]. `dimensions` keeps the first of each;
+        `prompt_name` is one of the checkpoint's; `truncate` cuts what is too long instead of refusing it."""
+        is_single, several = _listed(inputs)
+        vectors = self._vectors.embed(several, dimensions, prompt_name, truncate)
+        return vectors[0] if is_single else vectors
+
+    def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Any:
+        """The probability of each class by its name; a list of those for a list of inputs."""
+        is_single, several = _listed(inputs)
+        found = self._vectors.classify(several, truncate)
+        return found[0] if is_single else found
+
+    def score(
+        self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> np.ndarray:
+        """Relevance (of a model for embeddings: cosine) of pairs, float32 [pairs]: one first text against all second ones, or two lists of
+        one length."""
+        texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
+        return self._vectors.score(texts[0], texts[1], instruction, truncate)
+
     # control -------------------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
@@ -153,6 +184,7 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job
     ) -> tuple[Job, list[int], bool]:
         """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
+        need_task(self._resolved, "generate")
         is_single, several = _listed(prompts)
         wanted = _spread(params, len(several))
         ids = self._encode(several)
@@ -172,6 +204,27 @@ class Engine:
                 job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
                 job.prompts.append(prompt)
         return job, counts, is_single
+
+    def _pool(self, encoded: list[Encoded]) -> np.ndarray:
+        """Run sequences that yield vectors to their end. -> float32 [sequences, width]."""
+        done = threading.Event()
+        job = Job(done.set)
+        for ids, segment in encoded:
+            ids = _token_ids(ids)
+            check_request(self._session.limits, ids, NOTHING_SAMPLED)
+            job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", ids, NOTHING_SAMPLED))
+            job.prompts.append(ids)
+            job.segments.append(segment)
+        try:
+            self._start(job)
+            done.wait()
+        finally:
+            self._stop(job)
+        outputs = [sequence.output for sequence in job.sequences]
+        for output in outputs:
+            if output.vector is None:
+                raise EngineError(self._collector.dead or output.error or "the request was aborted")
+        return np.frombuffer(b"".join(output.vector or b"" for output in outputs), "<f4").reshape(len(outputs), -1)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         ids: list[list[int]] = [[]] * len(prompts)
@@ -197,6 +250,8 @@ class Engine:
             Generate(rid=sequence.rid, token_ids=prompt, params=sequence.params)
             for sequence, prompt in zip(job.sequences, job.prompts, strict=True)
         ]
+        if job.segments:
+            messages = [msgspec.structs.replace(m, segment=segment) for m, segment in zip(messages, job.segments, strict=True)]
         self._session.send_all(messages)
 
     def _stop(self, job: Job) -> None:

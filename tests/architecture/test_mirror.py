@@ -26,6 +26,7 @@ UNTESTED: dict[str, str] = {
         f"frame.entrypoints.http.{part}": PART_OF_SERVER
         for part in (
             *("app", "call", "errors", "half_closed", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services"),
+            "classes",
             "sse",
             "structured",
         )

@@ -52,6 +52,16 @@ class SentenceFacts:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
 
+    def lead(self, name: str | None = None) -> str:
+        """The text that is put before an input: the named prompt, or the default one. Raises ValueError, a sentence."""
+        chosen = self.default_prompt if name is None else name
+        if chosen is None:
+            return ""
+        if chosen not in self.prompts:
+            known = f"it has {', '.join(self.prompts)}" if self.prompts else "it has none; put the text before the input yourself"
+            raise ValueError(f"prompt_name {chosen!r} is no prompt of this model: {known}")
+        return self.prompts[chosen]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:

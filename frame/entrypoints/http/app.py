@@ -14,7 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from frame.entrypoints.http import admin, anthropic, batches, embeddings, native, openai, page, responses
+from frame.entrypoints.http import admin, anthropic, batches, classes, embeddings, moderations, native, openai, page, relevance, responses
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
@@ -36,6 +36,9 @@ ROUTES: Routes = (
     *openai.ROUTES,
     *responses.ROUTES,
     *embeddings.ROUTES,
+    *relevance.ROUTES,
+    *classes.ROUTES,
+    *moderations.ROUTES,
     *anthropic.ROUTES,
     *batches.ROUTES,
     *native.ROUTES,

@@ -6,13 +6,16 @@ import base64
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 
+from frame.core.interfaces.model import SentenceFacts
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
 from frame.entrypoints.http.services import Operation, Prompt, Routes, Services
+from frame.entrypoints.relevance import shortened
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from frame.entrypoints.http.call import Call
 
 
@@ -65,26 +68,12 @@ def prompts_of(request: EmbeddingRequest, services: Services) -> list[Prompt]:
     return [f"{lead}{text}" for text in several] if kind is str and lead else several
 
 
-def shortened(vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
-    """The first `dimensions` of each row, of length 1 again where the whole ones were."""
-    if dimensions is None or dimensions == vectors.shape[1]:
-        return vectors
-    kept = vectors[:, :dimensions]
-    if normalize:
-        kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.float32(1e-12))
-    return np.ascontiguousarray(kept)
-
-
 def _lead(name: str | None, services: Services) -> str:
-    sentence = services.resolved.facts.sentence
-    prompts = {} if sentence is None else sentence.prompts
-    chosen = name if name is not None else sentence and sentence.default_prompt
-    if not chosen:
-        return ""
-    if chosen not in prompts:
-        known = f"it has {', '.join(prompts)}" if prompts else "it has none; put the text before the input yourself"
-        raise ApiError(400, f"prompt_name {name!r} is no prompt of this model: {known}", "prompt_name")
-    return prompts[chosen]
+    sentence = services.resolved.facts.sentence or SentenceFacts()
+    try:
+        return sentence.lead(name)
+    except ValueError as error:
+        raise ApiError(400, str(error), "prompt_name") from None
 
 
 def _written(vectors: np.ndarray, form: str | None) -> list[Any]:

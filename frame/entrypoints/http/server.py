@@ -30,8 +30,10 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.starting import StartingServer
 from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
 from frame.entrypoints.logs import report
+from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
+from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
 from frame.entrypoints.tracing import open_tracing
@@ -137,6 +139,8 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
         if choices:
             parser, options = prepared.registry.choose(choices[0])
             setattr(services, attribute, parser if options is None else lambda p=parser, o=options: p(o))
+    services.score_prompt = read_score_prompt(resolved.user.text.score_prompt)
+    services.moderation_policy = read_policy(resolved.user.text.moderation_policy)
     services.metrics = ServerMetrics(services)
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)

@@ -87,6 +87,8 @@ class Services:
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
     tracing: Tracing | None = None
+    score_prompt: str | None = None  # text.score_prompt, read
+    moderation_policy: str | None = None  # text.moderation_policy, read
     responses: ResponseStore = field(init=False)  # of /v1/responses
     batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
 

@@ -84,6 +84,14 @@ def test_many_inputs_at_once(minilm: RunningServer) -> None:
     np.testing.assert_allclose(body["data"][217]["embedding"], alone["data"][0]["embedding"], atol=1e-5)
 
 
+def test_vectors_rank_documents_by_their_cosines(minilm: RunningServer) -> None:
+    body = minilm.post("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]}).json()
+    want = expected(TEXTS)
+    assert body["results"][0]["document"]["text"] == TEXTS[1]
+    for each in body["results"]:
+        assert abs(each["relevance_score"] - float(want[0] @ want[each["index"] + 1])) < 1e-5
+
+
 def test_long_texts_are_refused_or_cut(minilm: RunningServer) -> None:
     long = "word " * 400
     refused = minilm.post("/v1/embeddings", {"input": long})

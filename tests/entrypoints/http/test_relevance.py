@@ -1,0 +1,133 @@
+"""`/v1/rerank`, `/v1/score`, `/v1/classify` and `/v1/moderations` over real HTTP, with a cross-encoder and with a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from tests.entrypoints.serving import RunningServer
+from tests.entrypoints.test_offline_vectors import DOCUMENTS, QUERY, plain, with_pairs
+
+FLAGS = ("--served-model-name", "judge")
+LABELS = {0: "safe", 1: "hate", 2: "self-harm"}
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    folder = with_pairs(make_checkpoint("BertForSequenceClassification", tmp_path_factory.mktemp("judge"), num_labels=1))
+    with RunningServer(folder, *FLAGS, "--tokenizer-workers", "1", fake=False) as running:
+        yield running, folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    folder = make_checkpoint("LlamaForSequenceClassification", tmp_path_factory.mktemp("classes"), id2label=LABELS)
+    with RunningServer(folder, "--max-total-tokens", "4096", fake=False) as running:
+        yield running, folder
+
+
+def expected_scores(folder: Path) -> list[float]:
+    model, tokenizer = load_reference(folder), plain(folder)
+    pairs = [tokenizer.encode(QUERY, document) for document in DOCUMENTS]
+    with torch.no_grad():
+        logits = [model(torch.tensor([pair.ids]), token_type_ids=torch.tensor([pair.type_ids])).logits for pair in pairs]
+    return [float(torch.sigmoid(value)) for value in logits]
+
+
+def ask(server: RunningServer, path: str, **body: Any) -> Any:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_rerank(judge, path: str) -> None:
+    server, folder = judge
+    want = expected_scores(folder)
+    body = ask(server, path, model="judge", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]])
+    assert [each["index"] for each in body["results"]] == np.argsort(want)[::-1].tolist()
+    for each in body["results"]:
+        assert abs(each["relevance_score"] - want[each["index"]]) < 1e-5
+        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert body["usage"]["total_tokens"] > 50
+    best = ask(server, path, query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)["results"]
+    assert [(each["index"], set(each)) for each in best] == [(body["results"][0]["index"], {"index", "relevance_score"})]
+
+
+def test_score(judge) -> None:
+    server, folder = judge
+    want = expected_scores(folder)
+    for body in (
+        {"text_1": QUERY, "text_2": DOCUMENTS},
+        {"queries": [QUERY], "items": DOCUMENTS},
+        {"queries": [QUERY] * 4, "documents": DOCUMENTS},
+    ):
+        data = ask(server, "/v1/score", **body)["data"]
+        np.testing.assert_allclose([each["score"] for each in data], want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b " * 5000]}, "input"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 3000}, "documents"),
+        ("/v1/rerank", {"documents": ["b"]}, "query"),
+        ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
+        ("/v1/embeddings", {"input": "a"}, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "model"),
+        ("/v1/moderations", {"input": []}, "input"),
+        ("/v1/moderations", {"input": [{"type": "image_url", "image_url": {"url": "x"}}]}, "input"),
+        ("/v1/moderations", {"input": ["a", {"type": "text", "text": "b"}]}, "input"),
+    ],
+)
+def test_bad_requests(judge, path: str, body: dict[str, Any], param: str) -> None:
+    answer = judge[0].post(path, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_classes(classifier) -> None:
+    server, folder = classifier
+    body = ask(server, "/v1/classify", input=DOCUMENTS)
+    model, tokenizer = load_reference(folder), plain(folder)
+    with torch.no_grad():
+        for each, text in zip(body["data"], DOCUMENTS, strict=True):
+            want = torch.softmax(model(torch.tensor([tokenizer.encode(text).ids])).logits[0], -1)
+            np.testing.assert_allclose(each["probs"], want.numpy(), atol=1e-5)
+            assert each["label"] == LABELS[int(want.argmax())]
+    assert body["labels"] == list(LABELS.values())
+
+
+def test_a_classifier_of_several_classes_ranks_nothing(classifier) -> None:
+    answer = classifier[0].post("/v1/rerank", {"query": "a", "documents": ["b"]})
+    assert answer.status_code == 400
+    assert "tells 3 classes apart" in answer.json()["error"]["message"]
+
+
+def test_moderations_with_openais_client(classifier) -> None:
+    openai = pytest.importorskip("openai")
+    server, _ = classifier
+    classes = ask(server, "/v1/classify", input=DOCUMENTS)["data"]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.moderations.create(input=DOCUMENTS)
+        parts = client.moderations.create(input=[{"type": "text", "text": DOCUMENTS[0]}])
+    for result, each in zip(answer.results, classes, strict=True):
+        scores = result.category_scores.model_dump(by_alias=True)
+        assert abs(scores["hate"] - each["probs"][1]) < 1e-6
+        assert abs(scores["self-harm"] - each["probs"][2]) < 1e-6
+        assert scores["violence"] == 0.0
+        assert "safe" not in scores
+        assert result.flagged == (max(each["probs"][1:]) >= 0.5)
+        assert result.categories.hate == (each["probs"][1] >= 0.5)
+    assert abs(parts.results[0].category_scores.hate - classes[0]["probs"][1]) < 1e-6
