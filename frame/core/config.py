@@ -195,6 +195,9 @@ class ServerSection(Section):
         60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0
     )
     max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
+    grpc_port: int | None = setting(
+        None, "Port of the gRPC service, on the same address; 0 takes a free one, not set: none.", flag="grpc-port", ge=0, le=65535
+    )
     admin_host: str = setting("127.0.0.1", "Address of the admin listener.", flag="admin-host")
     admin_port: int | None = setting(
         None, "Port of operators' routes, which then are nowhere else; 0 takes a free one.", flag="admin-port", ge=0, le=65535

@@ -185,7 +185,7 @@ class ServerMetrics(Collector):
         names = ["model_name", "version", "architecture", "device", "dtype"]
         info = GaugeMetricFamily("frame_server_info", "1; what runs here.", labels=names)
         resolved = self._services.resolved
-        info.add_metric([*self._labels, _version(), resolved.facts.architecture, resolved.device, resolved.dtype], 1)
+        info.add_metric([*self._labels, package_version(), resolved.facts.architecture, resolved.device, resolved.dtype], 1)
         yield info
         family = GaugeMetricFamily("frame_start_seconds", "Seconds of the engine's start, by phase.", labels=["model_name", "phase"])
         for phase, seconds in (self._services.info.get("phases") or {}).items():
@@ -201,7 +201,8 @@ def exposition(metrics: ServerMetrics) -> bytes:
     return generate_latest(registry)
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Of the installed package."""
     try:
         return version("frame-serve")
     except PackageNotFoundError:

@@ -73,7 +73,7 @@ async def generate(call: Call, services: Services) -> None:
     """Text or tokens for text or tokens; all text so far in each event."""
     request = await call.json(_generate_decoder)
     prompts, is_single = _prompts(request)
-    params, prompts_only = _sampling(request, len(prompts))
+    params, prompts_only = sampling_of(request, len(prompts))
     check_choices(len(prompts), max((own.n for own in params), default=1))
     salt = request.cache_salt or ""
     answer = await services.begin(
@@ -170,7 +170,7 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
     return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
 
 
-def _sampling(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
+def sampling_of(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
     """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0` asks for the prompt's own scores)."""
     given = request.sampling_params or {}
     several = given if isinstance(given, list) else [given] * count

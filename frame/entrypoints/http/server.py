@@ -13,11 +13,13 @@ import socket
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from frame.core.detokenizer import Detokenizer
+from frame.core.errors import ConfigurationError
 from frame.core.resolved import Resolved
 from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
@@ -37,6 +39,9 @@ from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
 from frame.entrypoints.tracing import open_tracing
+
+if TYPE_CHECKING:
+    from frame.entrypoints.grpc.server import GrpcServer
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +120,6 @@ def _listen(resolved: Resolved) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as error:
-        from frame.core.errors import ConfigurationError
-
         listener.close()
         raise ConfigurationError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --host and --port") from error
     return listener
@@ -164,6 +167,18 @@ def _http_config(services: Services) -> uvicorn.Config:
     )
 
 
+def open_grpc(services: Services) -> GrpcServer | None:
+    """The gRPC server, where a port for it is configured. Raises ConfigurationError."""
+    server = services.resolved.user.server
+    if server.grpc_port is None:
+        return None
+    if any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
+        raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
+    from frame.entrypoints.grpc.server import GrpcServer
+
+    return GrpcServer(services, server.host, server.grpc_port)
+
+
 def _supervisor(services: Services, deployment: Deployment, start_seconds: float) -> Supervisor:
     user = services.resolved.user.server
     policy = RestartPolicy(user.max_restarts, user.heartbeat_timeout, start_seconds)
@@ -205,6 +220,9 @@ class Server:
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()
         self._admin.start(App(self._services, is_admin=True))
+        grpc = open_grpc(self._services)
+        if grpc is not None:
+            await grpc.start()
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -220,6 +238,8 @@ class Server:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 2.0)
         await self._admin.stop()
+        if grpc is not None:
+            await grpc.stop()
         if self._services.tracing is not None:
             await asyncio.to_thread(self._services.tracing.close)
         loop.remove_reader(transport.fd)

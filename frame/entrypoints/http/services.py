@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -64,6 +64,24 @@ class Pair(NamedTuple):
 
 
 Prompt = str | list[int] | Chat | Pair
+
+
+class Caller(Protocol):
+    """A request's sender, whatever protocol it speaks."""
+
+    answer: Answer | None  # filled in by `begin`
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    def header(self, name: bytes) -> str | None: ...
+
+    def on_disconnect(self, act: Callable[[], None]) -> None: ...
+
+
 ROUTES_FOR = {
     "generate": "/v1/chat/completions or /v1/completions",
     "embed": "/v1/embeddings, /v1/rerank or /v1/score",
@@ -126,7 +144,7 @@ class Services:
 
     async def begin(
         self,
-        call: Call,
+        call: Caller,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         *,
@@ -187,11 +205,11 @@ class Services:
         if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
             raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
-    def _namespace(self, call: Call, salt: str) -> str:
+    def _namespace(self, call: Caller, salt: str) -> str:
         """Which prefix cache a request sees: its key's own, and in that its salt's; else timing would tell one tenant of another."""
         return salt if self.resolved.user.server.share_cache or not call.tenant else f"{call.tenant}:{salt}"
 
-    def _deadline(self, call: Call, time_limit: float | None) -> float | None:
+    def _deadline(self, call: Caller, time_limit: float | None) -> float | None:
         """Seconds that a request may take, when it says so itself; never more than the server allows."""
         name, given = "timeout", time_limit
         if given is None:

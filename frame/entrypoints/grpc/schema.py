@@ -1,0 +1,78 @@
+"""The messages of `frame.proto`, as classes made at run time from its compiled description, so that any version of protobuf serves.
+
+Turns messages into plain values and back; knows no engine.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from frame.core.messages import TokenLogprobs
+from frame.entrypoints.http.services import Chat
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from frame.core.messages import Finish
+
+DESCRIPTION = "frame.binpb"
+PACKAGE = "frame.v1"
+SERVICE = f"{PACKAGE}.Frame"
+
+
+class Schema:
+    """Message classes by name (`schema["GenerateReply"]`), from protobuf's own pool, where server reflection finds them too."""
+
+    def __init__(self) -> None:
+        description = descriptor_pb2.FileDescriptorSet.FromString(files("frame.entrypoints.grpc").joinpath(DESCRIPTION).read_bytes())
+        pool = descriptor_pool.Default()
+        for file in description.file:
+            pool.AddSerializedFile(file.SerializeToString())
+        found = pool.FindFileByName("frame.proto")
+        self._classes = {name: message_factory.GetMessageClass(kind) for name, kind in found.message_types_by_name.items()}
+        self.methods = {method.name: method for method in found.services_by_name["Frame"].methods}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._classes[name]
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """The fields that are set, by name: maps are dicts, repeated fields lists."""
+    return {field.name: _plain_value(message, field, value) for field, value in message.ListFields()}
+
+
+def _plain_value(message: Message, field: Any, value: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)
+    return value if isinstance(value, str | int | float | bool | bytes) else list(value)
+
+
+def chat_of(chat: Any) -> Chat:
+    """A conversation for the tokenizer."""
+    return Chat([{"role": message.role, "content": message.content} for message in chat.messages])
+
+
+def logprobs_of(schema: Schema, parts: list[TokenLogprobs]) -> Any:
+    """Consecutive log-probabilities as one message; None for none."""
+    if not parts:
+        return None
+    made = schema["Logprobs"]()
+    for part in parts:
+        made.token_ids.extend(part.token_ids)
+        made.logprobs.extend(float("nan") if value is None else value for value in part.logprobs)
+        for top in part.top:
+            made.top.add(token_ids=[token for token, _ in top], logprobs=[value for _, value in top])
+    return made
+
+
+def finish_of(schema: Schema, finish: Finish, status: str = "") -> Any:
+    """Why a sequence ended."""
+    made = schema["Finish"](reason=finish.reason, error=finish.error or "", status=status)
+    if isinstance(finish.matched, int):
+        made.token_id = finish.matched
+    elif finish.matched is not None:
+        made.text = finish.matched
+    return made

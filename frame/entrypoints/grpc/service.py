@@ -1,0 +1,279 @@
+"""The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits, keys, names and sentences.
+
+Knows no socket and no key: who calls is in `Caller`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from frame.core.messages import Finish
+from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
+from frame.entrypoints.http.admin import AdminGuard
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.metrics import package_version
+from frame.entrypoints.http.native import GenerateRequest, sampling_of
+from frame.entrypoints.http.services import Services, failure, raise_failed
+from frame.entrypoints.logs import REQUEST_ID, request_id_of
+
+if TYPE_CHECKING:
+    from frame.entrypoints.answers import Answer, Stream
+
+log = logging.getLogger(__name__)
+
+STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+ENDLESS = 1e8  # seconds; what grpc says for no deadline
+REPLIES = 64  # that wait for a slow reader of GenerateStream; what comes meanwhile is joined
+
+
+class GrpcCaller:
+    """Who calls, as `Services.begin` wants to know it. `headers` are the call's metadata."""
+
+    def __init__(self, context: Any, tenant: str) -> None:
+        self.headers = [(str(key).encode(), _bytes(value)) for key, value in context.invocation_metadata() or ()]
+        self.tenant = tenant
+        self.request_id = request_id_of(self.headers)
+        self.answer: Answer | None = None
+        REQUEST_ID.set(self.request_id)
+
+    def header(self, name: bytes) -> str | None:
+        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+
+    def on_disconnect(self, act: Callable[[], None]) -> None:
+        """Nothing: a call that is cancelled cancels its handler, which gives its answer up."""
+
+
+class Service:
+    """One a server. `tenant_of` names the holder of the key that a call brought."""
+
+    def __init__(self, services: Services, schema: Schema, tenant_of: Callable[[Any], str]) -> None:
+        self._services = services
+        self._schema = schema
+        self._tenant_of = tenant_of
+        self._admin = AdminGuard(services.resolved.user.server, is_own_listener=False)
+
+    async def generate(self, request: Any, context: Any) -> None:
+        """Generate."""
+        caller = GrpcCaller(context, self._tenant_of(context))
+        try:
+            async with aclosing(self._replies(request, caller, context.time_remaining())) as replies:
+                async for reply in replies:
+                    await context.write(reply)
+        except ApiError as error:
+            await _abort(context, error)
+
+    async def generate_stream(self, commands: AsyncIterator[Any], context: Any) -> None:
+        """GenerateStream."""
+        session = Session(self, GrpcCaller(context, self._tenant_of(context)), context.time_remaining())
+        reading = asyncio.create_task(session.read(commands))
+        try:
+            while (reply := await session.replies.get()) is not None:
+                await context.write(reply)
+            await reading
+        finally:
+            await session.close(reading)
+
+    async def abort(self, request: Any, context: Any) -> Any:
+        """Abort."""
+        try:
+            self._admin.check(GrpcCaller(context, "").headers)
+            if not request.all and not any(request.ids):
+                raise ApiError(400, "name ids, or set all", "ids")
+        except ApiError as error:
+            await _abort(context, error)
+        self._services.client.abort([] if request.all else [name for name in request.ids if name])
+        return self._schema["AbortReply"]()
+
+    async def tokenize(self, request: Any, context: Any) -> Any:
+        """Tokenize."""
+        ids: list[int] = []
+        try:
+            text_input = self._services.need_text_input()
+            kind = request.WhichOneof("prompt")
+            if kind is None:
+                raise ApiError(400, "send either text or chat", "text")
+            if kind == "chat":
+                chat = chat_of(request.chat)
+                ids = await text_input.encode_chat(chat.messages, None, {})
+            else:
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                ids = await text_input.encode(request.text, special)
+        except ApiError as error:
+            await _abort(context, error)
+        except ValueError as error:
+            await _abort(context, ApiError(400, str(error), "prompt"))
+        return self._schema["TokenizeReply"](token_ids=ids)
+
+    async def detokenize(self, request: Any, context: Any) -> Any:
+        """Detokenize."""
+        vocabulary, ids = self._services.resolved.facts.vocab_size, list(request.token_ids)
+        text = ""
+        try:
+            tokenizer = self._services.need_tokenizer()
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                raise ApiError(400, f"token_ids holds an id outside the vocabulary (0 to {vocabulary - 1})", "token_ids")
+            text = tokenizer.decode(ids, request.skip_special_tokens)
+        except ApiError as error:
+            await _abort(context, error)
+        return self._schema["DetokenizeReply"](text=text)
+
+    async def server_info(self, request: Any, context: Any) -> Any:
+        """ServerInfo."""
+        services = self._services
+        load = services.client.load
+        return self._schema["ServerInfoReply"](
+            model=services.resolved.served_name,
+            version=package_version(),
+            architecture=services.resolved.facts.architecture,
+            max_context=services.resolved.max_context,
+            max_total_tokens=int(services.info.get("max_total_tokens", 0)),
+            ready=services.ready_problem() is None,
+            running=load.running if load is not None else 0,
+            waiting=load.waiting if load is not None else 0,
+        )
+
+    # generating ----------------------------------------------------------------------------------------------------
+
+    async def replies(self, request: Any, caller: GrpcCaller, seconds: float | None) -> AsyncGenerator[Any, None]:
+        """All replies of one request; its failure is the last one."""
+        try:
+            async with aclosing(self._replies(request, caller, seconds)) as replies:
+                async for reply in replies:
+                    yield reply
+        except ApiError as error:
+            yield self.failed(request.id, Finish("error", None, error.message), _status(error).name)
+
+    def failed(self, name: str, finish: Finish, status: str = "") -> Any:
+        """The last reply of a request that got no other."""
+        return self._schema["GenerateReply"](id=name, finish=finish_of(self._schema, finish, status))
+
+    async def _replies(self, request: Any, caller: GrpcCaller, seconds: float | None) -> AsyncGenerator[Any, None]:
+        if request.WhichOneof("prompt") is None:
+            raise ApiError(400, "send text, token_ids or chat", "prompt")
+        kind = request.WhichOneof("prompt")
+        prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
+        params, _ = sampling_of(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
+        answer = await self._services.begin(
+            caller, [prompt], params, priority=request.priority, namespace=request.cache_salt, rid=request.id or None,
+            time_limit=None if seconds is None or seconds > ENDLESS else max(seconds, 0.001),
+        )  # fmt: skip
+        name = request.id or answer.rid
+        try:
+            while answer.open or answer.changed:
+                for sequence in await answer.wait():
+                    if len(answer.sequences) == 1:
+                        raise_failed([sequence])  # with several, each has its own last reply
+                    yield self._reply(name, sequence)
+        finally:
+            self._services.client.abandon(answer)
+
+    def _reply(self, name: str, sequence: Stream) -> Any:
+        text, ids, parts = sequence.take()
+        reply = self._schema["GenerateReply"](
+            id=name, index=sequence.index, text=text, token_ids=ids, prompt_tokens=len(sequence.prompt),
+            completion_tokens=sequence.num_tokens, cached_tokens=sequence.cached, logprobs=logprobs_of(self._schema, parts),
+        )  # fmt: skip
+        if sequence.prompt_logprobs is not None:
+            reply.prompt_logprobs.CopyFrom(logprobs_of(self._schema, [sequence.prompt_logprobs]))
+            sequence.prompt_logprobs = None
+        if sequence.finish is not None:
+            status = _status(failure(sequence.finish)).name if sequence.finish.reason == "error" else ""
+            reply.finish.CopyFrom(finish_of(self._schema, sequence.finish, status))
+        return reply
+
+
+class Session:
+    """One GenerateStream call: its requests, each a task, and the replies that wait to be written."""
+
+    def __init__(self, service: Service, caller: GrpcCaller, seconds: float | None) -> None:
+        self.replies: asyncio.Queue[Any] = asyncio.Queue(REPLIES)  # None: all is over
+        self._service = service
+        self._caller = caller
+        self._seconds = seconds
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by the request's id
+        self._stopped: set[str] = set()  # ids of requests that the client has aborted and that have not ended yet
+
+    async def read(self, commands: AsyncIterator[Any]) -> None:
+        """Until the client has closed its side and every request has ended."""
+        try:
+            async for command in commands:
+                kind = command.WhichOneof("command")
+                if kind == "generate":
+                    await self._start(command.generate)
+                elif kind == "abort":
+                    self._abort(list(self._tasks) if command.abort.all else command.abort.ids)
+            await asyncio.gather(*self._tasks.values())
+        except Exception:
+            log.exception("a GenerateStream call failed")
+            raise
+        finally:
+            if not self.replies.full():  # else its reader is gone, or comes by and finds the task ended
+                self.replies.put_nowait(None)
+
+    async def _start(self, request: Any) -> None:
+        request.id = request.id or uuid.uuid4().hex
+        if request.id in self._tasks:
+            sentence = f"a request with the id {request.id!r} is running; choose another"
+            await self.replies.put(self._service.failed(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
+            return
+        self._tasks[request.id] = asyncio.create_task(self._run(request))
+
+    async def _run(self, request: Any) -> None:
+        try:
+            async with aclosing(self._service.replies(request, self._caller, self._seconds)) as replies:
+                async for reply in replies:
+                    await self.replies.put(reply)
+        except asyncio.CancelledError:
+            if request.id not in self._stopped:
+                raise
+            await self.replies.put(self._service.failed(request.id, Finish("abort")))
+        finally:
+            self._stopped.discard(request.id)
+            del self._tasks[request.id]
+
+    def _abort(self, ids: Iterable[str]) -> None:
+        """End requests of this call."""
+        for name in ids:
+            if name in self._tasks and name not in self._stopped:
+                self._stopped.add(name)
+                self._tasks[name].cancel()
+
+    async def close(self, reading: asyncio.Task[None]) -> None:
+        """The call is over, or its client is gone: nothing goes on."""
+        tasks = [reading, *self._tasks.values()]
+        self._stopped.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _abort(context: Any, error: ApiError) -> None:
+    """End the call with the error's status and sentence."""
+    trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
+    await context.abort(_status(error), error.message, trailing)
+
+
+def _status(error: ApiError) -> Any:
+    return STATUS.get(error.status, grpc.StatusCode.INTERNAL)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode("latin-1", "replace")

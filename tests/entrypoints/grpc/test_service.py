@@ -1,0 +1,257 @@
+"""The gRPC service, by grpcio's own client over real sockets: replies, one call with many requests, errors, keys, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.grpc import schema as schema_module
+from frame.entrypoints.grpc.schema import SERVICE, Schema
+from frame.entrypoints.grpc.server import GrpcServer
+from tests.entrypoints.inprocess import InProcess, serving
+from tests.entrypoints.serving import RunningServer
+
+Code = grpc.StatusCode
+S = Schema()
+IDS = {"ids": [5, 6, 7]}
+KINDS = {"Generate": "unary_stream", "GenerateStream": "stream_stream"}
+
+
+class Client:
+    """Calls by name, with classes of the description."""
+
+    def __init__(self, channel: Any, key: str | None = None) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
+
+    def call(self, name: str, request: Any, **more: Any) -> Any:
+        method = S.methods[name]
+        make = getattr(self._channel, KINDS.get(name, "unary_unary"))
+        reads, writes = S[method.input_type.name], S[method.output_type.name]
+        call = make(f"/{SERVICE}/{name}", request_serializer=reads.SerializeToString, response_deserializer=writes.FromString)
+        return call(reads(**request) if isinstance(request, dict) else request, metadata=self._metadata, **more)
+
+
+@asynccontextmanager
+async def listening(sections: dict[str, Any] | None = None) -> AsyncIterator[tuple[InProcess, str]]:
+    async with serving(sections) as server:
+        grpc_server = GrpcServer(server.services, "127.0.0.1", 0)
+        await grpc_server.start()
+        try:
+            yield server, grpc_server.address
+        finally:
+            await grpc_server.stop()
+
+
+@asynccontextmanager
+async def connected(sections: dict[str, Any] | None = None, key: str | None = None) -> AsyncIterator[tuple[InProcess, Client]]:
+    async with listening(sections) as (server, address), grpc.aio.insecure_channel(address) as channel:
+        yield server, Client(channel, key)
+
+
+def params(**values: Any) -> dict[str, Any]:
+    return {"max_tokens": 5, "temperature": 0, "ignore_eos": True, **values}
+
+
+async def until_empty(server: InProcess) -> None:
+    """All work has been stopped; the engine says so."""
+    async with asyncio.timeout(20):
+        while True:
+            info = (await server.services.client.control("server_info")).data
+            if info["running"] == info["waiting"] == server.services.client.num_outstanding == 0:
+                break
+    await server.services.client.control("check_integrity")
+
+
+async def test_replies_are_those_of_the_http_api() -> None:
+    async with connected() as (server, client):
+        whole = (await server.post("/generate", {"text": "The quick", "sampling_params": params(max_new_tokens=5)})).json()
+        replies = [r async for r in client.call("Generate", {"text": "The quick", "sampling_params": params(), "id": "mine"})]
+        assert "".join(r.text for r in replies) == whole["text"]
+        assert [i for r in replies for i in r.token_ids] == whole["output_ids"]
+        last = replies[-1]
+        assert (last.finish.reason, last.completion_tokens, last.id) == ("length", 5, "mine")
+        assert last.prompt_tokens == whole["meta_info"]["prompt_tokens"]
+        pair = [r async for r in client.call("Generate", {"token_ids": IDS, "sampling_params": params(n=2, temperature=1, seed=2**40)})]
+        assert {r.index for r in pair if r.finish.reason == "length"} == {0, 1}
+        chat = {"messages": [{"role": "user", "content": "hello"}]}
+        assert [r async for r in client.call("Generate", {"chat": chat, "sampling_params": params()})][-1].finish.reason == "length"
+        ids = await client.call("Tokenize", {"text": "The quick"})
+        assert len(ids.token_ids) == last.prompt_tokens
+        assert (await client.call("Detokenize", {"token_ids": ids.token_ids, "skip_special_tokens": True})).text == "The quick"
+        assert len((await client.call("Tokenize", {"chat": chat})).token_ids) > 1
+        info = await client.call("ServerInfo", {})
+        assert (info.model, info.ready, info.max_context) == ("frame-tiny", True, 512)
+
+
+def test_schema_of_logprobs_and_stops() -> None:
+    from frame.core.messages import Finish, TokenLogprobs
+
+    made = schema_module.logprobs_of(S, [TokenLogprobs([1, 2], [None, -0.5], [[], [(2, -0.5), (3, -1.0)]])])
+    assert math.isnan(made.logprobs[0])
+    assert (made.logprobs[1], list(made.top[1].token_ids), len(made.top[0].token_ids)) == (-0.5, [2, 3], 0)
+    assert schema_module.finish_of(S, Finish("stop", 7)).token_id == 7
+    assert schema_module.finish_of(S, Finish("stop", "END")).text == "END"
+    given = S["SamplingParams"](stop=["a"], logit_bias={3: 1.5}, temperature=0, custom={"a": "b"})
+    assert schema_module.plain(given) == {"stop": ["a"], "logit_bias": {3: 1.5}, "temperature": 0, "custom": {"a": "b"}}
+
+
+async def test_many_requests_over_one_call() -> None:
+    async with connected() as (server, client):
+        written: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def commands() -> AsyncIterator[Any]:
+            while (command := await written.get()) is not None:
+                yield S["GenerateCommand"](**command)
+
+        endless = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
+        for i in range(6):
+            written.put_nowait({"generate": {"id": f"r{i}", "token_ids": IDS, "sampling_params": params(max_tokens=3 + i)}})
+        written.put_nowait({"generate": {"id": "long", **endless}})
+        written.put_nowait({"generate": {"id": "long", **endless}})  # the id is taken
+        written.put_nowait({"generate": {"id": "bad", "token_ids": IDS, "sampling_params": {"top_p": 7}}})
+        counts: dict[str, int] = {}
+        ends: dict[str, list[Any]] = {}
+        async for reply in client.call("GenerateStream", commands()):
+            counts[reply.id] = counts.get(reply.id, 0) + len(reply.token_ids)
+            if reply.HasField("finish"):
+                ends.setdefault(reply.id, []).append(reply.finish)
+            if reply.id == "long" and counts["long"] == 3:
+                written.put_nowait({"abort": {"ids": ["long", "nobody"]}})
+                written.put_nowait(None)
+        assert {name: count for name, count in counts.items() if name.startswith("r")} == {f"r{i}": 3 + i for i in range(6)}
+        assert {finish.reason for name, (finish, *_) in ends.items() if name.startswith("r")} == {"length"}
+        assert sorted((finish.reason, finish.status) for finish in ends["long"]) == [("abort", ""), ("error", "INVALID_ARGUMENT")]
+        assert ends["bad"][0].status == "INVALID_ARGUMENT"
+        assert "top_p" in ends["bad"][0].error
+        await until_empty(server)
+
+
+@pytest.mark.parametrize("name", ["Generate", "GenerateStream"])
+async def test_cancelling_stops_the_work(name: str) -> None:
+    async with connected() as (server, client):
+        request = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
+
+        async def commands() -> AsyncIterator[Any]:
+            for i in range(3):
+                yield S["GenerateCommand"](generate={**request, "id": str(i)})
+            await asyncio.Event().wait()
+
+        call = client.call(name, request if name == "Generate" else commands())
+        async for reply in call:
+            if reply.completion_tokens:
+                break
+        assert server.services.client.num_outstanding > 0
+        call.cancel()
+        await until_empty(server)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "part"),
+    [
+        ({}, Code.INVALID_ARGUMENT, "send text, token_ids or chat"),
+        ({"token_ids": {}}, Code.INVALID_ARGUMENT, "empty"),
+        ({"token_ids": {"ids": [10**9]}}, Code.INVALID_ARGUMENT, "vocabulary"),
+        ({"token_ids": IDS, "sampling_params": {"n": 0}}, Code.INVALID_ARGUMENT, "n is 0"),
+        ({"token_ids": {"ids": [5] * 600}}, Code.INVALID_ARGUMENT, "context"),
+        ({"token_ids": IDS, "sampling_params": {"n": 10_000_000}}, Code.INVALID_ARGUMENT, ""),
+    ],
+)
+async def test_errors_have_a_status_and_a_sentence(request_: dict[str, Any], code: Any, part: str) -> None:
+    async with connected() as (server, client):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in client.call("Generate", request_):
+                pass
+        assert caught.value.code() == code
+        assert part in caught.value.details()
+        await until_empty(server)
+
+
+async def test_deadline_draining_and_full() -> None:
+    async with connected({"scheduler": {"max_running_requests": 1, "max_queued_requests": 1}}) as (server, client):
+        long = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
+        await server.services.client.control("pause")
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            async for _ in client.call("Generate", long, timeout=0.3):
+                pass
+        assert late.value.code() == Code.DEADLINE_EXCEEDED
+        await until_empty(server)
+        held = client.call("Generate", long)
+        async with asyncio.timeout(10):
+            while not server.services.client.num_outstanding:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as full:
+            async for _ in client.call("Generate", long):
+                pass
+        assert full.value.code() == Code.UNAVAILABLE
+        assert dict(full.value.trailing_metadata())["retry-after"] == "1"
+        held.cancel()
+        await until_empty(server)
+        server.services.draining = True
+        with pytest.raises(grpc.aio.AioRpcError) as draining:
+            async for _ in client.call("Generate", long):
+                pass
+        assert "shutting down" in draining.value.details()
+
+
+async def test_keys() -> None:
+    async with listening({"server": {"api_key": "secret"}}) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        for key in (None, "wrong"):
+            for name in ("ServerInfo", "Generate", "Abort"):
+                call = Client(channel, key).call(name, {})
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read() if name == "Generate" else await call
+                assert caught.value.code() == Code.UNAUTHENTICATED
+        assert (await Client(channel, "secret").call("ServerInfo", {})).ready
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Client(channel, "secret").call("Abort", {"all": True})
+        assert caught.value.code() == Code.PERMISSION_DENIED  # a user's key opens nothing of the operators'
+        checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert checked.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    async with listening() as (server, address):
+        with pytest.raises(ConfigurationError, match="--grpc-port"):
+            GrpcServer(server.services, "127.0.0.1", int(address.rpartition(":")[2]))
+
+
+def test_description_is_that_of_the_proto(tmp_path: Path) -> None:
+    folder = Path(schema_module.__file__).parent
+    made = tmp_path / "made"
+    compiler = [sys.executable, "-m", "grpc_tools.protoc"]
+    subprocess.run([*compiler, "-I.", f"--descriptor_set_out={made}", "frame.proto"], cwd=folder, check=True)
+    kept = descriptor_pb2.FileDescriptorSet.FromString((folder / schema_module.DESCRIPTION).read_bytes())
+    assert kept == descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes()), "frame.proto says how to compile it"
+
+
+def test_a_real_server_by_reflection(checkpoint: Path) -> None:
+    """As grpcurl does: the server says which services there are and what they look like."""
+    with RunningServer(checkpoint, "--grpc-port", "0", "--max-model-len", "512", "--max-total-tokens", "1024") as server:
+        address = next(line.split()[-1] for line in server.lines if "gRPC on" in line)
+        with grpc.insecure_channel(address) as channel:
+            ask = reflection_pb2.ServerReflectionRequest
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            listed, described = stub.ServerReflectionInfo(iter([ask(list_services=""), ask(file_containing_symbol=SERVICE)]))
+            assert SERVICE in {service.name for service in listed.list_services_response.service}
+            file = descriptor_pb2.FileDescriptorProto.FromString(described.file_descriptor_response.file_descriptor_proto[0])
+            assert {method.name for method in file.service[0].method} == set(S.methods)
+            replies = list(Client(channel).call("Generate", {"token_ids": IDS, "sampling_params": params()}))
+            assert sum(len(reply.token_ids) for reply in replies) == 5
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            watch.cancel()
+        assert server.stop() == 0
