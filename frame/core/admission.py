@@ -11,7 +11,6 @@ from frame.core.grammar_masks import replay
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
 from frame.core.request import Request
-from frame.core.sampling_params import MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +114,9 @@ class Admission:
             return "the prompt is empty; it needs at least one token"
         if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             return f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})"
-        if len(message.params.stop_token_ids) > MAX_STOP_IDS:
-            return f"stop_token_ids has {len(message.params.stop_token_ids)} ids; it may have {MAX_STOP_IDS}"
+        problems = message.params.problems(config.vocab_size)  # the front has asked the same; the engine takes nobody's word for it
+        if problems:
+            return problems[0]
         if config.pools:
             return self._too_long_to_pool(prompt_len)
         return self._too_long(prompt_len, message.params.max_tokens)

@@ -138,7 +138,12 @@ class Engine:
         if self.options.heartbeat is not None:
             self._beat()
         for message in messages:
-            self._handle(message)
+            try:
+                self._handle(message)
+            except Exception as error:
+                log.exception("a %s could not be handled, and is dropped", type(message).__name__)
+                if isinstance(message, Generate):
+                    self._refuse(message, Finish("error", error=f"the request could not be started: {_sentence(error)}"))
         if self.grammars is not None:
             for request, grammar in self.grammars.ready():
                 self._add(request, grammar)
@@ -161,7 +166,10 @@ class Engine:
     def _add(self, message: Generate, grammar: Grammar | Finish | None = None) -> None:
         refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add(message, grammar)
         if refusal is not None:
-            self._send(Tokens(rids=[message.rid], token_ids=[[]], finishes={0: refusal}))
+            self._refuse(message, refusal)
+
+    def _refuse(self, message: Generate, refusal: Finish) -> None:
+        self._send(Tokens(rids=[message.rid], token_ids=[[]], finishes={0: refusal}))
 
     def _send(self, tokens: Tokens | None) -> None:
         if tokens is not None and tokens.rids:

@@ -6,6 +6,7 @@ no meaning of a message; nothing is ever pickled.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
@@ -24,6 +25,9 @@ from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import ProfileRequest
 from frame.core.messages import AnyMessage, Message, decode, encode
 
+log = logging.getLogger(__name__)
+
+NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes raises
 FLUSH_MS = 2000  # how long a closing socket may still deliver what was sent
 
 
@@ -123,19 +127,28 @@ class ZmqTransport:
         return int(self._pull.getsockopt(zmq.FD))
 
     def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
-        pull, messages = self._pull, []
+        pull = self._pull
+        messages: list[AnyMessage] = []
         if timeout != 0.0:  # a blocking receive costs less than a poller
             patience = -1 if timeout is None else max(1, int(timeout * 1000))
             if patience != self._patience:
                 pull.setsockopt(zmq.RCVTIMEO, patience)
                 self._patience = patience
             try:
-                messages.append(decode(pull.recv()))
+                self._take(pull.recv(), messages)
             except zmq.Again:
                 return []
         while int(pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # asking costs less than an exception at the end
-            messages.append(decode(pull.recv(zmq.NOBLOCK)))
+            self._take(pull.recv(zmq.NOBLOCK), messages)
         return messages
+
+    @staticmethod
+    def _take(data: bytes, messages: list[AnyMessage]) -> None:
+        """Decode what arrived. What is no message of ours is dropped: one wrong sender must not end a process that serves others."""
+        try:
+            messages.append(decode(data))
+        except NOT_OURS as error:
+            log.warning("%d bytes that arrived are no message, and are dropped: %s", len(data), error)
 
     def send(self, message: Message) -> None:
         with self._lock:
@@ -271,10 +284,14 @@ class BatchReceiver:
 
     def receive(self) -> ScheduledBatch | Profile | None:
         """Block for the next batch or order to record; None when rank 0 stops."""
-        data, *rest = self._socket.recv_multipart()
-        if rest:
-            return _profile_decoder.decode(data)
-        return decode_batch(data) if data else None
+        while True:
+            data, *rest = self._socket.recv_multipart()
+            try:
+                if rest:
+                    return _profile_decoder.decode(data)
+                return decode_batch(data) if data else None
+            except NOT_OURS as error:
+                log.warning("%d bytes that arrived are no batch, and are dropped: %s", len(data), error)
 
     def close(self) -> None:
         self._socket.close(linger=0)

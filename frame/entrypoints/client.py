@@ -6,6 +6,7 @@ It keeps what a request needs to go on in another engine: after a death everythi
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import uuid
@@ -39,6 +40,8 @@ from frame.entrypoints.controls import Controls
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
 from frame.entrypoints.readmission import Readmission
 from frame.entrypoints.tracing import TRACE
+
+log = logging.getLogger(__name__)
 
 ENDED_IT = "this request ended the engine {} times at the same place, the last time alone; it is refused, send another one"
 
@@ -232,21 +235,27 @@ class EngineClient:
     def take_in(self, messages: Iterable[AnyMessage]) -> None:
         touched: list[Answer] = []
         for message in messages:
-            if isinstance(message, Text):
-                self._feed(message, message.texts, touched)
-            elif isinstance(message, Tokens):
-                if self._detokenizer is not None:
-                    text = self._detokenizer.process(message)
-                    self._feed(text, text.texts, touched)
-                else:
-                    self._feed(message, None, touched)
-            else:
-                self._take_other(message)
+            try:
+                self._take(message, touched)
+            except Exception:  # the others of this batch are not to be lost with it
+                log.exception("a %s could not be taken in, and is dropped", type(message).__name__)
         for answer in touched:
             if answer.changed:
                 answer.wake()
         if self._readmission.on_trial is not None:
             self._readmission.look()
+
+    def _take(self, message: AnyMessage, touched: list[Answer]) -> None:
+        if isinstance(message, Text):
+            self._feed(message, message.texts, touched)
+        elif isinstance(message, Tokens):
+            if self._detokenizer is not None:
+                text = self._detokenizer.process(message)
+                self._feed(text, text.texts, touched)
+            else:
+                self._feed(message, None, touched)
+        else:
+            self._take_other(message)
 
     def _take_other(self, message: AnyMessage) -> None:
         if isinstance(message, Heartbeat) and message.process == "engine":

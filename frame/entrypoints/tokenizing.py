@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from frame.core.messages import Message, Tokenize, Tokenized
 from frame.core.tokenizer import Encoded, Tokenizer
 from frame.entrypoints.limits import InvalidRequestError
 from frame.entrypoints.tracing import TRACE
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 1024  # encoding this much takes less time than a thread switch and back would cost
@@ -146,3 +149,6 @@ def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
         return Tokenized(id=message.id, token_ids=tokenizer.encode(message.text or "", message.add_special_tokens))
     except ChatTemplateError as error:
         return Tokenized(id=message.id, error=str(error))
+    except Exception:  # ends this request only
+        log.exception("a text could not be tokenized")
+        return Tokenized(id=message.id, error="this text cannot be tokenized; the server's log says why")

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from frame.core.errors import ConfigurationError
-from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Tokenize, Tokens, Watch
+from frame.core.messages import AnyMessage, Fatal, Finish, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
 from frame.core.resolved import Resolved
 from frame.core.roster import ROSTER
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
@@ -33,6 +33,7 @@ from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
 if TYPE_CHECKING:
+    from frame.core.detokenizer import Detokenizer
     from frame.core.tokenizer import Tokenizer
 
 EXIT_FAILED = 1
@@ -111,20 +112,34 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
     tracing = _until_term(resolved, name)
     spans = None if tracing is None else TextSpans(tracing)
     for message in _messages(transport, name):
+        transport.send_all(text_of(detokenizer, message, spans))
+
+
+def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | None = None) -> Sequence[Message]:
+    """A detokenizer process's whole work. What cannot be made text ends its requests, and nobody else's."""
+    try:
         if isinstance(message, Tokens):
             text = detokenizer.process(message)
-            if text.rids:
-                transport.send(text)
             if spans is not None:
                 spans.take(text)
-        elif isinstance(message, Watch):
-            transport.send_all(detokenizer.watch(message))
+            return [text] if text.rids else []
+        if isinstance(message, Watch):
             if spans is not None:
                 spans.watch(message)
-        elif isinstance(message, Forget):
+            return detokenizer.watch(message)
+        if isinstance(message, Forget):
             detokenizer.forget(message.rids)
             if spans is not None:
                 spans.forget(message.rids)
+    except Exception:
+        logging.getLogger(__name__).exception("a %s could not be handled", type(message).__name__)
+        return [_given_up(message.rids)] if isinstance(message, Tokens) else []
+    return []
+
+
+def _given_up(rids: list[str]) -> Text:
+    ended = Finish("error", error="the detokenizer failed on this request; its log says why")
+    return Text(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), ended))
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from frame.core.config import ServerSection
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.http.call import Call
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
 from frame.entrypoints.keys import KeyRing, load_keys, ring_of
 from frame.entrypoints.limits import EngineDeadError
@@ -74,7 +74,7 @@ async def server_info(call: Call, services: Services) -> None:
     """The resolved configuration (without the keys), and the engine's own numbers."""
     reply = await _ask(services, "server_info")
     hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "facts": {"config"}}
-    config = services.resolved.model_dump(mode="json", exclude=hidden)
+    config = without_folders(services.resolved.model_dump(mode="json", exclude=hidden))
     await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
 
 

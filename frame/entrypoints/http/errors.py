@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,17 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 def public(sentence: str) -> str:
     """A sentence that was made of other libraries' words, without the server's folders and memory addresses."""
     return _ADDRESS.sub("0x…", _PATH.sub(r"\1", sentence))
+
+
+def without_folders(value: Any) -> Any:
+    """Plain data with every absolute path cut to its last name; for descriptions of the configuration."""
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(each) for each in value]
+    if isinstance(value, str):
+        return PurePath(value).name if PurePath(value).is_absolute() else public(value)
+    return value
 
 
 class ApiError(Exception):

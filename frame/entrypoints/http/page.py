@@ -17,7 +17,7 @@ from frame.entrypoints.client import EngineDeadError
 from frame.entrypoints.config_sources import LoadedConfig
 from frame.entrypoints.explain import explain_all
 from frame.entrypoints.http.call import Call
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
 from frame.entrypoints.plugin_data import as_data
 from frame.entrypoints.prepare import Prepared
@@ -91,7 +91,9 @@ async def prefix_cache(call: Call, services: Services) -> None:
         reply = await services.client.control("outline_cache", limit=CACHE_RUNS)
     except (EngineDeadError, TimeoutError):
         raise ApiError(503, "the engine does not answer", retry_after=RETRY_AFTER) from None
-    has_text = services.tokenizer is not None and not call.scope["tenant"]
+    tenant = call.tenant
+    has_text = services.tokenizer is not None and not tenant
+    reply.data["runs"] = [run for run in reply.data["runs"] if run["namespace"].startswith(tenant)]  # nobody sees another's
     names = {name: place for place, name in enumerate(dict.fromkeys(run["namespace"] for run in reply.data["runs"]))}
     for run in reply.data["runs"]:
         first = run.pop("first_ids")
@@ -118,8 +120,8 @@ def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
     return {
         "info": info,
         "plugins": plugins,
-        "broken": [dataclasses.asdict(each) for each in registry.broken],
-        "settings": [dataclasses.asdict(each) for each in settings],
+        "broken": without_folders([dataclasses.asdict(each) for each in registry.broken]),
+        "settings": without_folders([dataclasses.asdict(each) for each in settings]),
     }
 
 

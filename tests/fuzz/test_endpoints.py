@@ -1,0 +1,110 @@
+"""Random requests to every route: each is answered, none by a failure of the server, and none with what is the server's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from frame.entrypoints.http.app import ROUTES
+from tests.entrypoints.inprocess import JSON_TYPE, InProcess, Response, serving
+from tests.fuzz.mutations import TEXTS, dumped, mutated, spoiled
+from tests.fuzz.requests import BODIES
+
+AT_ONCE = 8
+HEADERS = (b"authorization", b"content-type", b"x-request-timeout", b"x-request-id", b"content-length", b"accept", b"traceparent")
+METHODS = ("POST", "GET", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "X")
+STOPPING = {"/pause_generation"}  # does what it says: nothing after it would be answered
+PATHS = [operation.path for operation in ROUTES if operation.path not in STOPPING]
+
+
+def path_of(rng: random.Random) -> str:
+    path = rng.choice([*PATHS, *BODIES, *BODIES])  # routes with a body are worth more tries
+    while "{" in path:
+        before, _, rest = path.partition("{")
+        path = before + rng.choice(("x", "frame-tiny", "resp_1", "%2e%2e", "..", "a" * 300, "é")) + rest.partition("}")[2]
+    if rng.random() < 0.05:
+        path += rng.choice(("/", "/x", "?a=b&&=", "?" + "a" * 5000, "%00", ";x", "?starting_after=x&limit=-1"))
+    return path
+
+
+def body_of(rng: random.Random, path: str) -> bytes:
+    given: Any = rng.choice(BODIES.get(path.partition("?")[0], [{}]))
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        given = mutated(rng, given)
+    data = dumped(rng, given)
+    return spoiled(rng, data) if rng.random() < 0.2 else data
+
+
+def headers_of(rng: random.Random) -> list[tuple[bytes, bytes]]:
+    headers = [JSON_TYPE]
+    while rng.random() < 0.2:
+        text = rng.choice(TEXTS).encode("utf-8", "surrogatepass")[:200]
+        headers.append((rng.choice(HEADERS), rng.choice((text, rng.randbytes(8), b"1", b"Bearer x", b"-1"))))
+    return headers
+
+
+def check(path: str, body: bytes, answer: Response, secrets: list[bytes]) -> None:
+    what = f"{path} {body[:2000]!r} -> {answer.status} {answer.body[:1000]!r}"
+    assert 200 <= answer.status < 500 or answer.status in (503, 504), what
+    if answer.status >= 400:
+        error = msgspec.json.decode(answer.body)["error"]
+        assert error["message"] and error["type"], what
+        assert "Traceback" not in error["message"] and "object at" not in error["message"], what
+    elif answer.headers.get("content-type", "").startswith("application/json"):
+        msgspec.json.decode(answer.body)
+    for secret in secrets:
+        assert secret not in answer.body, what
+
+
+async def attack(server: InProcess, seed: int, count: int) -> dict[int, int]:
+    """Send `count` requests, some at once. -> answers by status."""
+    found: dict[int, int] = {}
+    root = server.services.resolved.model_path
+    secrets = [root.encode(), str(Path(root).parent).encode()]
+
+    async def one(number: int) -> None:
+        rng = random.Random(f"{seed}-{number}")
+        path = path_of(rng)
+        method = rng.choice(METHODS) if rng.random() < 0.1 else "POST" if path.partition("?")[0] in BODIES else "GET"
+        body = body_of(rng, path)
+        try:
+            answer = await server.request(method, path, body, headers_of(rng))
+        except Exception as error:
+            raise AssertionError(f"request {seed}-{number}: {method} {path} {body[:2000]!r}") from error
+        check(f"request {seed}-{number}: {method} {path}", body, answer, secrets)
+        found[answer.status] = found.get(answer.status, 0) + 1
+
+    for start in range(0, count, AT_ONCE):
+        await asyncio.gather(*(one(number) for number in range(start, min(start + AT_ONCE, count))))
+    return found
+
+
+async def is_well(server: InProcess) -> None:
+    """What must hold after any attack: answers come, nothing is left."""
+    answer = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
+    assert answer.status == 200
+    assert server.services.client.dead is None
+    assert server.services.client.num_outstanding == 0
+    reply = await server.services.client.control("check_integrity")
+    assert reply.ok, reply.error
+
+
+async def test_every_endpoint() -> None:
+    async with serving() as server:
+        found = await attack(server, 1, 1500)
+        await is_well(server)
+    assert found.get(200, 0) > 50 and found.get(400, 0) > 200, found  # both what is right and what is wrong was reached
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 2 + int(os.environ.get("FRAME_FUZZ_ROUNDS", "50"))))
+async def test_every_endpoint_for_long(seed: int) -> None:
+    async with serving() as server:
+        print(seed, await attack(server, seed, 20_000))
+        await is_well(server)
