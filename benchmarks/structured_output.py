@@ -1,0 +1,200 @@
+"""What constrained output costs: `python benchmarks/structured_output.py masks|throughput` prints one JSON object.
+
+masks: microseconds of CPU for one token of one of 32 requests: its mask (`fill_masks`) and the sampled token (`advance`), on a random walk
+through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens.
+throughput: output tokens a second of the offline engine, 32 requests, free and constrained in turn, greedy, of equal length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import sysconfig
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from frame import Engine, SamplingParams
+from frame.core.grammar_masks import advance, fill_masks
+from frame.core.interfaces.sampling import GrammarBackend
+from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.request import Request
+from frame.core.request_table import RequestTable
+from frame.core.tokenizer import Tokenizer
+from frame.plugins.loader import load_registry
+
+BATCH = 32
+LARGE = 128_000
+BACKENDS = ("xgrammar", "llguidance")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
+        "address": {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}},
+    },
+    "required": ["name", "age", "tags", "address"],
+}
+GRAMMARS = {
+    "schema": ("json_schema", json.dumps(PERSON)),
+    "json": ("json_object", ""),
+    "regex": ("regex", r"([a-z]+ ){20,40}[A-Z0-9._%+-]+@[a-z]+\.(com|org|net)"),
+    "ebnf": ("ebnf", 'root ::= expr\nexpr ::= term (("+" | "-") term)*\nterm ::= [0-9]+ | "(" expr ")" | [a-z]+'),
+}
+
+
+class MadeTokenizer:
+    """Byte-level, with the commonest pieces of the standard library's text as its tokens."""
+
+    def __init__(self, size: int) -> None:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        pieces: Counter[str] = Counter()
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*/*.py"))[:600]:
+            pieces.update(re.findall(r" ?[^\W\d_]+| ?\d{1,3}| ?[^\s\w]+|\s+|_+", path.read_text(errors="ignore")))
+        words = [piece for piece, _ in pieces.most_common() if 1 < len(piece) <= 24 and piece.isascii()]
+        spelt = [word.replace(" ", "Ġ").replace("\n", "Ċ").replace("\t", "ĉ") for word in words]
+        stems = [word for word in spelt if word.strip("Ġ").isalpha() and len(word) <= 8]
+        numbers = random.Random(0)
+        made = (numbers.choice(stems) + numbers.choice(stems).strip("Ġ")[:5].lower() for _ in iter(int, 1))  # iter(int, 1) never ends
+        vocabulary = dict.fromkeys(["<eos>", *letters, *spelt])
+        while len(vocabulary) < size:
+            vocabulary[next(made)] = None
+        self.backend = Backend(models.BPE({token: i for i, token in enumerate(list(vocabulary)[:size])}, []))
+        self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.backend.decoder = decoders.ByteLevel()
+        self.backend.add_special_tokens(["<eos>"])
+        self.eos_token_ids = (0,)
+
+
+def backend_of(name: str, tokenizer: Any, vocab_size: int) -> GrammarBackend:
+    registry = load_registry(installed=False)
+    record = registry.get("grammar", name)
+    made: GrammarBackend = registry.load(record)(tokenizer, vocab_size, registry.options(record, {}))
+    return made
+
+
+def request_of(index: int, compiled: Any) -> Request:
+    params = SamplingParams(regex="x")
+    tokens = np.zeros(4, np.int32)
+    return Request(
+        rid=str(index), prompt=tokens, params=params, seed=0, index=index, arrival=0.0, deadline=1e9, max_total=10_000,
+        grammar=compiled.start(), tokens=tokens,
+    )  # fmt: skip
+
+
+def masks(steps: int) -> dict[str, Any]:
+    """Microseconds a token, by vocabulary, backend and grammar."""
+    tokenizers = {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048), "made": (MadeTokenizer(LARGE), LARGE)}
+    found: dict[str, Any] = {}
+    for vocabulary, (tokenizer, size) in tokenizers.items():
+        for name in BACKENDS:
+            backend = backend_of(name, tokenizer, size)
+            for label, (kind, source) in GRAMMARS.items():
+                began = time.perf_counter()
+                compiled = backend.compile(kind, source)
+                compile_seconds = time.perf_counter() - began
+                began = time.perf_counter()
+                compiled = backend.load(kind, source, backend.dump(compiled))
+                moved = time.perf_counter() - began
+                figures = walk(compiled, size, steps)
+                found[f"{vocabulary} {size}, {name}, {label}"] = {
+                    "compile_ms": round(compile_seconds * 1e3, 2), "dump_and_load_ms": round(moved * 1e3, 2), **figures
+                }  # fmt: skip
+    return found
+
+
+def walk(compiled: Any, vocab_size: int, steps: int) -> dict[str, float]:
+    """`steps` batches; every request goes on with a random token of its mask, and starts anew when only the end is left."""
+    table = RequestTable(BATCH, 1)
+    requests = [request_of(i, compiled) for i in range(BATCH)]
+    for request in requests:
+        table.enter(request)
+    slots = np.array([request.slot for request in requests])
+    numbers = np.random.default_rng(0)
+    filling, taking = [], []
+    for _ in range(steps):
+        began = time.thread_time()
+        mask = fill_masks(table, slots, vocab_size)
+        filling.append(time.thread_time() - began)
+        assert mask is not None
+        bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+        drawn = [int(numbers.choice(np.flatnonzero(row))) for row in bits]
+        grammars = [request.grammar for request in requests]
+        began = time.thread_time()
+        outcomes = [advance(grammar, token) for grammar, token in zip(grammars, drawn, strict=True) if grammar is not None]
+        taking.append(time.thread_time() - began)
+        for request, (is_finished, error) in zip(requests, outcomes, strict=True):
+            assert not error, error
+            if is_finished or request.grammar is None:
+                request.grammar = compiled.start()
+    both = [(one + two) / BATCH * 1e6 for one, two in zip(filling, taking, strict=True)]
+    return {
+        "mean_us": round(statistics.fmean(both), 2),
+        "p99_us": round(sorted(both)[int(0.99 * len(both))], 2),
+        "fill_us": round(statistics.fmean(filling) / BATCH * 1e6, 2),
+        "advance_us": round(statistics.fmean(taking) / BATCH * 1e6, 2),
+    }
+
+
+def throughput(rounds: int, length: int) -> dict[str, Any]:
+    """Tokens a second, free and constrained; medians of `rounds` after one that is thrown away."""
+    long = {"type": "array", "minItems": 1000, "items": PERSON}
+    grammars: dict[str, dict[str, Any]] = {
+        "free": {},
+        "schema": {"json_schema": json.dumps(long)},
+        "regex": {"regex": r"([a-z]+ ){4000}"},
+    }
+    found: dict[str, Any] = {}
+    for name in BACKENDS:
+        with Engine(grammar_backend=name, sampling_grammar_workers=0, max_running_requests=BATCH, dtype="bfloat16") as engine:
+            figures: dict[str, list[float]] = {label: [] for label in grammars}
+            for number in range(rounds + 1):
+                for label, grammar in grammars.items():
+                    params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, **grammar)
+                    prompts = [[5 + (number * 31 + i * 7 + j) % 1900 for j in range(64)] for i in range(BATCH)]
+                    if not number:
+                        engine.generate(prompts[:1], SamplingParams(max_tokens=2, **grammar))  # compiled, and kept
+                    began = time.perf_counter()
+                    outputs = engine.generate(prompts, params)
+                    seconds = time.perf_counter() - began
+                    tokens = sum(len(output.token_ids) for output in outputs)
+                    assert tokens == BATCH * length, (label, tokens, outputs[0].error)
+                    if number:
+                        figures[label].append(tokens / seconds)
+        median = {label: statistics.median(values) for label, values in figures.items()}
+        found[name] = {
+            label: {
+                "tokens_per_second": round(median[label], 1),
+                "loss_percent": round(100 * (1 - median[label] / median["free"]), 1),
+                "all": [round(value, 1) for value in figures[label]],
+            }
+            for label in grammars
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("masks", "throughput"))
+    parser.add_argument("--steps", type=int, default=200, help="batches of each walk")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--length", type=int, default=64, help="output tokens of each request")
+    options = parser.parse_args()
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    found = masks(options.steps) if options.what == "masks" else throughput(options.rounds, options.length)
+    print(json.dumps({"what": options.what, "batch": BATCH, "machine": machine, "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
