@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from frame.core.interfaces.runner import DeviceLost, ProfileRequest
+from frame.core.interfaces.runner import DeviceLost, ProfileRequest, UnsampledStep
 from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, Tokens
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ class Engine:
             progress = launched is not None or in_flight is not None
             if in_flight is not None:
                 self._commit(in_flight)
+            if launched is not None and launched.batch.mask_follows:
+                launched = self._sample(launched)
             if launched is not None and not self.options.overlap:
                 self._commit(launched)
                 launched = None
@@ -235,6 +237,16 @@ class Engine:
             return InFlight(batch, self.runner.launch(batch), started)
         except Exception as error:  # noqa: BLE001 - settled in its turn
             return InFlight(batch, FailedStep(error), started)
+
+    def _sample(self, step: InFlight) -> InFlight:
+        """Draw a step's tokens, now that those of the step before are known and its grammars have taken them in. The device has been
+        at work on the logits meanwhile."""
+        if isinstance(step.pending, UnsampledStep):
+            try:
+                step.pending.sample(self.scheduler.mask(step.batch))
+            except Exception as error:  # noqa: BLE001 - settled in its turn
+                return step._replace(pending=FailedStep(error))
+        return step
 
     def _commit(self, step: InFlight) -> None:
         try:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError
+from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError, UnsampledStep
 from frame.core.transport import Profile
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import PendingStep, ProfileRequest
     from frame.core.transport import BatchReceiver, BatchSender
@@ -33,7 +35,8 @@ class LeadingRunner(ModelRunner):
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         self._followers.send(batch)
         try:
-            return LedStep(self._runner.launch(batch))
+            step = self._runner.launch(batch)
+            return LedUnsampledStep(step) if isinstance(step, UnsampledStep) else LedStep(step)
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
@@ -50,14 +53,26 @@ class LeadingRunner(ModelRunner):
 class LedStep:
     """A step that all ranks run."""
 
-    __slots__ = ("_step",)
-
     def __init__(self, step: PendingStep) -> None:
         self._step = step
 
     def wait(self) -> StepResult:
         try:
             return self._step.wait()
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+
+class LedUnsampledStep(LedStep, UnsampledStep):
+    """The same, of which this rank alone draws the tokens."""
+
+    def __init__(self, step: UnsampledStep) -> None:
+        super().__init__(step)
+        self._unsampled = step
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        try:
+            self._unsampled.sample(mask)
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 

@@ -44,8 +44,8 @@ def fill_masks(table: RequestTable, slots: np.ndarray, vocab_size: int) -> np.nd
     mask = np.full((len(slots), -(-vocab_size // 32)), -1, np.int32)
     last = time.perf_counter()
     for i in constrained.tolist():
-        request = table.request(int(slots[i]))
-        if request.grammar is None:
+        request = table.requests[int(slots[i])]
+        if request is None or request.grammar is None:  # it has left since the step was built
             continue
         try:
             is_limited = request.grammar.fill(mask[i])

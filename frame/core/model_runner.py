@@ -25,9 +25,9 @@ from frame.core.model_parts import Parts, build_context, build_processors
 from frame.core.processors import Processors
 from frame.core.prompt_logprobs import PromptScores, plan_prompts
 from frame.core.sampler import Sampled, Sampler
-from frame.core.sampling_table import SamplingTable
+from frame.core.sampling_table import SamplingTable, grammar_arrays
 from frame.core.staging import make_staging
-from frame.core.step_output import StepOutput, fetch
+from frame.core.step_output import MaskedStep, StepOutput, fetch
 from frame.core.weights import WeightSource, load_model
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class TorchModelRunner(ModelRunner):
         self._table = DeviceTable(limits, context.device)
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
         self.builder = BatchBuilder(self._table, pool, context.attention, make_staging(context.device, staged))
+        self._masks = make_staging(context.device, 0)  # for those that come after their batch
         self.sampling = SamplingTable(limits.max_running_requests)
         self._processors = processors
         self.sampler = Sampler(processors)
@@ -125,18 +126,32 @@ class TorchModelRunner(ModelRunner):
         if plans.prompts is not None:
             own = hidden.index_select(0, forward_batch.logits_indices[sampling.num_rows :])
             prompts = PromptScores(plans.prompts, own, tensors["prompt_targets"], self.model.logits, self.vocab_size)
-        sampled = self._sample(hidden, forward_batch, plans, tensors)
-        return fetch(StepOutput(batch.step, sampled, sampling, prompts))
+        logits = self._logits(hidden, forward_batch, sampling.num_rows)
 
-    def _sample(
-        self, hidden: torch.Tensor, batch: ForwardBatch, plans: StepPlans, tensors: dict[str, torch.Tensor]
-    ) -> Sampled:
-        rows = plans.sampling.num_rows
+        def finish(mask: np.ndarray | None) -> PendingStep:
+            with torch.inference_mode(), self._on_stream():
+                more = {} if mask is None else self._masks.put(grammar_arrays(mask))
+                return fetch(StepOutput(batch.step, self._sample(logits, forward_batch, plans, {**tensors, **more}), sampling, prompts))
+
+        if batch.mask_follows and self._tp.rank == 0:  # whose tokens are everybody's
+            return MaskedStep(finish)
+        return finish(None)
+
+    def _logits(self, hidden: torch.Tensor, batch: ForwardBatch, rows: int) -> torch.Tensor | None:
+        """Of the sampling rows; None when there are none."""
         if not rows:
-            return Sampled(hidden.new_empty(0, dtype=torch.int64), hidden.new_empty(0, dtype=torch.float32))
+            return None
         if rows != batch.num_tokens:  # else every token is a decode that samples, in order
             hidden = hidden.index_select(0, batch.logits_indices[:rows])
-        sampled = self.sampler.sample(self.model.logits(hidden), plans.sampling, plans.processing, tensors)
+        return self.model.logits(hidden)
+
+    def _sample(
+        self, logits: torch.Tensor | None, batch: ForwardBatch, plans: StepPlans, tensors: dict[str, torch.Tensor]
+    ) -> Sampled:
+        if logits is None:
+            nothing = batch.token_ids.new_empty(0)
+            return Sampled(nothing, nothing.float())
+        sampled = self.sampler.sample(logits, plans.sampling, plans.processing, tensors)
         if self._tp.size > 1:  # ranks' sums may differ in the last bit, their tokens must not
             sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
         slots = tensors.get("sampling_slots", batch.request_slots)

@@ -110,7 +110,7 @@ class SamplingTable:
             if len(filtered) != len(drawn):
                 arrays["filtered_rows"] = filtered
         if batch.grammar_mask is not None:
-            self._add_grammar(batch.grammar_mask, arrays)
+            arrays |= grammar_arrays(batch.grammar_mask)
         return SamplingPlan(
             slots=slots,
             positions=positions,
@@ -124,12 +124,11 @@ class SamplingTable:
             arrays=arrays,
         )
 
-    @staticmethod
-    def _add_grammar(mask: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        rows = np.flatnonzero((mask != -1).any(axis=1))
-        if len(rows):
-            arrays["grammar_rows"] = rows
-            arrays["grammar_mask"] = mask[rows]
+
+def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
+    """What the sampler reads of a mask: the rows that it limits."""
+    rows = np.flatnonzero((mask != -1).any(axis=1))
+    return {"grammar_rows": rows, "grammar_mask": mask[rows]} if len(rows) else {}
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.page_ledger import PageLedger
 from frame.core.request import QUEUE_FULL, TIMED_OUT, Request, RequestState
-from frame.core.request_table import PROMPT_LOGPROBS, RequestTable
+from frame.core.request_table import GRAMMAR, PROMPT_LOGPROBS, RequestTable
 from frame.core.roster import open_roster
 from frame.core.running import InFlight, RunningSet
 from frame.core.step_outcome import StepOutcome
@@ -120,6 +120,10 @@ class Scheduler:
         self._step += 1
         return batch
 
+    def mask(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """The mask of a batch whose `mask_follows`; all steps before it must be committed."""
+        return self._masks(batch.slots[batch.samples])
+
     def commit(self, batch: ScheduledBatch, result: StepResult) -> Tokens:
         """Take in the tokens of the oldest step in flight. Rows whose request has left since are ignored."""
         record = self._running.begin_commit(batch.step)
@@ -206,6 +210,8 @@ class Scheduler:
             token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in rows.chunks])
             asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
             prompt_logprobs = asks if asks.any() else None
+        # what a grammar allows depends on its last token, which a step in flight may be about to yield
+        waits = bool(running.in_flight) and bool((a.special[slots[samples]] & GRAMMAR).any())
         batch = ScheduledBatch(
             step=self._step,
             num_decodes=num_decodes,
@@ -218,9 +224,14 @@ class Scheduler:
             setups=running.take_setups(),
             released=running.take_released(),
             prompt_logprobs=prompt_logprobs,
-            grammar_mask=fill_masks(running.table, slots[samples], self.config.vocab_size) if running.table.num_grammars else None,
+            grammar_mask=None if waits else self._masks(slots[samples]),
+            mask_follows=waits,
         )
         return batch, InFlight(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
+
+    def _masks(self, slots: np.ndarray) -> np.ndarray | None:
+        table = self._running.table
+        return fill_masks(table, slots, self.config.vocab_size) if table.num_grammars else None
 
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import StepResult
-from frame.core.interfaces.runner import DeviceLost
+from frame.core.interfaces.runner import DeviceLost, UnsampledStep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frame.core.interfaces.batch import PromptLogprobs
     from frame.core.interfaces.runner import PendingStep
     from frame.core.sampler import Sampled
@@ -74,6 +76,22 @@ class StepOutput:
             prompt_logprobs=prompts,
             **values,
         )
+
+
+class MaskedStep(UnsampledStep):
+    """A step whose tokens are drawn when the grammars' mask is there, by `finish`."""
+
+    def __init__(self, finish: Callable[[np.ndarray | None], PendingStep]) -> None:
+        self._finish = finish
+        self._step: PendingStep | None = None
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        self._step = self._finish(mask)
+
+    def wait(self) -> StepResult:
+        if self._step is None:
+            raise RuntimeError("a step is waited for before its mask came")
+        return self._step.wait()
 
 
 class DoneStep:

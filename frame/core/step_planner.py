@@ -13,7 +13,6 @@ import numpy as np
 from frame.core.admission import SchedulerConfig
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.request import Request, RequestState
-from frame.core.request_table import GRAMMAR
 from frame.core.running import RunningSet
 from frame.core.waiting_queue import WaitingQueue
 
@@ -88,7 +87,7 @@ class StepPlanner:
         """The slots that decode, with a page for each new token."""
         a, page_size = self._running.table.arrays, self._config.page_size
         while True:
-            slots = self._ready_slots()
+            slots = np.flatnonzero(a.ready)
             if not slots.size:
                 return slots
             computed = a.computed[slots]
@@ -106,14 +105,6 @@ class StepPlanner:
         a.ready[slots] = total < a.max_total[slots]
         a.last_step[slots] = self._step
         return slots
-
-    def _ready_slots(self) -> np.ndarray:
-        table = self._running.table
-        a = table.arrays
-        if not table.num_grammars:
-            return np.flatnonzero(a.ready)
-        # a grammar's next mask is known only when its last token is
-        return np.flatnonzero(a.ready & (((a.special & GRAMMAR) == 0) | (a.total == a.known)))
 
     # prompts ------------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frame.core.interfaces.batch import PromptLogprobs, ScheduledBatch, SlotSetup, StepResult
-from frame.core.interfaces.runner import ModelRunner
+from frame.core.interfaces.runner import ModelRunner, UnsampledStep
 from frame.core.sampling_params import SamplingParams
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -33,6 +33,24 @@ class DoneStep:
     def wait(self) -> StepResult:
         self.ends(self.result.step)
         return self.result
+
+
+class LaterStep(UnsampledStep):
+    """A step whose tokens are drawn when the mask comes."""
+
+    def __init__(self, finish: Callable[[np.ndarray | None], DoneStep]) -> None:
+        self._finish = finish
+        self._step: DoneStep | None = None
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        if self._step is not None:
+            raise FakeRunnerError("the mask of a step came twice")
+        self._step = self._finish(mask)
+
+    def wait(self) -> StepResult:
+        if self._step is None:
+            raise FakeRunnerError("a step is waited for before its mask came")
+        return self._step.wait()
 
 
 @dataclass(slots=True)
@@ -70,14 +88,14 @@ class FakeRunner(ModelRunner):
         self._step = -1
         self._written: dict[int, dict[int, int]] = {}  # steps in flight -> page -> slot that writes to it
 
-    def launch(self, batch: ScheduledBatch) -> DoneStep:
+    def launch(self, batch: ScheduledBatch) -> DoneStep | LaterStep:
         if batch.step <= self._step:
             raise FakeRunnerError(f"step {batch.step} is launched after step {self._step}")
         self._step = batch.step
         self._enter_and_leave(batch)
         self._written[batch.step] = self._check_writes(batch)
         offset = 0
-        drawn: list[tuple[int, bool]] = []
+        prefixes: list[tuple[int, int]] = []
         for row, slot in enumerate(batch.slots.tolist()):
             count = int(batch.num_scheduled[row])
             if row >= batch.num_decodes:
@@ -85,8 +103,13 @@ class FakeRunner(ModelRunner):
                 offset += count
             prefix = self._compute(slot, int(batch.num_computed[row]), count)
             if batch.samples[row]:
-                drawn.append(self._draw(batch, slot, prefix, len(drawn)))
-        return DoneStep(self._result(batch, drawn), self._end)
+                prefixes.append((slot, prefix))
+
+        def finish(mask: np.ndarray | None) -> DoneStep:
+            drawn = [self._draw(slot, prefix, None if mask is None else mask[i]) for i, (slot, prefix) in enumerate(prefixes)]
+            return DoneStep(self._result(batch, drawn), self._end)
+
+        return LaterStep(finish) if batch.mask_follows else finish(batch.grammar_mask)
 
     def close(self) -> None:
         self._slots.clear()
@@ -155,11 +178,11 @@ class FakeRunner(ModelRunner):
         self.num_tokens += count
         return int(self._hash[pages[-1], offsets[-1]])
 
-    def _draw(self, batch: ScheduledBatch, slot: int, prefix: int, entry: int) -> tuple[int, bool]:
+    def _draw(self, slot: int, prefix: int, mask: np.ndarray | None) -> tuple[int, bool]:
         state = self._slots[slot]
         allowed = None
-        if batch.grammar_mask is not None:
-            bits = np.unpackbits(batch.grammar_mask[entry].view(np.uint8), bitorder="little")[: self.vocab_size]
+        if mask is not None:
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size]
             allowed = np.flatnonzero(bits).tolist()
         token = _token_of(prefix, len(state.tokens), state.setup.params, state.seed, self.vocab_size, allowed)
         invalid = self._is_invalid is not None and self._is_invalid(state.tokens)

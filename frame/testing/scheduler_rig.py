@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from frame.core.allocator import PagedAllocator
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+from frame.core.interfaces.runner import PendingStep
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
 from frame.core.no_cache import NoCache
@@ -19,7 +20,7 @@ from frame.core.radix_cache import RadixCache
 from frame.core.request import NOT_FINITE, TIMED_OUT
 from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import Scheduler, SchedulerConfig
-from frame.testing.fake_runner import DoneStep, FakeRunner, continuation
+from frame.testing.fake_runner import FakeRunner, continuation
 
 
 class OldestFirst(EvictionPolicy):
@@ -65,7 +66,7 @@ class SchedulerRig:
         self.allocator = PagedAllocator(config.num_pages)
         self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
         self.runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)
-        self._in_flight: deque[tuple[ScheduledBatch, DoneStep]] = deque()
+        self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
 
     def add(
         self, tokens: Sequence[int], params: SamplingParams, priority: int = 0, namespace: str = "", deadline: float | None = None

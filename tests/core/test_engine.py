@@ -14,7 +14,7 @@ from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.grammar_masks import BAD_GRAMMAR
 from frame.core.grammars import GrammarCompiler
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.runner import DeviceLost, ModelRunner
+from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
 from frame.core.radix_cache import RadixCache
@@ -38,6 +38,24 @@ class Step:
         return self._result
 
 
+class Unsampled(UnsampledStep):
+    """Notes the mask that comes."""
+
+    def __init__(self, result: StepResult, masks: list[np.ndarray]) -> None:
+        self._result = result
+        self._masks = masks
+        self._is_sampled = False
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        self._is_sampled = True
+        if mask is not None:
+            self._masks.append(mask)
+
+    def wait(self) -> StepResult:
+        assert self._is_sampled
+        return self._result
+
+
 class Counting(ModelRunner):
     """Token = 1 + the row's position; `fails` maps a step to what it raises; `in_wait`: whether waiting raises, not launching."""
 
@@ -48,7 +66,7 @@ class Counting(ModelRunner):
         self.masks: list[np.ndarray] = []
         self.closed = False
 
-    def launch(self, batch: ScheduledBatch) -> Step:
+    def launch(self, batch: ScheduledBatch) -> Step | Unsampled:
         self.launched.append(batch.step)
         if batch.grammar_mask is not None:
             self.masks.append(batch.grammar_mask.copy())
@@ -56,6 +74,8 @@ class Counting(ModelRunner):
         if error is not None and not self.in_wait:
             raise error
         tokens = ((batch.num_computed + batch.num_scheduled)[batch.samples] % VOCAB).astype(np.int32)
+        if batch.mask_follows:
+            return Unsampled(StepResult(step=batch.step, token_ids=tokens), self.masks)
         return Step(error or StepResult(step=batch.step, token_ids=tokens))
 
     def close(self) -> None:

@@ -567,6 +567,7 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
     assert made.scheduler.add(message, grammar) is None
     finishes = {}
     in_flight: list[Any] = []
+    followed = 0
     while not made.scheduler.is_idle:
         batch = made.scheduler.next_batch(0.0)
         if batch is not None:
@@ -575,7 +576,11 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
             done, step = in_flight.pop(0)
             tokens = made.scheduler.commit(done, step.wait())
             finishes.update({tokens.rids[i]: finish for i, finish in tokens.finishes.items()})
+        if batch is not None and batch.mask_follows:
+            followed += 1
+            in_flight[-1][1].sample(made.scheduler.mask(batch))
         made.scheduler.check_integrity()
+    assert (followed > 15) == overlap
     assert len(grammar.taken) == 20
     assert [token % 2 for token in grammar.taken] == [0, 1] * 10
     assert finishes["constrained"] == Finish("stop")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_PROFILE_STEPS = 2000
 
@@ -40,11 +43,23 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
+class UnsampledStep(ABC):
+    """A `PendingStep` of a batch whose `mask_follows`: the device is at work on the logits, or has them."""
+
+    @abstractmethod
+    def sample(self, mask: np.ndarray | None) -> None:
+        """Draw the tokens; called once, before the next batch is launched. mask: as `ScheduledBatch.grammar_mask`."""
+
+    @abstractmethod
+    def wait(self) -> StepResult: ...
+
+
 class ModelRunner(ABC):
     """Runs steps in the order of their launch.
 
     Laws: `launch` returns before the device is done, where the device allows it; the next batch may be launched before the last
-    was waited for, and then reads last tokens on the device. State of a slot is set up by `ScheduledBatch.setups`,
+    was waited for, and then reads last tokens on the device. Of a batch whose `mask_follows`, `launch` gives an
+    `UnsampledStep`. State of a slot is set up by `ScheduledBatch.setups`,
     which come before the slot's first use, and is forgotten by `released`.
     """
 

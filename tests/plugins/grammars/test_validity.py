@@ -44,3 +44,32 @@ def test_every_answer_is_valid(backend: str, schemas: int, expressions: int) -> 
     found = Counter(verdict(output, source) for output, source in zip(outputs, sources, strict=True))
     print(f"{backend}: {dict(found)}, {sum(len(output.token_ids) for output in outputs)} tokens")
     assert set(found) == {"valid"}
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_overlap_retraction_and_company_change_no_constrained_answer() -> None:
+    pytest.importorskip("llguidance")
+    constrained = [SamplingParams(max_tokens=100, seed=i, json_schema=json.dumps(PERSON)) for i in range(6)]
+    free = [SamplingParams(max_tokens=100, seed=i, ignore_eos=True) for i in range(3)]
+    prompts = [f"Somebody, number {i}: " for i in range(9)]
+    found = []
+    for overlap, tokens in ((False, 4096), (True, 256)):
+        with Engine(
+            grammar_backend="llguidance",
+            sampling_grammar_workers=0,
+            scheduler_overlap=overlap,
+            max_total_tokens=tokens,
+            max_running_requests=9,
+            dtype="float32",
+        ) as engine:
+            found.append([output.token_ids for output in engine.generate(prompts, constrained + free)])
+            retracted = engine.control("server_info")["retracted"]
+        assert (retracted > 0) == (tokens < 4096)
+    assert found[0] == found[1]
