@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from frame.core.config import FrameConfig
     from frame.core.sampling_params import SamplingParams
     from frame.entrypoints.offline import Engine
+    from frame.entrypoints.remote import Client
     from frame.plugins.hookspecs import hookimpl
 
 _HOMES = MappingProxyType(
     {
+        "Client": "frame.entrypoints.remote",
         "Engine": "frame.entrypoints.offline",
         "FrameConfig": "frame.core.config",
         "SamplingParams": "frame.core.sampling_params",
@@ -24,7 +26,7 @@ _HOMES = MappingProxyType(
     }
 )
 
-__all__ = ["Engine", "FrameConfig", "SamplingParams", "hookimpl"]
+__all__ = ["Client", "Engine", "FrameConfig", "SamplingParams", "hookimpl"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,33 +11,27 @@ import itertools
 import queue
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
 
-from frame.core.errors import did_you_mean
 from frame.core.messages import Abort, Control, ControlReply, Generate, Message
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.collector import Collected, Collector, Delta, Job, Output, grouped
 from frame.entrypoints.limits import InvalidRequestError, check_request, sibling
 from frame.entrypoints.offline_vectors import Vectors, need_task
+from frame.entrypoints.prompts import EngineError, Params, Prompt, checked_text, listed, spread, token_ids_of
 
 if TYPE_CHECKING:
     from frame.core.config import FrameConfig
     from frame.core.tokenizer import Encoded, Tokenizer
     from frame.entrypoints.launch import Session
 
-Prompt = str | list[int] | list[dict[str, Any]]
-Params = SamplingParams | Mapping[str, Any]
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
-
-
-class EngineError(RuntimeError):
-    """The engine ended; the sentence says why."""
 
 
 class Engine:
@@ -126,13 +120,13 @@ class Engine:
     ) -> np.ndarray:
         """Vectors of texts (or token ids), float32 [inputs, width]; of one input [width]. `dimensions` keeps the first of each;
         `prompt_name` is one of the checkpoint's; `truncate` cuts what is too long instead of refusing it."""
-        is_single, several = _listed(inputs)
+        is_single, several = listed(inputs)
         vectors = self._vectors.embed(several, dimensions, prompt_name, truncate)
         return vectors[0] if is_single else vectors
 
     def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Any:
         """The probability of each class by its name; a list of those for a list of inputs."""
-        is_single, several = _listed(inputs)
+        is_single, several = listed(inputs)
         found = self._vectors.classify(several, truncate)
         return found[0] if is_single else found
 
@@ -185,8 +179,8 @@ class Engine:
     ) -> tuple[Job, list[int], bool]:
         """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
         need_task(self._resolved, "generate")
-        is_single, several = _listed(prompts)
-        wanted = _spread(params, len(several))
+        is_single, several = listed(prompts)
+        wanted = spread(params, len(several))
         ids = self._encode(several)
         limits = self._session.limits
         if params is None:
@@ -210,7 +204,7 @@ class Engine:
         done = threading.Event()
         job = Job(done.set)
         for ids, segment in encoded:
-            ids = _token_ids(ids)
+            ids = token_ids_of(ids)
             check_request(self._session.limits, ids, NOTHING_SAMPLED)
             job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", ids, NOTHING_SAMPLED))
             job.prompts.append(ids)
@@ -230,12 +224,12 @@ class Engine:
         ids: list[list[int]] = [[]] * len(prompts)
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         if texts:
-            for i, encoded in zip(texts, self.tokenizer.encode_batch([_unicode(str(prompts[i])) for i in texts]), strict=True):
+            for i, encoded in zip(texts, self.tokenizer.encode_batch([checked_text(str(prompts[i])) for i in texts]), strict=True):
                 ids[i] = encoded
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 continue
-            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else _token_ids(prompt)  # type: ignore[arg-type]
+            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else token_ids_of(prompt)  # type: ignore[arg-type]
         return ids
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
@@ -270,78 +264,6 @@ class Engine:
         if self._collector.dead is not None and delta.output.error is not None:
             raise EngineError(self._collector.dead)
         return delta
-
-
-def _listed(prompts: Any) -> tuple[bool, list[Prompt]]:
-    """(whether it is one prompt, the prompts as a list). Arrays of token ids become lists."""
-    prompts = _without_arrays(prompts)
-    if isinstance(prompts, str):
-        return True, [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise _not_a_prompt(prompts)
-    several = [_without_arrays(prompt) for prompt in prompts]
-    if several and isinstance(several[0], int | dict):
-        return True, [several]
-    for prompt in several:
-        if not isinstance(prompt, str | list | tuple):
-            raise _not_a_prompt(prompt)
-    return False, several
-
-
-def _without_arrays(value: Any) -> Any:
-    """numpy's and torch's arrays and numbers as Python's."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _token_ids(prompt: Sequence[Any]) -> list[int]:
-    ids = [_without_arrays(token) for token in prompt]
-    wrong = next((token for token in ids if type(token) is not int), None)
-    if wrong is not None:
-        raise _not_a_prompt(wrong)
-    return ids
-
-
-def _not_a_prompt(value: Any) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"a prompt is a string, a list of token ids or a list of chat messages, and this is or holds {value!r:.80}", "prompt"
-    )
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("the prompt holds half of a surrogate pair, which is no text; remove it", "prompt") from None
-    return text
-
-
-def _spread(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams | Mapping):
-        return [_params(params)] * count
-    if not isinstance(params, list | tuple):
-        raise InvalidRequestError(f"parameters are SamplingParams or a dict, or a list of these, not {params!r:.80}", "params")
-    if len(params) != count:
-        raise InvalidRequestError(f"there are {count} prompts but {len(params)} parameters; give one for all, or one a prompt", "params")
-    return [_params(own) for own in params]
-
-
-def _params(params: Params) -> SamplingParams:
-    if not isinstance(params, SamplingParams | Mapping):
-        raise InvalidRequestError(f"parameters are SamplingParams or a dict, not {params!r:.80}", "params")
-    given = dict(params) if isinstance(params, Mapping) else msgspec.structs.asdict(params)
-    unknown = sorted(map(str, set(given) - set(SamplingParams.__struct_fields__)))
-    if unknown:
-        hint = did_you_mean(unknown[0], SamplingParams.__struct_fields__) or "; SamplingParams lists them"
-        raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}{hint}", unknown[0])
-    for name in ("stop", "bad_words"):
-        if isinstance(given.get(name), str):
-            given[name] = (given[name],)
-    try:  # the constructor checks no types
-        return msgspec.convert(given, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"invalid sampling parameters: {error}", "params") from error
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:

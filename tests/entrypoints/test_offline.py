@@ -202,8 +202,7 @@ def test_two_ranks_in_processes_give_the_same_tokens(checkpoint: Path, engine: E
         assert two.generate("The quick", GREEDY).text == engine.generate("The quick", GREEDY).text
         two.control("check_integrity")
         deployment = two._session._deployment  # type: ignore[attr-defined]
-        rank = next(child for child in deployment._children if child.name == "rank-1")
-        rank.process.kill()
+        deployment.children["rank-1"].process.kill()
         with pytest.raises(EngineError, match=r"rank-1 process was killed by signal 9|rank 0 failed beside its followers"):
             while True:  # the first answers may end before the death is noticed
                 two.generate([[5] * 8], SamplingParams(max_tokens=200, ignore_eos=True))

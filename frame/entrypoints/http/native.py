@@ -190,13 +190,15 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     unknown = sorted(set(values) - set(SamplingParams.__struct_fields__))
     if unknown:
         raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}", f"sampling_params.{unknown[0]}")
+    if given.get("max_tokens", 0) is None:
+        values["max_tokens"] = None  # up to the context's end
     values.setdefault("max_tokens", 128)
     if is_prompt_only:
         values["max_tokens"] = 1  # the engine makes one at least
     if request.return_logprob:
-        values["logprobs"] = request.top_logprobs_num
+        values.setdefault("logprobs", request.top_logprobs_num)
         if request.logprob_start_len >= 0:
-            values["prompt_logprobs"] = request.top_logprobs_num
+            values.setdefault("prompt_logprobs", request.top_logprobs_num)
     try:
         return msgspec.convert(values, SamplingParams, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
