@@ -62,7 +62,7 @@ def test_a_policy_model_over_http(checkpoint: Path) -> None:
         assert result["flagged"] == any(result["categories"].values())
 
 
-def test_without_a_policy_it_says_how_to_have_one(server: RunningServer) -> None:
-    answer = server.post("/v1/moderations", {"input": "hello"})
+def test_without_a_policy_it_says_how_to_have_one(fake_server: RunningServer) -> None:
+    answer = fake_server.post("/v1/moderations", {"input": "hello"})
     assert answer.status_code == 400
     assert "--moderation-policy default" in answer.json()["error"]["message"]
