@@ -6,6 +6,7 @@ Knows no tokenizer but its special tokens' texts, and no HTTP. Arguments of clie
 from __future__ import annotations
 
 import json
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from frame.core.tools_as_text import as_plain_messages
 
+LARGEST_TEXT = 64 * 1024 * 1024  # characters that a template may make
+LARGEST_POWER = 1000
+LONGEST_TIME = 20.0  # seconds
 RESERVED = frozenset({"messages", "tools"})
 CUT = "\u2063cut here\u2063"  # stands behind a message that is to be continued while its template is rendered
 
@@ -36,12 +40,28 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Without what makes much of little: a template comes with a checkpoint, and what it is given comes from clients."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = [value for value in (left, right) if isinstance(value, int | float)]
+        if operator == "**" and any(abs(value) > LARGEST_POWER for value in numbers):
+            raise SecurityError(f"a power of numbers above {LARGEST_POWER}")
+        sized = next((value for value in (left, right) if isinstance(value, str | list | tuple)), None)
+        if sized is not None and numbers and len(sized) * numbers[0] > LARGEST_TEXT:
+            raise SecurityError(f"a repetition of more than {LARGEST_TEXT} parts")
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
+        environment.globals.pop("lipsum")  # text without end
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
@@ -75,7 +95,9 @@ class ChatTemplate:
             messages = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
         variables = {**self._special_tokens, "documents": None, **arguments}
         try:
-            text: str = self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+            text = self._write(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+        except ChatTemplateError:
+            raise
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -83,6 +105,19 @@ class ChatTemplate:
         if continues and CUT not in text:
             raise ChatTemplateError("the chat template leaves out the message that is to be continued; leave continue_final_message out")
         return text.rpartition(CUT)[0] if continues else text
+
+    def _write(self, **variables: Any) -> str:
+        """The template's output, within a size and a time, which are looked at with each piece of it."""
+        pieces: list[str] = []
+        size, until = 0, time.monotonic() + LONGEST_TIME
+        for piece in self._template.generate(**variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > LARGEST_TEXT:
+                raise ChatTemplateError(f"the chat template makes more than {LARGEST_TEXT} characters of these messages; send less")
+            if time.monotonic() > until:
+                raise ChatTemplateError(f"the chat template took more than {LONGEST_TIME:g} s for these messages; send less")
+        return "".join(pieces)
 
 
 def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:
