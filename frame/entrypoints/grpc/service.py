@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from frame.core.messages import Finish
-from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
+from frame.entrypoints.grpc.schema import SERVICE, Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.admin import AdminGuard
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import package_version
@@ -171,19 +171,25 @@ class Service:
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
         params, _ = sampling_of(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
-        answer = await self._services.begin(
-            caller, [prompt], params, priority=request.priority, namespace=request.cache_salt, rid=request.id or None,
-            time_limit=None if seconds is None or seconds > ENDLESS else max(seconds, 0.001),
-        )  # fmt: skip
-        name = request.id or answer.rid
+        tracing = self._services.tracing
+        span = None if tracing is None else tracing.start(f"{SERVICE}/Generate", caller.headers)
+        answer: Answer | None = None
         try:
+            answer = await self._services.begin(
+                caller, [prompt], params, priority=request.priority, namespace=request.cache_salt, rid=request.id or None,
+                time_limit=None if seconds is None or seconds > ENDLESS else max(seconds, 0.001),
+            )  # fmt: skip
+            name = request.id or answer.rid
             while answer.open or answer.changed:
                 for sequence in await answer.wait():
                     if len(answer.sequences) == 1:
                         raise_failed([sequence])  # with several, each has its own last reply
                     yield self._reply(name, sequence)
         finally:
-            self._services.client.abandon(answer)
+            if answer is not None:
+                self._services.client.abandon(answer)
+            if span is not None:
+                span.end({"rpc.system": "grpc", "rpc.method": "Generate", "frame.request_id": caller.request_id}, answer)
 
     def _reply(self, name: str, sequence: Stream) -> Any:
         text, ids, parts = sequence.take()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import uvicorn
 
 from frame.core.config import ServerSection
 from frame.core.errors import ConfigurationError
+from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol
 from frame.entrypoints.logs import report
 
+CONNECTIONS = 256  # at once
 SOCKET_MODE = 0o600
 CLOSE_TIMEOUT = 2.0  # seconds
 
@@ -33,6 +36,7 @@ class AdminListener:
     """`sockets` is empty where no listener is configured; then `start` and `stop` do nothing."""
 
     def __init__(self, server: ServerSection) -> None:
+        self._patience = server.client_timeout
         self._path = None if server.admin_socket is None else Path(server.admin_socket)
         self.sockets: list[socket.socket] = []
         self._http: _Uvicorn | None = None
@@ -50,7 +54,8 @@ class AdminListener:
         """Serve, in the running loop."""
         if not self.sockets:
             return
-        config = uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, access_log=False, ws="none")
+        protocol: Any = partial(GuardedProtocol, limits=ConnectionLimits(CONNECTIONS, self._patience))
+        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none")
         self._http = _Uvicorn(config)
         self._task = asyncio.get_running_loop().create_task(self._http.serve(self.sockets))
         for listener in self.sockets:

@@ -223,6 +223,21 @@ async def test_keys() -> None:
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_a_call_has_a_span() -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from frame.entrypoints.tracing import Tracing
+
+    exporter = InMemorySpanExporter()
+    async with connected() as (server, client):
+        server.services.tracing = Tracing(exporter, "main")
+        assert [r async for r in client.call("Generate", {"token_ids": IDS, "sampling_params": params()})]
+        server.services.tracing.close()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {f"{SERVICE}/Generate", "tokenize"}
+    assert spans[f"{SERVICE}/Generate"].attributes["gen_ai.usage.output_tokens"] == 5
+
+
 async def test_a_taken_port_is_an_error() -> None:
     async with listening() as (server, address):
         with pytest.raises(ConfigurationError, match="--grpc-port"):
