@@ -58,6 +58,11 @@ def test_tools(url: str, is_responses: bool) -> None:
     assert make(url, use_responses_api=is_responses).bind_tools([tool]).invoke(turns).text
 
 
+def test_structured_output_by_a_required_call(url: str) -> None:
+    model = make(url, max_tokens=200).with_structured_output(Verdict, method="function_calling")
+    assert isinstance(model.invoke(ASK), Verdict)
+
+
 def test_structured_output(model: ChatOpenAI) -> None:
     assert isinstance(model.with_structured_output(Verdict, method="json_schema").invoke(ASK), Verdict)
 

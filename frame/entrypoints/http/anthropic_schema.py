@@ -35,6 +35,8 @@ class CountTokensRequest(Extensions, kw_only=True):
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         fields |= _choice(self.tool_choice) | _format(self.output_config)
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            fields["continue_final_message"] = True  # a begun answer
         if self.thinking is not None:
             on = self.thinking.get("type") != "disabled"
             # the two names that templates have for it
@@ -53,8 +55,6 @@ class CountTokensRequest(Extensions, kw_only=True):
                 messages += _turn(role, parts, place)
             else:
                 raise ApiError(400, f"{place}.role is {role!r}; it must be user, assistant or system", f"{place}.role")
-        if self.messages and self.messages[-1].get("role") == "assistant":
-            raise ApiError(400, "the last message is the assistant's, which is not continued here; end with a user message", "messages")
         return messages
 
 

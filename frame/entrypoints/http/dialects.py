@@ -27,6 +27,7 @@ class Extensions(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: float | None = None  # seconds
     rid: str | None = None
 
     def extensions(self) -> dict[str, Any]:

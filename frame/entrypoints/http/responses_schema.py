@@ -66,7 +66,7 @@ class ResponsesRequest(Extensions, kw_only=True):
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         if (effort := (self.reasoning or {}).get("effort")) is not None:
-            fields["reasoning_effort"] = effort
+            fields["reasoning_effort"] = text_at(effort, "reasoning.effort")
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest(
             model=self.model,
