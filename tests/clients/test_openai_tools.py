@@ -94,7 +94,7 @@ def test_calls_that_nobody_requires(client: openai.OpenAI, choice: str | None) -
 
 
 def test_the_package_reads_tools_and_answers_as_models(client: openai.OpenAI) -> None:
-    fields: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100}
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "seed": 1}
     tools = [openai.pydantic_function_tool(Weather)]
     answer = client.chat.completions.parse(**fields, tools=tools, tool_choice="required", parallel_tool_calls=False)
     calls = answer.choices[0].message.tool_calls
