@@ -65,6 +65,8 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
         "scheduling_policy": Suite("scheduling_policy", f"{_HERE}.conformance:scheduling_policy"),
         "eviction_policy": Suite("eviction_policy", f"{_HERE}.conformance:eviction_policy"),
         "logits_processor": Suite("logits_processor", f"{_HERE}.conformance:logits_processor"),
+        "tool_call_parser": Suite("tool_call_parser", f"{_HERE}.conformance_parsers:tool_call_parser"),
+        "reasoning_parser": Suite("reasoning_parser", f"{_HERE}.conformance_parsers:reasoning_parser"),
     }
 )
 

@@ -90,8 +90,11 @@ class Qwen3Coder(Machine):
         value = self.cut(place).removeprefix("\n").removesuffix("\n")
         if mark == PARAMETER_END:
             self.cut(len(mark))
-        schema = self._schemas.get(self._name, {}).get("properties")
-        types = _types(schema.get(self._key) if isinstance(schema, dict) else None)
+        properties = self._schemas.get(self._name, {}).get("properties")
+        schema = properties.get(self._key) if isinstance(properties, dict) else None
+        if isinstance(schema, dict) and value.strip() in _given(schema):
+            value = value.strip()  # whitespace around one of given texts means nothing
+        types = _types(schema)
         comma = ", " if self._has_arguments else ""
         self.argue(f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {_as_json(value, types)}")
         self._has_arguments = True
@@ -119,12 +122,18 @@ _STARTS = "|".join(re.escape(FUNCTION[:size]) for size in range(len(FUNCTION), 0
 _HEADER_BEGINS = re.compile(rf"\s*(?:{OPEN}\s*(?:{_STARTS})?|{FUNCTION})(?:(?<==)[^<>\s]*\s*)?")
 
 
+def _given(schema: dict[str, Any]) -> list[Any]:
+    """The values that the schema gives one by one."""
+    values = schema.get("enum")
+    return [*(values if isinstance(values, list) else ()), schema.get("const")]
+
+
 def _types(schema: Any) -> frozenset[str]:
     """The JSON types that a value may have; none when the schema does not say."""
     if not isinstance(schema, dict):
         return frozenset()
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    found = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
     for value in schema.get("enum", ()) if isinstance(schema.get("enum"), list) else ():
         found.add(_NAMES.get(type(value), "string"))
     for key in ("anyOf", "oneOf", "allOf"):
@@ -141,6 +150,7 @@ def _as_json(source: str, types: frozenset[str]) -> str:
     if types - {"string"}:
         try:
             value = json.loads(source, parse_constant=_refuse)
+            json.dumps(value, allow_nan=False)  # 1e999 is infinite
         except (ValueError, RecursionError):
             value = {"true": True, "false": False, "none": None}.get(source.strip().lower(), source)
         name = _NAMES.get(type(value), "")

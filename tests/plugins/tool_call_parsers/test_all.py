@@ -85,6 +85,14 @@ def test_every_split_gives_the_same(name):
         assert parse(name, cut(text, dice)) == whole, (text, whole)
 
 
+def test_schemas_that_are_none():
+    """What clients send as a schema is not looked at before; a parser must not fail on it."""
+    for schema in ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None):
+        parser = REGISTRY.load(REGISTRY.get("tool_call_parser", "qwen3_coder"))()
+        parser.begin((Function("f", {"properties": {"a": schema}}),))
+        assert parser.feed("<function=f><parameter=a>7</parameter></function>").calls
+
+
 def test_older_mistral():
     calls = some_calls(random.Random(3))
     assert read("mistral", old_mistral(calls) + " done") == ("done", calls)
@@ -105,6 +113,7 @@ def test_older_mistral():
          [("now", {"a": [-1, {"b": None}], "c": True})]),
         ("qwen3_coder", "<function=get_weather><parameter=days>7</parameter><parameter=x>7</function>", "",
          [("get_weather", {"days": 7, "x": "7"})]),
+        ("qwen3_coder", "<function=get_weather><parameter=days>1e999</parameter></function>", "", [("get_weather", {"days": "1e999"})]),
         ("qwen3_coder", "<tool_call>no</tool_call>", "<tool_call>no</tool_call>", []),
         ("deepseek_v31", "<｜tool▁call▁begin｜>now{}", "<｜tool▁call▁begin｜>now{}", []),
         ("gpt-oss", "<|channel|>commentary to=functions.now<|message|>{}", "", [("now", {})]),
@@ -118,9 +127,9 @@ def test_odd_texts(name, text, content, calls):
 @pytest.mark.parametrize("name", NAMES)
 def test_time_grows_with_the_text_alone(name):
     """A long answer comes a token at a time; what is held must not be read again and again."""
-    (text,) = [WRITERS[name]([("get_weather", {"city": "a" * 40_000})])]
+    (text,) = [WRITERS[name]([("get_weather", {"city": "a" * 20_000})])]
     started = time.process_time()
-    parse(name, [*text, *(" " * 20_000), *("\n<" * 5_000)])
+    parse(name, [*text, *(" " * 10_000), *("\n<" * 3_000)])
     assert time.process_time() - started < 10  # quadratic: minutes
 
 
