@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from frame.core.config import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.tracing import VARIABLES, open_tracing
-from tests.entrypoints.serving import RunningServer
+from tests.entrypoints.serving import RunningServer, wait_until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -77,6 +77,7 @@ def test_one_trace_through_every_process(checkpoint: Path) -> None:
             quiet = {"traceparent": f"00-{TRACE[::-1]}-{PARENT}-00"}  # the client does not record this one
             assert httpx.post(server.url + "/v1/completions", json=body, headers=quiet).status_code == 200
             assert httpx.get(server.url + "/health").status_code == 200
+            wait_until(lambda: len(collector.spans) >= 7)
             assert server.stop() == 0
     spans = {entry["span"].name: entry for entry in collector.spans}
     assert len(spans) == len(collector.spans) == 7

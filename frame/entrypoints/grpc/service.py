@@ -41,6 +41,7 @@ STATUS = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 ENDLESS = 1e8  # seconds; what grpc says for no deadline
+AT_ONCE = 1024  # requests of one GenerateStream; further ones are not read before one of these has ended
 REPLIES = 64  # that wait for a slow reader of GenerateStream; what comes meanwhile is joined
 
 
@@ -87,7 +88,8 @@ class Service:
         try:
             while (reply := await session.replies.get()) is not None:
                 await context.write(reply)
-            await reading
+            if session.has_failed:
+                await context.abort(grpc.StatusCode.INTERNAL, "the server failed on this call; its log says why")
         finally:
             await session.close(reading)
 
@@ -211,10 +213,12 @@ class Session:
 
     def __init__(self, service: Service, caller: GrpcCaller, seconds: float | None) -> None:
         self.replies: asyncio.Queue[Any] = asyncio.Queue(REPLIES)  # None: all is over
+        self.has_failed = False
         self._service = service
         self._caller = caller
         self._seconds = seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the request's id
+        self._places = asyncio.Semaphore(AT_ONCE)
         self._stopped: set[str] = set()  # ids of requests that the client has aborted and that have not ended yet
 
     async def read(self, commands: AsyncIterator[Any]) -> None:
@@ -229,10 +233,8 @@ class Session:
             await asyncio.gather(*self._tasks.values())
         except Exception:
             log.exception("a GenerateStream call failed")
-            raise
-        finally:
-            if not self.replies.full():  # else its reader is gone, or comes by and finds the task ended
-                self.replies.put_nowait(None)
+            self.has_failed = True
+        await self.replies.put(None)
 
     async def _start(self, request: Any) -> None:
         request.id = request.id or uuid.uuid4().hex
@@ -240,6 +242,7 @@ class Session:
             sentence = f"a request with the id {request.id!r} is running; choose another"
             await self.replies.put(self._service.failed(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
             return
+        await self._places.acquire()  # so that a client that sends and does not read cannot fill the memory
         self._tasks[request.id] = asyncio.create_task(self._run(request))
 
     async def _run(self, request: Any) -> None:
@@ -254,6 +257,7 @@ class Session:
         finally:
             self._stopped.discard(request.id)
             del self._tasks[request.id]
+            self._places.release()
 
     def _abort(self, ids: Iterable[str]) -> None:
         """End requests of this call."""

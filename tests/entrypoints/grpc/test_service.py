@@ -21,6 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.entrypoints.grpc import schema as schema_module
 from frame.entrypoints.grpc.schema import SERVICE, Schema
 from frame.entrypoints.grpc.server import GrpcServer
+from frame.entrypoints.grpc.service import REPLIES
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
 
@@ -117,6 +118,8 @@ async def test_many_requests_over_one_call() -> None:
             while (command := await written.get()) is not None:
                 yield S["GenerateCommand"](**command)
 
+        control = server.services.client.control
+        await control("pause")  # until everything has been asked for
         endless = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
         for i in range(6):
             written.put_nowait({"generate": {"id": f"r{i}", "token_ids": IDS, "sampling_params": params(max_tokens=3 + i)}})
@@ -129,8 +132,10 @@ async def test_many_requests_over_one_call() -> None:
             counts[reply.id] = counts.get(reply.id, 0) + len(reply.token_ids)
             if reply.HasField("finish"):
                 ends.setdefault(reply.id, []).append(reply.finish)
-            if reply.id == "long" and counts["long"] == 3:
+            if reply.id == "bad":
                 written.put_nowait({"abort": {"ids": ["long", "nobody"]}})
+            if reply.finish.reason == "abort":
+                await control("resume")
                 written.put_nowait(None)
         assert {name: count for name, count in counts.items() if name.startswith("r")} == {f"r{i}": 3 + i for i in range(6)}
         assert {finish.reason for name, (finish, *_) in ends.items() if name.startswith("r")} == {"length"}
@@ -144,6 +149,7 @@ async def test_many_requests_over_one_call() -> None:
 async def test_cancelling_stops_the_work(name: str) -> None:
     async with connected() as (server, client):
         request = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
+        await server.services.client.control("pause")  # nothing ends by itself
 
         async def commands() -> AsyncIterator[Any]:
             for i in range(3):
@@ -151,10 +157,9 @@ async def test_cancelling_stops_the_work(name: str) -> None:
             await asyncio.Event().wait()
 
         call = client.call(name, request if name == "Generate" else commands())
-        async for reply in call:
-            if reply.completion_tokens:
-                break
-        assert server.services.client.num_outstanding > 0
+        async with asyncio.timeout(20):
+            while server.services.client.num_outstanding < (1 if name == "Generate" else 3):  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
         call.cancel()
         await until_empty(server)
 
@@ -221,6 +226,18 @@ async def test_keys() -> None:
         assert caught.value.code() == Code.PERMISSION_DENIED  # a user's key opens nothing of the operators'
         checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_more_replies_than_wait_for_a_reader() -> None:
+    async with connected() as (server, client):
+
+        async def commands() -> AsyncIterator[Any]:
+            for i in range(3 * REPLIES):
+                yield S["GenerateCommand"](generate={"id": str(i), "token_ids": IDS, "sampling_params": {"top_p": 7}})
+
+        call = client.call("GenerateStream", commands())
+        assert len({reply.id async for reply in call}) == 3 * REPLIES
+        await until_empty(server)
 
 
 async def test_a_call_has_a_span() -> None:
