@@ -136,6 +136,10 @@ def test_bad_requests(client: anthropic.Anthropic, change: dict[str, Any], says:
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
 def test_errors_have_their_dialect(url: str, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**(ASK | {"model": "another"}))

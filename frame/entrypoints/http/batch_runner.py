@@ -243,7 +243,7 @@ class BatchRunner:
             status, answer = await self._ask(batch, body)
             if status not in (429, 503):
                 return status, answer
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(0.0 if self._stopping() else RETRY)
 
     async def _ask(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
         """One request, as if it had come by network."""

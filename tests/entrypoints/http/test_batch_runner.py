@@ -1,0 +1,156 @@
+"""Batches against a route of the test's own: restarts, ends of time, room and server, and uploads' multipart bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.config import BatchesSection
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.http import batch_runner
+from frame.entrypoints.http.batch_files import FileStore, NoRoomError
+from frame.entrypoints.http.batch_runner import OVER, Batch, BatchRunner
+from frame.entrypoints.http.batches import form_parts
+from frame.entrypoints.http.errors import ApiError
+
+CHAT = "/v1/chat/completions"
+
+
+class Server:
+    """A runner whose route answers with the request's own body, after `wait`."""
+
+    def __init__(self, folder: Path, max_bytes: int = 100_000, **config: Any) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.statuses: list[int] = []  # of the next answers; 200 after them
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.is_stopping = False
+        self.most_at_once = self._at_once = 0
+        settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
+        self.runner = BatchRunner(settings, FileStore(folder, max_bytes), lambda: self.is_stopping)
+        self.runner.route = self._route
+
+    async def _route(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        body = (await receive())["body"]
+        self.asked.append(scope | {"body": json.loads(body)})
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            await self.gate.wait()
+        finally:
+            self._at_once -= 1
+        await send({"type": "http.response.start", "status": self.statuses.pop(0) if self.statuses else 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def begin(self, count: int, tenant: str = "") -> Batch:
+        lines = "".join(json.dumps({"custom_id": str(i), "method": "POST", "url": CHAT, "body": {"i": i}}) + "\n" for i in range(count))
+        card = await self.runner.files.create(lines.encode(), "in.jsonl", "batch", tenant)
+        return await self.runner.start(card.id, CHAT, None, tenant)
+
+    async def over(self, batch: Batch) -> Batch:
+        async with asyncio.timeout(30):
+            while batch.status not in OVER:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+        return batch
+
+    def lines(self, name: str | None) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.runner.files.path(name or "").read_text().splitlines()]
+
+
+async def test_every_line_once_and_few_at_a_time(tmp_path: Path) -> None:
+    server = Server(tmp_path / "new", concurrency=3)
+    server.gate.clear()
+    one, two = await server.begin(10, "a"), await server.begin(10, "b")
+    async with asyncio.timeout(30):
+        while len(server.asked) < 3:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+    server.gate.set()
+    await server.over(one)
+    await server.over(two)
+    assert {line["custom_id"] for line in server.lines(one.output_file_id)} == {str(i) for i in range(10)}
+    assert (one.completed, two.completed, one.error_file_id, server.most_at_once) == (10, 10, None, 3)
+    assert {(asked["tenant"], asked["path"], asked["body"]["priority"]) for asked in server.asked} == {
+        ("a", CHAT, -1000),
+        ("b", CHAT, -1000),
+    }
+    assert server.runner.get(one.id, "b") is None
+    assert [batch.id for batch in server.runner.owned("b")] == [two.id]
+
+
+async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "RETRY", 0.0)
+    server = Server(tmp_path)
+    server.statuses = [503, 429, 503, 200, 500]
+    batch = await server.over(await server.begin(2))
+    assert (batch.status, batch.completed, batch.failed, len(server.asked)) == ("completed", 1, 1, 5)
+    assert server.lines(batch.error_file_id)[0]["response"]["status_code"] == 500
+
+
+async def test_the_ends_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path, concurrency=1, max_requests=5)
+    assert "more than 5 requests" in ((await server.over(await server.begin(6))).error or "")
+    assert "no requests" in ((await server.over(await server.begin(0))).error or "")
+    server.gate.clear()
+    cancelled = await server.begin(3)
+    await asyncio.sleep(0)
+    await server.runner.cancel(cancelled)
+    assert cancelled.status == "cancelled"
+    server.gate.set()
+    monkeypatch.setattr(batch_runner, "WINDOW", -1)
+    assert (await server.over(await server.begin(3))).status == "expired"
+    monkeypatch.undo()
+    server.is_stopping = True
+    stopped = await server.over(await server.begin(3))
+    assert (stopped.status, "stopped" in (stopped.error or "")) == ("failed", True)
+
+
+async def test_room_on_disk(tmp_path: Path) -> None:
+    server = Server(tmp_path, max_bytes=2000)
+    batch = await server.over(await server.begin(20))  # its answers have no room
+    assert (batch.status, "delete some" in (batch.error or "")) == ("failed", True)
+    with pytest.raises(NoRoomError, match="delete some"):
+        await server.begin(20)
+    for card in server.runner.files.owned(""):
+        await server.runner.files.delete(card)
+    assert server.runner.files.num_bytes == 0
+    assert (await server.over(await server.begin(2))).status == "completed"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"batches\.folder"):
+        FileStore(tmp_path / "file" / "below", 1000)
+
+
+async def test_a_restart_knows_what_was_there(tmp_path: Path) -> None:
+    first = Server(tmp_path)
+    done = await first.over(await first.begin(2))
+    first.gate.clear()
+    cut_off = await first.begin(2)
+    (tmp_path / f"file-{'0' * 32}.jsonl").write_text("half an output")
+    (tmp_path / f"batch-{'0' * 32}.json").write_text("{half a card")
+    second = Server(tmp_path)
+    found = {batch.id: batch for batch in second.runner.owned("")}
+    assert set(found) == {done.id, cut_off.id}
+    assert (found[done.id].status, found[cut_off.id].status) == ("completed", "failed")
+    assert second.lines(done.output_file_id)
+    assert not (tmp_path / f"file-{'0' * 32}.jsonl").exists()
+    assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.owned(""))
+    await first.runner.cancel(cut_off)
+
+
+def test_multipart_bodies() -> None:
+    content = b'{"a": "\r\n--not the boundary"}\r\n\x00\xff\r\n'
+    body = (
+        b'--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: x/y\r\n\r\n'
+        + content
+        + b"\r\n--xyz--\r\n"
+    )
+    assert form_parts(body, b"xyz") == {"purpose": (None, b"batch"), "file": ("a.jsonl", content)}
+    for bad in (b"", body[:-12], body.replace(b"--xyz", b"--abc"), b"\r\n--xyz" * 1000):
+        with pytest.raises(ApiError):
+            form_parts(bad, b"xyz")
+    assert form_parts(b"--xyz\r\n\r\n\r\n--xyz--", b"xyz") == {}
