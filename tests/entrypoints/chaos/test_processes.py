@@ -21,7 +21,7 @@ NAMES = ["scheduler", "detokenizer", "tokenizer-0"]
 FEW = [
     ("scheduler", signal.SIGKILL, 300),
     ("scheduler", signal.SIGSTOP, 40),
-    ("detokenizer", signal.SIGKILL, 900),
+    ("detokenizer", signal.SIGKILL, 600),
     ("tokenizer-0", signal.SIGKILL, 0),
 ]
 
@@ -34,7 +34,7 @@ def stormy(checkpoint: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def storm() -> Storm:
-    return Storm(64, 100)
+    return Storm(64, 60)
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,10 @@ def body_of(*prompt: int, **more: Any) -> dict[str, Any]:
 class Asking:
     """A request that waits for its response."""
 
-    def __init__(self, server: RunningServer, body: dict[str, Any]) -> None:
+    def __init__(self, server: RunningServer, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self._found: list[httpx.Response] = []
-        self._thread = threading.Thread(target=lambda: self._found.append(server.post("/v1/completions", body)))
+        url = server.url + "/v1/completions"
+        self._thread = threading.Thread(target=lambda: self._found.append(httpx.post(url, json=body, headers=headers, timeout=60)))
         self._thread.start()
 
     def response(self) -> httpx.Response:
@@ -44,10 +45,10 @@ class Asking:
         return self._found[0]
 
 
-def ask(server: RunningServer, *bodies: dict[str, Any]) -> list[Asking]:
-    """Requests that all run by now."""
+def ask(server: RunningServer, *bodies: dict[str, Any], headers: dict[str, dict[str, str]] | None = None) -> list[Asking]:
+    """Requests that all run by now. `headers` by rid."""
     before = server.get("/server_info")["running"]
-    asking = [Asking(server, body) for body in bodies]
+    asking = [Asking(server, body, (headers or {}).get(body.get("rid", ""))) for body in bodies]
     wait_until(lambda: server.get("/server_info")["running"] == before + len(bodies))
     return asking
 
@@ -86,9 +87,11 @@ def test_logits_that_are_no_numbers_end_their_request_alone(fragile: RunningServ
 
 
 def test_while_the_engine_is_away(checkpoint: Path) -> None:
-    """New requests wait, readiness says no, commands say why; and a SIGTERM in the middle lets them finish."""
-    with RunningServer(checkpoint, *FLAGS, env={"FRAME_FAKE_STEP": "0.01", "FRAME_FAKE_START": "1.5"}) as server:
-        first = ask(server, body_of(5, 6, 7, max_tokens=100))[0]
+    """New requests wait, those that are aborted or late end, readiness says no, commands say why; and a SIGTERM in the middle lets the
+    rest finish."""
+    with RunningServer(checkpoint, *FLAGS, env={"FRAME_FAKE_STEP": "0.01", "FRAME_FAKE_START": "3"}) as server:
+        bodies = [body_of(5, 6, number, max_tokens=400, rid=rid) for number, rid in enumerate(("first", "named", "late"))]
+        first, named, late = ask(server, *bodies, headers={"late": {"x-request-timeout": "2"}})
         processes(server)["scheduler"].kill()
         wait_until(lambda: not server.ready())
         assert httpx.get(server.url + "/health/live").status_code == 200
@@ -96,23 +99,13 @@ def test_while_the_engine_is_away(checkpoint: Path) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "is being restarted" in refused.json()["error"]["message"]
         second = Asking(server, body_of(5, 6, 8))
-        wait_until(lambda: server.metric("frame_requests_outstanding") == 2)
-        server.process.send_signal(signal.SIGTERM)
-        assert [each.response().json()["usage"]["completion_tokens"] for each in (first, second)] == [100, 60]
-        assert server.wait() == 0
-
-
-def test_aborts_and_deadlines_while_the_engine_is_away(checkpoint: Path) -> None:
-    flags = (*FLAGS, "--request-timeout", "2")
-    with RunningServer(checkpoint, *flags, env={"FRAME_FAKE_STEP": "0.01", "FRAME_FAKE_START": "4"}) as server:
-        named, late = ask(server, *(body_of(5, 6, max_tokens=400, rid=rid) for rid in ("named", "late")))
-        processes(server)["scheduler"].kill()
-        wait_until(lambda: not server.ready())
+        wait_until(lambda: server.metric("frame_requests_outstanding") == 4)
         server.post("/abort_request", {"rid": "named"})
         assert named.response().json()["choices"][0]["finish_reason"] == "abort"
         assert late.response().status_code == 504
         assert not server.ready()  # it is not the new engine that said so
         server.process.send_signal(signal.SIGTERM)
+        assert [each.response().json()["usage"]["completion_tokens"] for each in (first, second)] == [400, 60]
         assert server.wait() == 0
 
 

@@ -1,0 +1,86 @@
+"""A real model behind the whole stack: its ranks die in the middle of answers, which end as they would have."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from frame.core.model_facts import find_model
+from tests.entrypoints.chaos.storm import Storm, processes, restarts
+from tests.entrypoints.serving import RunningServer, wait_until
+
+TEXT = "def add(first, second):\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer", "maximum": 150}},
+    "required": ["name", "age"],
+}
+BODIES: tuple[dict[str, Any], ...] = (
+    {"prompt": TEXT, "max_tokens": 150, "temperature": 0, "ignore_eos": True},
+    {"prompt": TEXT * 8, "max_tokens": 150, "temperature": 0.9, "seed": 5, "ignore_eos": True, "logprobs": 2},
+    {"prompt": TEXT, "max_tokens": 150, "temperature": 0.8, "seed": 6, "ignore_eos": True, "frequency_penalty": 0.5, "min_tokens": 100},
+    {"prompt": "A person: ", "max_tokens": 150, "temperature": 0.7, "seed": 7, "json_schema": json.dumps(SCHEMA)},
+)
+
+
+def answers(server: RunningServer, victim: str = "", how: signal.Signals = signal.SIGKILL) -> list[dict[str, Any]]:
+    """What the bodies yield, one after another; in the middle of each `victim` is struck."""
+    found = []
+    for body in BODIES:
+        text, logprobs, reason, struck = "", [], None, not victim
+        with httpx.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=90) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choice = json.loads(line[6:])["choices"][0]
+                text, reason = text + choice["text"], choice["finish_reason"] or reason
+                logprobs += (choice.get("logprobs") or {}).get("tokens", [])
+                if not struck and len(text) > 30:
+                    struck = True
+                    processes(server)[victim].send_signal(how)
+        found.append({"text": text, "logprobs": logprobs, "reason": reason})
+    return found
+
+
+def test_a_real_engine_dies_and_comes_again(server: RunningServer) -> None:
+    body = {"prompt": TEXT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    calm = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    before = restarts(server)
+    storm = Storm(1, 200)
+    storm.bodies = [{**body, "stream": True, "n": 1}]
+    reply = storm(server, {20: processes(server)["scheduler"].kill})[0]
+    assert (reply.texts, reply.reasons) == ((calm,), ("length",))
+    assert restarts(server) == before + 1
+    assert server.post("/check_integrity", {}).status_code == 200
+    psutil.wait_procs(family, timeout=5)
+    assert not any(child.is_running() for child in family)
+
+
+@pytest.fixture(scope="module", params=["1", "2"], ids=["one rank", "two ranks"])
+def tiny(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    flags = ("--dtype", "float32", "--tp", request.param, "--heartbeat-timeout", "10", "--max-restarts", "1000")
+    with RunningServer(find_model("frame-tiny"), *flags, "--grammar-backend", "xgrammar", fake=False) as running:
+        yield running
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_kind_of_answer_survives(tiny: RunningServer, how: signal.Signals) -> None:
+    calm = answers(tiny)
+    assert set(json.loads(calm[-1]["text"])) == {"name", "age"}
+    for victim in processes(tiny):
+        family = psutil.Process(tiny.process.pid).children(recursive=True)
+        before = restarts(tiny)
+        assert answers(tiny, victim, how) == calm, victim
+        assert restarts(tiny) == before + len(BODIES)
+        wait_until(tiny.ready)
+        assert tiny.post("/check_integrity", {}).status_code == 200
+        psutil.wait_procs(family, timeout=5)
+        assert not any(child.is_running() for child in family)
