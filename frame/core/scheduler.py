@@ -6,6 +6,7 @@ and a row whose request turns out to have ended is ignored when its step is comm
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -32,6 +33,8 @@ from frame.core.step_planner import Rows, StepPlanner
 from frame.core.waiting_queue import Deadlines, WaitingQueue
 
 __all__ = ["Scheduler", "SchedulerConfig"]
+
+log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -151,8 +154,12 @@ class Scheduler:
         return not (self._requests or self._running.in_flight or self._ended)
 
     def publish_roster(self, path: Path) -> None:
-        """Keep a roster of the running requests in a file, from now on. Raises OSError."""
-        self._running.table.roster = open_roster(path, self.config.max_running)
+        """Keep a roster of the running requests in a file, from now on. Where there is no room for it, there is none."""
+        try:
+            self._running.table.roster = open_roster(path, self.config.max_running)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            log.warning("no roster of running requests is kept: %s; if the engine dies all requests are counted", error)
 
     # upkeep -------------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from frame.core.roster import ROSTER, read_roster
 from frame.core.transport import SocketDirectory, ZmqSender, ZmqTransport
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
-TERM_WAIT = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 def _death_signal() -> list[str]:
@@ -75,7 +74,10 @@ class Deployment:
 
     def __init__(self, resolved: Resolved, layout: Layout) -> None:
         self.layout = layout
-        self._sockets = SocketDirectory()
+        try:
+            self._sockets = SocketDirectory()
+        except OSError as error:
+            raise ConfigurationError(f"no folder for the processes' sockets can be made ({error}); make room, or set TMPDIR") from error
         self._config = resolved.model_dump_json().encode() + b"\n"
         self.children: dict[str, Child] = {}
         address = self._sockets.address
@@ -196,7 +198,7 @@ class Deployment:
             self.note(message)
 
     def stop(self, timeout: float) -> None:
-        """Ask the engine to stop, which stops its followers; end the rest; wait up to `timeout` seconds, then kill."""
+        """Ask the engine to stop, which stops its followers; wait for that up to `timeout` seconds, then end whatever is left."""
         deadline = time.monotonic() + timeout
         running = [child for child in self.children.values() if child.process.poll() is None]
         engine = self.children["engine"]
@@ -205,12 +207,7 @@ class Deployment:
             for child in running:
                 if child.is_rank:
                     _wait(child, max(0.1, deadline - time.monotonic()))
-        for child in running:
-            if child.process.poll() is None:
-                child.process.terminate()
-        for child in running:
-            _wait(child, TERM_WAIT)
-        self.kill()
+        self.kill()  # text processes hold nothing that matters
 
     def kill(self) -> None:
         """End whatever is left, now, and remove the sockets."""

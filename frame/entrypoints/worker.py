@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     options = _options(arguments)
     if options.death_signal:
         _die_with(options.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the parent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     resolved = Resolved.model_validate_json(_first_line())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}

@@ -30,6 +30,16 @@ MOST_DOCSTRING_LINES = 6
 
 # "check path[:name]" -> why it may stand.
 EXCEPTIONS: dict[str, str] = {
+    **{
+        f"clock frame/{path}.py": "shows the time; nothing waits for it"
+        for path in (
+            "core/chat_template",
+            *(f"entrypoints/http/{name}" for name in ("classes", "openai", "page", "relevance", "responses", "services")),
+        )
+    },
+    "clock frame/entrypoints/http/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
+    "clock frame/entrypoints/http/batch_runner.py": "a batch's dates outlive this process, whose monotonic clock does not",
+    "clock frame/entrypoints/tracing.py": "spans are dated; their lengths are measured by the monotonic clock",
     "unsafe frame/core/checkpoint_files.py:pickle": "names the error class that torch.load raises for a file it refuses; decodes nothing",
 }
 
@@ -144,6 +154,13 @@ def silenced_errors(found: Module) -> Iterator[Breach]:
                 yield f"silenced {found.path}", f"{found.at(node)}: an error of any kind is dropped"
 
 
+def wall_clock(found: Module) -> Iterator[Breach]:
+    """Looks at a clock that may be set: fine for showing the time, wrong for waiting, deadlines and ages."""
+    for node in ast.walk(found.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}:
+            yield f"clock {found.path}", f"{found.at(node)}: {ast.unparse(node.func)} jumps when the clock is set; use time.monotonic"
+
+
 CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (
     unsafe_code,
     global_state,
@@ -151,6 +168,7 @@ CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (
     file_names,
     docstrings,
     silenced_errors,
+    wall_clock,
 )
 
 
@@ -188,6 +206,7 @@ def test_exceptions_are_needed_and_explained() -> None:
         (docstrings, '"""' + "a\n" * 9 + '"""'),
         (silenced_errors, "try:\n    f()\nexcept Exception:\n    pass"),
         (silenced_errors, "try:\n    f()\nexcept:\n    g()"),
+        (wall_clock, "deadline = time.time() + 5"),
     ],
 )
 def test_checks_find(check: Callable[[Module], Iterable[Breach]], text: str) -> None:
@@ -203,6 +222,7 @@ def test_checks_find(check: Callable[[Module], Iterable[Breach]], text: str) -> 
         (global_state, "__all__ = ['a']"),
         (global_state, "@lru_cache(maxsize=8)\ndef f(x): ..."),
         (silenced_errors, "try:\n    f()\nexcept ValueError:\n    pass"),
+        (wall_clock, "deadline = time.monotonic() + 5"),
     ],
 )
 def test_checks_allow(check: Callable[[Module], Iterable[Breach]], text: str) -> None:

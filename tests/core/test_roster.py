@@ -38,3 +38,4 @@ def test_a_scheduler_keeps_it(tmp_path: Path) -> None:
     assert read_roster(tmp_path / ROSTER) == set(map(mark_of, rids[:2]))
     rig.run()
     assert read_roster(tmp_path / ROSTER) == frozenset()
+    rig.scheduler.publish_roster(tmp_path / "none" / ROSTER)  # is not worth ending for

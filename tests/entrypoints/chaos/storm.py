@@ -52,29 +52,32 @@ class Reply:
 
 
 class Storm:
-    """`count` requests at once, against one server after another. `num_events` is how many events the last storm had."""
+    """`count` requests at once, against one server after another. `progress` counts requests that were
+    sent and characters that were streamed, which for given requests come to the same sum however they are cut into events."""
 
     def __init__(self, count: int, steps: int) -> None:
         self.bodies = [body_of(number, steps) for number in range(count)]
-        self.num_events = 0
-        self._strikes: dict[int, Callable[[], None]] = {}
+        self.progress = 0
+        self._moment = 0
+        self._strike: Callable[[], object] | None = None
 
-    def __call__(self, server: RunningServer, strikes: dict[int, Callable[[], None]] | None = None) -> list[Reply]:
-        """All replies, in order. `strikes` are called when so many events have come; 0: when the requests are sent."""
+    def __call__(self, server: RunningServer, moment: int = 0, strike: Callable[[], object] | None = None) -> list[Reply]:
+        """All replies, in order. `strike` is called when the progress comes to `moment`."""
 
         async def run() -> list[Reply]:
             url = httpx.URL(server.url)
             return list(await asyncio.gather(*(self._ask(url.host, url.port or 0, body) for body in self.bodies)))
 
-        self.num_events, self._strikes = 0, dict(strikes or {})
+        self.progress, self._moment, self._strike = 0, moment, strike
         replies = asyncio.run(run())
-        assert not self._strikes, "the storm was over before the strike"
+        assert self._strike is None, "the storm was over before the strike"
         return replies
 
-    def _count(self) -> None:
-        strike = self._strikes.pop(self.num_events, None)
-        self.num_events += 1
-        if strike is not None:
+    def _count(self, amount: int) -> None:
+        self.progress += amount
+        strike = self._strike
+        if strike is not None and self.progress >= self._moment:
+            self._strike = None
             strike()
 
     async def _ask(self, host: str, port: int, body: dict[str, Any]) -> Reply:
@@ -83,7 +86,7 @@ class Storm:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()
-        self._count()
+        self._count(1)
         chunks: list[dict[str, Any]] = []
         plain = bytearray()
         try:
@@ -91,7 +94,7 @@ class Storm:
                 plain += line
                 if line.startswith(b"data: {"):
                     chunks.append(json.loads(line[6:]))
-                    self._count()
+                    self._count(sum(len(choice["text"]) for choice in chunks[-1].get("choices", ())))
         finally:
             writer.close()
         if not body["stream"]:
@@ -129,9 +132,9 @@ def restarts(server: RunningServer) -> float:
     return server.metric("frame_engine_restarts_total")
 
 
-def strikes(seed: int, names: list[str], last: int) -> Iterator[tuple[str, signal.Signals, int]]:
-    """An endless row of (process, signal, moment)."""
+def strikes(seed: int, names: list[str]) -> Iterator[tuple[str, signal.Signals, float]]:
+    """An endless row of (process, signal, moment as a share of the whole progress)."""
     r = random.Random(seed)
     while True:
         for name in r.sample(names, len(names)):
-            yield name, r.choice((signal.SIGKILL, signal.SIGSTOP)), r.randrange(last)
+            yield name, r.choice((signal.SIGKILL, signal.SIGSTOP)), r.random() * 0.9

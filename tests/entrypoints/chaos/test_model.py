@@ -55,7 +55,7 @@ def test_a_real_engine_dies_and_comes_again(server: RunningServer) -> None:
     before = restarts(server)
     storm = Storm(1, 200)
     storm.bodies = [{**body, "stream": True, "n": 1}]
-    reply = storm(server, {20: processes(server)["scheduler"].kill})[0]
+    reply = storm(server, 20, processes(server)["scheduler"].kill)[0]
     assert (reply.texts, reply.reasons) == ((calm,), ("length",))
     assert restarts(server) == before + 1
     assert server.post("/check_integrity", {}).status_code == 200
@@ -71,6 +71,7 @@ def tiny(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_kind_of_answer_survives(tiny: RunningServer, how: signal.Signals) -> None:
     calm = answers(tiny)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.entrypoints.chaos.storm import Reply, Storm, processes, restarts, strikes
+from tests.entrypoints.chaos.storm import Storm, processes, restarts, strikes
 from tests.entrypoints.serving import RunningServer, wait_until
 
 FLAGS = (
@@ -19,10 +19,10 @@ FLAGS = (
 )
 NAMES = ["scheduler", "detokenizer", "tokenizer-0"]
 FEW = [
-    ("scheduler", signal.SIGKILL, 300),
-    ("scheduler", signal.SIGSTOP, 40),
-    ("detokenizer", signal.SIGKILL, 600),
-    ("tokenizer-0", signal.SIGKILL, 0),
+    ("scheduler", signal.SIGKILL, 0.2),
+    ("scheduler", signal.SIGSTOP, 0.02),
+    ("detokenizer", signal.SIGKILL, 0.6),
+    ("tokenizer-0", signal.SIGKILL, 0.0),
 ]
 
 
@@ -32,17 +32,29 @@ def stormy(checkpoint: Path) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def storm() -> Storm:
-    return Storm(64, 60)
+class Weather:
+    """A storm over a server, with what its requests yield when nothing happens."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.server = server
+        self.storm = Storm(64, 60)
+        self.calm = self.storm(server)
+        self.progress = self.storm.progress
+        assert not any(reply.error for reply in self.calm)
+
+    def strike(self, name: str, how: signal.Signals, share: float) -> None:
+        """The storm again; when it is done to this share, `how` goes to process `name`."""
+        before = restarts(self.server)
+        replies = self.storm(self.server, int(share * self.progress), lambda: processes(self.server)[name].send_signal(how))
+        for number, (reply, expected) in enumerate(zip(replies, self.calm, strict=True)):
+            assert reply == expected, (number, self.storm.bodies[number])
+        wait_until(lambda: restarts(self.server) > before)  # a tokenizer may die when it has nothing to do
+        settle(self.server)
 
 
 @pytest.fixture(scope="module")
-def calm(stormy: RunningServer, storm: Storm) -> list[Reply]:
-    """What the requests yield when nothing happens."""
-    replies = storm(stormy)
-    assert not any(reply.error for reply in replies)
-    return replies
+def weather(stormy: RunningServer) -> Weather:
+    return Weather(stormy)
 
 
 def settle(server: RunningServer) -> None:
@@ -58,23 +70,14 @@ def settle(server: RunningServer) -> None:
         assert child.status() != psutil.STATUS_ZOMBIE
 
 
-def weather(server: RunningServer, storm: Storm, calm: list[Reply], name: str, how: signal.Signals, moment: int) -> None:
-    before = restarts(server)
-    replies = storm(server, {moment: lambda: processes(server)[name].send_signal(how)})
-    for number, (reply, expected) in enumerate(zip(replies, calm, strict=True)):
-        assert reply == expected, (number, storm.bodies[number])
-    wait_until(lambda: restarts(server) > before)  # a tokenizer may die when it has nothing to do
-    settle(server)
-
-
-@pytest.mark.parametrize(("name", "how", "moment"), FEW)
-def test_nothing_is_lost(stormy: RunningServer, storm: Storm, calm: list[Reply], name: str, how: signal.Signals, moment: int) -> None:
-    weather(stormy, storm, calm, name, how, moment)
+@pytest.mark.parametrize(("name", "how", "share"), FEW)
+def test_nothing_is_lost(weather: Weather, name: str, how: signal.Signals, share: float) -> None:
+    weather.strike(name, how, share)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(20))
-def test_nothing_is_lost_in_two_hundred_rounds(stormy: RunningServer, storm: Storm, calm: list[Reply], part: int) -> None:
-    last = storm.num_events * 3 // 4  # events of a calm storm; one that is struck may have fewer
-    for name, how, moment in islice(strikes(part, NAMES, last), 10):
-        weather(stormy, storm, calm, name, how, moment)
+def test_nothing_is_lost_in_two_hundred_rounds(weather: Weather, part: int) -> None:
+    for name, how, share in islice(strikes(part, NAMES), 10):
+        weather.strike(name, how, share)

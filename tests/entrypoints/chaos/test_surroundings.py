@@ -1,0 +1,66 @@
+"""A full disk, and clients that do not read: others notice nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.entrypoints.chaos.test_requests import body_of, connect, read_all
+from tests.entrypoints.serving import RunningServer, wait_until
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_full_disk(checkpoint: Path) -> None:
+    """Neither log nor roster can be written; requests are served, and go on after a death."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    serve = [sys.executable, "-m", "frame.testing.fake_engine", "serve", "--model", str(checkpoint), "--port", str(port), "--access-log"]
+    with Path("/dev/full").open("w") as full:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FRAME_FAKE_STEP": "0.002"}
+        process = subprocess.Popen(serve, stderr=full, env=environment)
+    try:
+        wait_until(lambda: is_ready(url) or process.poll() is not None, 60)
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))  # no file may get a first byte; inherited by new children
+        expected = httpx.post(url + "/v1/completions", json=body_of(5, 6, max_tokens=400), timeout=60).json()["choices"][0]["text"]
+        text = ""
+        with httpx.stream("POST", url + "/v1/completions", json=body_of(5, 6, max_tokens=400, stream=True), timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    if not text:
+                        psutil.Process(process.pid).children()[0].kill()
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        assert text == expected
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+def test_clients_that_do_not_read(fake_server: RunningServer) -> None:
+    """They keep neither the engine nor other clients waiting, and find everything when they do read."""
+    body: dict[str, Any] = body_of(5, 6, 7, max_tokens=450, stream=True, logprobs=5)
+    slow = [connect(fake_server, body) for _ in range(16)]
+    answer = fake_server.post("/v1/completions", {**body, "stream": False})
+    expected = answer.json()["choices"][0]["text"]
+    wait_until(lambda: fake_server.get("/server_info")["running"] == 0)
+    for connection in slow:
+        with connection:
+            connection.shutdown(socket.SHUT_WR)
+            events = [json.loads(line[6:]) for line in read_all(connection).split(b"\n") if line.startswith(b"data: {")]
+            assert "".join(event["choices"][0]["text"] for event in events) == expected
