@@ -97,6 +97,19 @@ def test_a_language_model_embeds_by_its_last_token(name: str, tmp_path: Path) ->
     assert loop.stats["cached"] > 0
 
 
+def test_an_embedding_model_saved_as_a_body_under_its_language_models_name(tmp_path: Path) -> None:
+    """As Qwen3-Embedding is; with steps in flight, chunks, and a pool that is too small for all."""
+    folder = as_sentence_folder(make_checkpoint("Qwen3Model", tmp_path), "last", NORMALIZE, longest=256)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    loop = make_loop(folder, cache={"max_total_tokens": 256}, scheduler={"overlap": True, "chunked_prefill_size": 32})
+    each, model = prompts(), load_reference(make_checkpoint("Qwen3Model", tmp_path / "same"))
+    for vector, prompt in zip(loop.pool(each), each, strict=True):
+        truth = wanted(model, prompt, "last")
+        np.testing.assert_allclose(vector, truth / np.linalg.norm(truth), atol=1e-5)
+    loop.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification", "Qwen3ForSequenceClassification"])
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classes(name: str, labels: int, tmp_path: Path) -> None:
@@ -146,7 +159,7 @@ def prepared_id(folder: Path, text: str) -> int:
 
 def test_many_prompts_share_steps_and_long_ones_wait_for_a_whole_step(tmp_path: Path) -> None:
     folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean", NORMALIZE)
-    loop = make_loop(folder, scheduler={"chunked_prefill_size": 128, "max_running_requests": 16})
+    loop = make_loop(folder, scheduler={"chunked_prefill_size": 128, "max_running_requests": 16, "overlap": True})
     each = prompts([128, 1, 127, 100, 30, 128, 8, 8, 8, 128])
     alone = [make_loop(folder).pool([prompt])[0] for prompt in each[:2]]
     got = loop.pool(each)

