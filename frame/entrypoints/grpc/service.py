@@ -244,6 +244,7 @@ class Session:
             return
         await self._places.acquire()  # so that a client that sends and does not read cannot fill the memory
         self._tasks[request.id] = asyncio.create_task(self._run(request))
+        await asyncio.sleep(0)  # it has begun, so that whoever cancels it meets its `finally`
 
     async def _run(self, request: Any) -> None:
         try:

@@ -9,12 +9,13 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
 from frame.entrypoints.http.errors import ApiError
 
-PATIENCE = 1.0  # seconds for a request's head
+PATIENCE = 1.0  # seconds for a whole connection: a slow client must not hold up the start
 LONGEST_HEAD = 16 * 1024
 RETRY_AFTER = 2  # seconds
 LIVE = b"/health/live"
@@ -49,14 +50,14 @@ class StartingServer:
             with contextlib.suppress(OSError):  # whatever one client does, the next is served
                 connection, _ = self._listener.accept()
                 with connection:
-                    connection.settimeout(PATIENCE)
-                    _serve(connection)
+                    _serve(connection, time.monotonic() + PATIENCE)
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, until: float) -> None:
+    """Answer, and be done at `until` (seconds, monotonic). Raises OSError, TimeoutError among them."""
     head = b""
     while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
-        part = connection.recv(4096)
+        part = _read(connection, until)
         if not part:
             return
         head += part
@@ -68,7 +69,13 @@ def _serve(connection: socket.socket) -> None:
         b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (status, len(body), body)
     )
     connection.shutdown(socket.SHUT_WR)
-    with contextlib.suppress(TimeoutError):  # what is left of a body is read, lest the kernel resets the connection before the answer is
-        for _ in range(LONGEST_HEAD // 4):
-            if not connection.recv(65536):
-                return
+    while _read(connection, until):  # what is left of a body, lest the kernel resets the connection before the answer is read
+        pass
+
+
+def _read(connection: socket.socket, until: float) -> bytes:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
+    return connection.recv(65536)

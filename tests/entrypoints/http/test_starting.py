@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,32 @@ def test_odd_clients_do_not_stop_it() -> None:
                 while odd.recv(4096):
                     pass
         assert httpx.get(url + "/health/live", trust_env=False).status_code == 200
+
+
+def test_slow_clients_do_not_hold_up_the_start() -> None:
+    stop = threading.Event()
+
+    def drip(slow: socket.socket) -> None:
+        while not stop.wait(0.02):
+            try:
+                slow.send(b"x")
+            except OSError:
+                return
+
+    with (
+        listening() as (listener, url),
+        StartingServer(listener),
+        socket.create_connection(listener.getsockname()) as head,
+        socket.create_connection(listener.getsockname()) as body,
+    ):
+        body.sendall(b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n")
+        threads = [threading.Thread(target=drip, args=(slow,)) for slow in (head, body)]
+        for thread in threads:
+            thread.start()
+        assert httpx.get(url + "/health/live", trust_env=False, timeout=60).status_code == 200
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_what_comes_later_is_the_real_servers() -> None:
