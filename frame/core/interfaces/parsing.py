@@ -54,8 +54,9 @@ class ReasoningParser(ABC):
 
     keeps_special_tokens: ClassVar[bool] = False  # its marks are special tokens, which have to stay in the text
 
-    def begin(self, prompt_end: str) -> None:
-        """Told before the first `feed` how the prompt ends, special tokens included: it may have opened the thinking, or closed it."""
+    def begin(self, prompt_end: str, may_think: bool = True) -> None:
+        """Told before the first `feed` how the prompt ends, special tokens included: it may have opened the thinking, or closed it.
+        `may_think` is false where the client switched thinking off."""
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:
         """The format of a whole output whose `answer` (or calls) is constrained: what comes before and after it is this parser's to say."""

@@ -25,18 +25,16 @@ PROMPT_END = 32  # tokens at the prompt's end that tell a parser where the answe
 
 
 class ParserPair:
-    """The parsers of one sequence, already told what they have to know. Either may be missing. Without `may_think` a constrained answer
-    begins at once."""
+    """The parsers of one sequence, already told what they have to know. Either may be missing."""
 
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, use: ToolUse | None, prompt_end: str, may_think: bool = True
     ) -> None:
-        self._may_think = may_think
         self.reasoning = reasoning
         self.tools = tools
         self.use = use
         if reasoning is not None:
-            reasoning.begin(prompt_end)
+            reasoning.begin(prompt_end, may_think)
         if tools is not None and use is not None:
             tools.begin(use.rule.functions)
 
@@ -57,7 +55,7 @@ class ParserPair:
 
     def _whole(self, form: Format, *, is_calls: bool) -> Format:
         """The format of the output whose answer or calls have this form."""
-        return form if self.reasoning is None or not self._may_think else self.reasoning.grammar(form, is_calls=is_calls)
+        return form if self.reasoning is None else self.reasoning.grammar(form, is_calls=is_calls)
 
     def _with_calls(self, params: SamplingParams) -> SamplingParams:
         assert self.use is not None

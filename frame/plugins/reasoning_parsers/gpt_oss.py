@@ -24,6 +24,7 @@ class GptOss(ReasoningParser):
 
     def __init__(self) -> None:
         self._held = ""
+        self._may_think = True
         self._is_header = True
         self._is_thinking = False
         self._is_call = False
@@ -31,8 +32,9 @@ class GptOss(ReasoningParser):
         self._reasoning: list[str] = []
         self._content: list[str] = []
 
-    def begin(self, prompt_end: str) -> None:
+    def begin(self, prompt_end: str, may_think: bool = True) -> None:
         """A prompt may end within a message."""
+        self._may_think = may_think
         _, start, header = prompt_end.rpartition(START)
         if start and MESSAGE in header and not any(end in header for end in ENDS):
             self._open(header.partition(MESSAGE)[0])
@@ -46,7 +48,8 @@ class GptOss(ReasoningParser):
             ],
         }
         header: list[Format] = [] if is_calls else [{"type": "const_string", "value": FINAL}]
-        return {"type": "sequence", "elements": [{"type": "optional", "content": thinking}, *header, answer]}
+        optional: list[Format] = [{"type": "optional", "content": thinking}] if self._may_think else []
+        return {"type": "sequence", "elements": [*optional, *header, answer]}
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text

@@ -16,12 +16,16 @@ class ThinkTags(ReasoningParser):
 
     def __init__(self, options: ThinkTagsOptions | None = None) -> None:
         self._options = options or ThinkTagsOptions()
+        self._starts_open = self._options.starts_open
+        self._opens_itself = self._options.opens_itself
         self._state = _START
         self._held = ""
         self._is_first = True  # nothing of the thinking was given out yet
 
-    def begin(self, prompt_end: str) -> None:
-        """What the prompt ends with counts more than `starts_open`."""
+    def begin(self, prompt_end: str, may_think: bool = True) -> None:
+        """What the prompt ends with counts more than `starts_open`, and so does thinking that is switched off."""
+        self._starts_open = self._starts_open and may_think
+        self._opens_itself = self._opens_itself and may_think
         end = prompt_end.rstrip()
         if end.endswith(self._options.open):
             self._state = _THINKING
@@ -29,8 +33,8 @@ class ThinkTags(ReasoningParser):
             self._state = _GAP
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        is_open = self._state == _THINKING or (self._state == _START and self._options.starts_open)
-        if self._state in (_GAP, _ANSWER) or not (is_open or self._options.opens_itself):
+        is_open = self._state == _THINKING or (self._state == _START and self._starts_open)
+        if self._state in (_GAP, _ANSWER) or not (is_open or self._opens_itself):
             return answer
         begin = "" if is_open else self._options.open
         thinking: Format = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": self._options.close}
@@ -57,7 +61,7 @@ class ThinkTags(ReasoningParser):
 
     def finish(self) -> ReasoningDelta:
         held, self._held = self._held, ""
-        if self._state == _THINKING or (self._state == _START and self._options.starts_open):
+        if self._state == _THINKING or (self._state == _START and self._starts_open):
             return ReasoningDelta(reasoning=held)
         return ReasoningDelta(content=held)
 
@@ -69,7 +73,7 @@ class ThinkTags(ReasoningParser):
         if text.startswith(tag):
             self._state, self._held = _THINKING, text[len(tag) :]
         else:
-            self._state = _THINKING if self._options.starts_open else _ANSWER
+            self._state = _THINKING if self._starts_open else _ANSWER
 
     def _think(self) -> str:
         tag = self._options.close

@@ -64,6 +64,16 @@ def test_the_end_of_the_prompt_counts(name):
     assert parse(name, ["b </think>"], "<think>\n\n</think>\n\n") == ("", "b </think>")
 
 
+def test_thinking_that_is_switched_off():
+    answer = {"type": "const_string", "value": "7"}
+    for name in NAMES:
+        parser = make(name)
+        parser.begin("<assistant>", may_think=False)
+        form = json.dumps(parser.grammar(answer, is_calls=False))
+        assert "any_text" not in form
+        assert parser.feed(f"{FINAL.get(name, '')}7 of 8").content + parser.finish().content == "7 of 8"
+
+
 def test_a_prompt_that_ends_in_a_harmony_message():
     assert parse(
         "gpt-oss", ["a<|end|><|start|>assistant<|channel|>final<|message|>b"], "<|start|>assistant<|channel|>analysis<|message|>"
