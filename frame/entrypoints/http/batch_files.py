@@ -120,7 +120,8 @@ class FileStore:
         """A card or a batch, whole or not at all."""
         assert _NAME.fullmatch(name)
         new = self.folder / f"{name}.json.new"
-        new.write_bytes(body)
+        with open(new, "wb", opener=_private) as card:
+            card.write(body)
         new.replace(self.folder / f"{name}.json")
 
     def _unlink(self, name: str) -> None:

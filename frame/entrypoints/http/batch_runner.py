@@ -200,19 +200,29 @@ class BatchRunner:
     async def _all_lines(self, batch: Batch, outputs: list[Output]) -> None:
         """Raises what ends the batch early: OSError, NoRoomError, _BatchError, _ExpiredError."""
         lines: BinaryIO = await asyncio.to_thread(self.files.path(batch.input_file_id).open, "rb")
+        ends: list[Exception] = []
         try:
             async with asyncio.TaskGroup() as group:
-                while line := await asyncio.to_thread(lines.readline):
+                while not ends and (line := await asyncio.to_thread(lines.readline)):
                     if not line.strip():
                         continue
                     await self._places.acquire()
-                    group.create_task(self._line(batch, line, outputs)).add_done_callback(lambda _: self._places.release())
-        except ExceptionGroup as failed:  # of several lines; one says enough
-            raise failed.exceptions[0] from None
+                    task = group.create_task(self._line(batch, line, outputs, ends))
+                    task.add_done_callback(lambda _: self._places.release())
         finally:
             lines.close()
+        if ends:
+            raise ends[0]
 
-    async def _line(self, batch: Batch, line: bytes, outputs: list[Output]) -> None:
+    async def _line(self, batch: Batch, line: bytes, outputs: list[Output], ends: list[Exception]) -> None:
+        """Answer a line, or put into `ends` why the batch is over: the lines that run meanwhile are still answered."""
+        try:
+            if not ends:
+                await self._answer_line(batch, line, outputs)
+        except (OSError, NoRoomError, _BatchError, _ExpiredError) as error:
+            ends.append(error)
+
+    async def _answer_line(self, batch: Batch, line: bytes, outputs: list[Output]) -> None:
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
         try:

@@ -104,7 +104,15 @@ async def test_the_ends_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(batch_runner, "WINDOW", -1)
     assert (await server.over(await server.begin(3))).status == "expired"
     monkeypatch.undo()
+    server.gate.clear()
+    before, running = len(server.asked), await server.begin(3)
+    async with asyncio.timeout(30):
+        while len(server.asked) == before:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
     server.is_stopping = True
+    server.gate.set()
+    await server.over(running)
+    assert (running.status, running.completed, len(server.lines(running.output_file_id))) == ("failed", 1, 1)  # what ran was answered
     stopped = await server.over(await server.begin(3))
     assert (stopped.status, "stopped" in (stopped.error or "")) == ("failed", True)
 
