@@ -17,6 +17,7 @@ from tests.fuzz.mutations import TEXTS, dumped, mutated, spoiled
 from tests.fuzz.requests import BODIES
 
 AT_ONCE = 8
+FIRST, ROUNDS = int(os.environ.get("FRAME_FUZZ_FIRST", "2")), int(os.environ.get("FRAME_FUZZ_ROUNDS", "50"))  # 20,000 each
 HEADERS = (b"authorization", b"content-type", b"x-request-timeout", b"x-request-id", b"content-length", b"accept", b"traceparent")
 METHODS = ("POST", "GET", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "X")
 STOPPING = {"/pause_generation"}  # does what it says: nothing after it would be answered
@@ -103,7 +104,7 @@ async def test_every_endpoint() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2, 2 + int(os.environ.get("FRAME_FUZZ_ROUNDS", "50"))))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + ROUNDS))
 async def test_every_endpoint_for_long(seed: int) -> None:
     async with serving() as server:
         print(seed, await attack(server, seed, 20_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,15 @@ async def test_keys_do_not_see_each_others_prefixes(tmp_path: Path) -> None:
     async with serving({"server": {"api_keys": str(file), "share_cache": True}}) as server:
         assert await cached(server, "one") == 0
         assert await cached(server, "two") > 0
+
+
+async def test_a_key_has_its_share(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
+    async with serving({"server": {"api_keys": str(file), "max_requests_per_key": 1}}) as server:
+        answers = await asyncio.gather(*(server.post("/generate", body, x_api_key=key) for key in ("one", "one", "two")))
+        assert [answer.status for answer in answers] == [200, 429, 200]
+        assert answers[1].headers["retry-after"] == "1"
+        assert answers[1].json()["error"]["type"] == "rate_limit_error"
+        assert (await server.post("/generate", body, x_api_key="one")).status == 200  # its place came back
