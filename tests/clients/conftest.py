@@ -66,5 +66,15 @@ def clients_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 
 
 @pytest.fixture(scope="session")
+def quick_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A fake model with room for batches, 1 ms a step."""
+    folder = tmp_path_factory.mktemp("batches") / "new"
+    batches = ("--batch-folder", str(folder), "--batch-max-bytes", "60000", "--batch-concurrency", "4")
+    parsers = ("--reasoning-parser", "think-tags", "--tool-call-parser", "hermes")
+    with RunningServer(checkpoint, *batches, *parsers, "--max-model-len", "128", env={"FRAME_FAKE_STEP": "0.001"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def url(clients_server: RunningServer) -> str:
     return clients_server.url

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -20,16 +18,8 @@ def line(name: str, body: Any = BODY, url: str = "/v1/chat/completions") -> str:
 
 
 @pytest.fixture(scope="module")
-def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("batches") / "new"
-    flags = ("--batch-folder", str(folder), "--batch-max-bytes", "60000", "--batch-concurrency", "4", "--max-model-len", "512")
-    with RunningServer(checkpoint, *flags, env={"FRAME_FAKE_STEP": "0.002"}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(running: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0)
+def client(quick_server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=quick_server.url + "/v1", api_key="none", max_retries=0)
 
 
 def begin(client: openai.OpenAI, text: str, endpoint: str = "/v1/chat/completions") -> Any:
@@ -72,15 +62,15 @@ def test_completions_and_responses(client: openai.OpenAI) -> None:
         assert batch.request_counts.completed == 1, records(client, batch.error_file_id)
 
 
-def test_cancelling_keeps_what_was_done(client: openai.OpenAI, running: RunningServer) -> None:
-    short, long = BODY | {"max_tokens": 1}, BODY | {"max_tokens": 400, "ignore_eos": True}
+def test_cancelling_keeps_what_was_done(client: openai.OpenAI, quick_server: RunningServer) -> None:
+    short, long = BODY | {"max_tokens": 1}, BODY | {"max_tokens": 90, "ignore_eos": True}
     batch = begin(client, line("short", short) + "".join(line(f"long-{i}", long) for i in range(40)))
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 1)
     client.batches.cancel(batch.id)
     batch = finished(client, batch)
     assert batch.status == "cancelled"
     assert "short" in [answer["custom_id"] for answer in records(client, batch.output_file_id)]
-    wait_until(lambda: running.get("/server_info")["outstanding"] == 0)  # what ran has been stopped
+    wait_until(lambda: quick_server.get("/server_info")["outstanding"] == 0)  # what ran has been stopped
 
 
 def test_files(client: openai.OpenAI) -> None:
