@@ -267,12 +267,15 @@ class Engine:
             )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End the requests of a step that raised, and go on, unless the device is gone."""
+        """End the requests of a step that raised, and go on. A device that is gone is no fault of theirs: they are left as they are, to go
+        on in another engine where there will be one."""
+        if isinstance(error, DeviceLost):
+            raise DeviceLost(f"the device is lost in step {batch.step}: {_sentence(error)}") from error
         ended = self.scheduler.fail(batch, f"the model failed on this request's batch: {_sentence(error)}")
         log.error("step %d failed: %s; its requests: %s", batch.step, _sentence(error), ", ".join(ended.rids) or "none", exc_info=error)
         self._failures += bool(ended.rids)  # a step that was built on a failed one fails for nobody
         self._send(ended)
-        if isinstance(error, DeviceLost) or self._failures >= MAX_FAILURES:
+        if self._failures >= MAX_FAILURES:
             raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {_sentence(error)}") from error
 
 

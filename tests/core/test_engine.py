@@ -220,8 +220,8 @@ def test_a_lost_device_ends_the_engine(overlap: bool) -> None:
     runner = Counting({0: DeviceLost("gone")})
     running = Running(runner, overlap)
     running.near.send(generate("a"))
-    assert running.finish("a")["a"][1].reason == "error"
     running.until(lambda seen: any(isinstance(m, Fatal) for m in seen))
+    assert not any(isinstance(m, Tokens) for m in running.seen)  # the request may go on elsewhere
     running.thread.join(10)
     assert isinstance(running.error, DeviceLost)
     assert runner.closed

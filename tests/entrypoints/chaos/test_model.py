@@ -38,7 +38,9 @@ def answers(server: RunningServer, victim: str = "", how: signal.Signals = signa
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
-                choice = json.loads(line[6:])["choices"][0]
+                event = json.loads(line[6:])
+                assert "error" not in event, (event, body)
+                choice = event["choices"][0]
                 text, reason = text + choice["text"], choice["finish_reason"] or reason
                 logprobs += (choice.get("logprobs") or {}).get("tokens", [])
                 if not struck and len(text) > 30:
