@@ -107,7 +107,9 @@ async def test_no_route_takes_tensors() -> None:
 
 
 FETCHING = ("requests", "urllib.request", "http.client", "aiohttp", "httpx", "ftplib", "huggingface_hub")
-CLIENTS = ("frame.entrypoints.cli", "frame.entrypoints.eval", "frame.testing")  # programs that talk to a server
+# programs and libraries that talk to a server
+TALKERS = ("cli", "eval", "bench", "remote")
+CLIENTS = ("frame.testing", *(f"frame.entrypoints.{name}" for name in TALKERS))
 
 
 def test_the_server_fetches_nothing() -> None:
