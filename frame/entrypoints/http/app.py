@@ -19,6 +19,7 @@ from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
+from frame.entrypoints.http.origin import foreign_page
 from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
@@ -45,7 +46,7 @@ ROUTES: Routes = (
     *page.ROUTES,
     *admin.ROUTES,
 )
-ADMIN_ROUTES: Routes = (*admin.ROUTES, *native.OBSERVING)  # of the listener for operators
+ADMIN_ROUTES: Routes = (*admin.ROUTES, *native.OBSERVING, *page.ROUTES)  # of the listener for operators
 ADMIN_PATHS = frozenset(operation.path for operation in admin.ROUTES)
 
 
@@ -95,6 +96,7 @@ class App:
         self._services = services
         self._keys = None if is_admin else load_keys(server)
         self._admin = admin.AdminGuard(server, is_admin)
+        self._is_open_to_all = server.insecure
         self._most_per_key = server.max_requests_per_key
         self._num_open: Counter[str] = Counter()  # requests by tenant; as many entries as keys
         routes: Routes = ADMIN_ROUTES if is_admin else ROUTES
@@ -122,8 +124,11 @@ class App:
                 if self._keys is not None and not self._admin.opens(scope["headers"]) and self._keys.tenant(scope["headers"]) is None:
                     raise _no_key()  # to strangers these are paths like any other
                 self._admin.check(scope["headers"])
+                self._check_origin(scope)
                 await self._route(scope, receive, send)
                 return
+            if self._keys is None:
+                self._check_origin(scope)
             if self._keys is None or scope["path"] in OPEN_PATHS or page.is_open(scope["path"]):
                 await self._route(scope, receive, send)
                 return
@@ -136,6 +141,13 @@ class App:
             await self._refuse(scope, receive, send, error)
         except HTTPException as error:
             await self._refuse(scope, receive, send, _method_error(scope, error))
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Where no key is asked for, a browser must not be made to act for a page from elsewhere."""
+        foreign = None if self._is_open_to_all else foreign_page(scope["headers"])
+        if foreign is not None:
+            page_name = foreign[:LONGEST_PATH]
+            raise ApiError(403, f"a page of {page_name} may not use this server, which has no key; set --api-key, and let the page send it")
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text

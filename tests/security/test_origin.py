@@ -1,0 +1,50 @@
+"""Pages from elsewhere do not act through a browser on a server without keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.entrypoints.http.origin import foreign_page
+from tests.entrypoints.inprocess import serving
+
+BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "is_foreign"),
+    [
+        (None, "127.0.0.1:30000", False),
+        (None, "anything", False),
+        ("http://127.0.0.1:30000", "127.0.0.1:30000", False),
+        ("http://localhost:30000", "localhost:30000", False),
+        ("http://[::1]:30000", "[::1]:30000", False),
+        ("https://evil.example", "127.0.0.1:30000", True),
+        ("http://127.0.0.1:8080", "127.0.0.1:30000", True),
+        ("null", "127.0.0.1:30000", True),
+        ("http://evil.example:30000", "evil.example:30000", True),  # its name was given this machine's address
+        ("", "", True),
+    ],
+)
+def test_what_is_foreign(origin: str | None, host: str, is_foreign: bool) -> None:
+    headers = [(b"host", host.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
+    assert (foreign_page(headers) is not None) == is_foreign
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/v1/completions", "/page/cache.json"])
+async def test_a_foreign_page_is_refused(path: str) -> None:
+    headers = [(b"host", b"127.0.0.1:30000"), (b"origin", b"https://evil.example")]
+    method = "GET" if path.endswith(".json") else "POST"
+    async with serving({}) as server:
+        answer = await server.request(method, path, BODY, headers)
+        assert answer.status == 403
+        assert "evil.example" in answer.json()["error"]["message"]
+        own = [(b"host", b"127.0.0.1:30000"), (b"origin", b"http://127.0.0.1:30000")]
+        assert (await server.request(method, path, BODY, own)).status == 200
+
+
+async def test_keys_decide_where_there_are_keys() -> None:
+    headers = [(b"host", b"api.example"), (b"origin", b"https://app.example"), (b"authorization", b"Bearer secret")]
+    async with serving({"server": {"api_key": "secret"}}) as server:
+        assert (await server.request("GET", "/v1/models", b"", headers)).status == 200
+    async with serving({"server": {"insecure": True}}) as server:
+        assert (await server.request("GET", "/v1/models", b"", headers)).status == 200
