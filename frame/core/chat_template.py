@@ -86,7 +86,7 @@ class ChatTemplate:
         add_generation_prompt = bool(arguments.pop("add_generation_prompt", add_generation_prompt and not continues))
         if continues:
             messages = _to_be_continued(messages, add_generation_prompt)
-        taken = RESERVED & set(arguments or {})
+        taken = RESERVED & set(arguments)
         if taken:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; use the request's own fields")
         if not self._has_tools:

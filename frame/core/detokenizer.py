@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from frame.core.interfaces.parsing import held_back
 from frame.core.messages import Finish, Text, TokenLogprobs, Tokens, Watch
 
 if TYPE_CHECKING:
@@ -136,17 +137,9 @@ class TextStream:
             at, _, stop = found
             self.held = ""
             return text[: at + len(stop) if self.include_stop else at], stop
-        keep = max(_overlap(text, stop) for stop in self.stops)
+        keep = held_back(text, *self.stops)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep], None
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class Detokenizer:

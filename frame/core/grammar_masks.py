@@ -16,20 +16,25 @@ if TYPE_CHECKING:
 
 BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP side answers 400
 BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
-SLOWEST = 1.0  # seconds for one mask; everybody waits for it, so a grammar that takes longer ends its request
+SLOWEST = 1.0  # seconds of CPU for one mask; everybody waits for it, so a grammar that takes longer ends its request
+
+
+def sentence_of(error: Exception) -> str:
+    """Why a request has no grammar: a ValueError is about the grammar itself, anything else is its backend's fault."""
+    return f"{BAD_GRAMMAR}: {error}" if isinstance(error, ValueError) else f"the grammar backend failed: {type(error).__name__}: {error}"
 
 
 class FailedGrammar:
     """Stands for a grammar whose mask could not be had: allows everything, and ends the request at its next token."""
 
-    def __init__(self, sentence: str) -> None:
-        self._sentence = sentence
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def fill(self, mask: np.ndarray) -> bool:
         return False
 
     def accept(self, token_id: int) -> bool:
-        raise ValueError(self._sentence)
+        raise self._error
 
     def is_finished(self) -> bool:
         return False
@@ -42,20 +47,21 @@ def fill_masks(table: RequestTable, slots: np.ndarray, vocab_size: int) -> np.nd
     if not constrained.size:
         return None
     mask = np.full((len(slots), -(-vocab_size // 32)), -1, np.int32)
-    last = time.perf_counter()
+    last = time.thread_time()  # a process that was stopped, or has no core, is not the grammar's fault
     for i in constrained.tolist():
         request = table.requests[int(slots[i])]
         if request is None or request.grammar is None:  # it has left since the step was built
             continue
         try:
             is_limited = request.grammar.fill(mask[i])
-        except ValueError as error:
-            request.grammar, is_limited = FailedGrammar(str(error)), False
+        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+            request.grammar, is_limited = FailedGrammar(error), False
         if not is_limited:
             mask[i] = -1
-        now = time.perf_counter()
+        now = time.thread_time()
         if now - last > SLOWEST:
-            request.grammar = FailedGrammar(f"one token takes {now - last:.1f} s to look for, the limit is {SLOWEST:g} s; simplify it")
+            sentence = f"one token takes {now - last:.1f} s to look for, the limit is {SLOWEST:g} s; simplify it"
+            request.grammar = FailedGrammar(ValueError(sentence))
         last = now
     return mask
 
@@ -66,13 +72,13 @@ def advance(grammar: Grammar, token: int) -> tuple[bool, str]:
         if not grammar.accept(token):
             return False, BROKEN_GRAMMAR
         return grammar.is_finished(), ""
-    except ValueError as error:
-        return False, f"{BAD_GRAMMAR}: {error}"
+    except Exception as error:  # noqa: BLE001 - as above
+        return False, sentence_of(error)
 
 
 def replay(grammar: Grammar, tokens: Iterable[int]) -> str:
     """Bring a grammar to where a request was that comes back with output. -> why it cannot be; "" when it is there."""
     try:
         return "" if all(grammar.accept(token) for token in tokens) else BROKEN_GRAMMAR
-    except ValueError as error:
-        return f"{BAD_GRAMMAR}: {error}"
+    except Exception as error:  # noqa: BLE001 - as above
+        return sentence_of(error)

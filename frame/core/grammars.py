@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frame.core.grammar_masks import BAD_GRAMMAR
+from frame.core.grammar_masks import BAD_GRAMMAR, sentence_of
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.request import QUEUE_FULL
@@ -206,4 +206,7 @@ def _outcome(source: _Compilation | CompiledGrammar | ValueError) -> Grammar | F
     if error is not None:
         return Finish("error", error=f"{BAD_GRAMMAR}: {error}")
     compiled = source.future.result() if isinstance(source, _Compilation) else source
-    return compiled.start()  # type: ignore[union-attr]  # no ValueError any more
+    try:
+        return compiled.start()  # type: ignore[union-attr]  # no ValueError any more
+    except Exception as raised:  # noqa: BLE001 - the backend's fault, and this request's alone
+        return Finish("error", error=sentence_of(raised))

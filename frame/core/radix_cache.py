@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Mat
 
 _NO_PAGES = np.empty(0, np.int32)
 _FIRST_IDS = 16  # tokens of a run that an outline shows
+_LOOKED_AT = 4096  # nodes, at most, among which an outline looks for the latest: requests wait for it
 
 
 class Node:
@@ -158,10 +160,14 @@ class RadixCache(PrefixCache):
 
     def outline(self, limit: int) -> list[CachedRun]:
         picked: list[tuple[Node, int]] = []
-        queue = _latest((child for root in self._roots.values() for child in root.children.values()), limit, -1)
+        roots = _ends(self._roots, _LOOKED_AT // 4)
+        tops = [child for root in roots for child in _ends(root.children, _LOOKED_AT // (2 * len(roots)))]
+        queue, left = _latest(tops, limit, -1), _LOOKED_AT - len(tops)
         while queue and len(picked) < limit:
             *_, node, parent = heapq.heappop(queue)
-            for entry in _latest(node.children.values(), limit, len(picked)):
+            children = _ends(node.children, left // 2)
+            left -= len(children)
+            for entry in _latest(children, limit, len(picked)):
                 heapq.heappush(queue, entry)
             picked.append((node, parent))
         shown = Counter(parent for _, parent in picked)
@@ -349,6 +355,13 @@ def _parent(node: Node) -> Node:
     if node.parent is None:
         raise RuntimeError("a node that has left the radix tree is used")
     return node.parent
+
+
+def _ends(nodes: dict[Any, Node], most: int) -> list[Node]:
+    """All nodes, or of more than `most` the newest and the oldest: those have lived so long because they are used."""
+    if len(nodes) <= most:
+        return list(nodes.values())
+    return [*islice(nodes.values(), most // 2), *islice(reversed(nodes.values()), most - most // 2)]
 
 
 def _latest(nodes: Iterable[Node], limit: int, parent: int) -> list[tuple[int, int, Node, int]]:

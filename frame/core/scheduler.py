@@ -65,7 +65,7 @@ class Scheduler:
         self._admission = Admission(config)
         self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
         self._planner = StepPlanner(config, self._running, self._queue, policy)
-        self._outcome = StepOutcome(self._running, self._end_running)
+        self._outcome = StepOutcome(self._running, self._end_running, clock)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
         self._num_prompt_tokens = 0

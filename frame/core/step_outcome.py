@@ -3,7 +3,6 @@ a look at single requests only where one starts, ends or asked for more than its
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,13 +32,14 @@ class Sampled:
 
 
 class StepOutcome:
-    """`end(request, finish, keep)` takes a finished request off the device."""
+    """`end(request, finish, keep)` takes a finished request off the device; `clock` is the scheduler's."""
 
-    def __init__(self, running: RunningSet, end: Callable[[Request, Finish, bool], None]) -> None:
+    def __init__(self, running: RunningSet, end: Callable[[Request, Finish, bool], None], clock: Callable[[], float]) -> None:
         self.num_generated = 0
         self._running = running
         self._table = running.table
         self._end = end
+        self._clock = clock
 
     def apply(self, record: InFlight, result: StepResult) -> Tokens:
         """Append tokens (or hand out vectors), stop, insert, free. `record` must not be in flight any more."""
@@ -84,8 +84,8 @@ class StepOutcome:
         message = Tokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests])
         for i, (request, entry) in enumerate(zip(requests, entries.tolist(), strict=True)):
             finish = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}") if broken[i] else Finish("stop")
-            message.finishes[i], message.cached[i] = finish, request.cached_tokens
-            message.waited[i] = round(request.admitted - request.arrival, 6)
+            message.finishes[i] = finish
+            _report_start(request, i, message)
             if not broken[i]:
                 message.pooled[i] = pooled[entry].tobytes()
             self._end(request, finish, not broken[i])
@@ -113,9 +113,8 @@ class StepOutcome:
             request = self._table.request(slot)
             if flags & FIRST:
                 request.is_reported = True
-                message.cached[i] = request.cached_tokens
-                request.first_token = time.monotonic()
-                message.waited[i] = round(request.admitted - request.arrival, 6)
+                request.first_token = self._clock()
+                _report_start(request, i, message)
             if flags & PROMPT_LOGPROBS:
                 message.prompt_logprobs[i] = _prompt_logprobs(request)
                 request.wants_prompt_logprobs, request.prompt_logprobs = False, []
@@ -145,6 +144,12 @@ class StepOutcome:
                 request = self._table.request(int(record.slots[row]))
                 if request.wants_prompt_logprobs:
                     request.prompt_logprobs.append(chunk)
+
+
+def _report_start(request: Request, i: int, message: Tokens) -> None:
+    """What a request's first result says about its beginning."""
+    message.cached[i] = request.cached_tokens
+    message.waited[i] = round(request.admitted - request.arrival, 6)
 
 
 def _advance_grammar(grammar: Grammar, token: int, i: int, sampled: Sampled) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
-from frame.core.grammar_masks import SLOWEST, FailedGrammar, advance, replay
+from frame.core.grammar_masks import SLOWEST, FailedGrammar, advance, fill_masks, replay
 from frame.core.grammars import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.messages import Finish, Generate
+from frame.core.request import Request
+from frame.core.request_table import RequestTable
 from frame.core.sampling_params import SamplingParams
 
 
@@ -187,9 +191,58 @@ def test_processes_compile_and_the_backend_loads() -> None:
 
 
 def test_a_failed_grammar_ends_its_request() -> None:
-    failed = FailedGrammar("it is too complex")
+    failed = FailedGrammar(ValueError("it is too complex"))
     assert not failed.fill(np.zeros(2, np.int32))
     assert advance(failed, 3) == (False, "invalid grammar: it is too complex")
     assert replay(failed, [1]) == "invalid grammar: it is too complex"
     assert replay(Free(), [1, 2]) == "" and "breaks" in replay(Free(), [7])
-    assert SLOWEST > 0.1
+
+
+def one_row(grammar: Grammar) -> tuple[RequestTable, Request, np.ndarray]:
+    table = RequestTable(2, 4)
+    request = Request("r", np.array([1], np.int32), SamplingParams(regex="x"), 0, 0, 0.0, 100.0, 10)
+    request.tokens, request.grammar = request.all_tokens(), grammar
+    table.enter(request)
+    return table, request, np.array([request.slot])
+
+
+def test_a_backend_that_raises_ends_its_request_alone() -> None:
+    class Broken(Free):
+        def fill(self, mask: np.ndarray) -> bool:
+            raise KeyError("lost")
+
+    class Unstartable(Compiled):
+        def start(self) -> Grammar:
+            raise RuntimeError("no room")
+
+    class Backend(GrammarBackend):
+        def compile(self, kind: str, source: str) -> CompiledGrammar:
+            return Unstartable(1)
+
+    table, request, slots = one_row(Broken())
+    mask = fill_masks(table, slots, 40)
+    assert mask is not None and (mask == -1).all() and request.grammar is not None
+    assert advance(request.grammar, 3) == (False, "the grammar backend failed: KeyError: 'lost'")
+    compiler = GrammarCompiler(lambda: Backend(None, 40))
+    compiler.hold(ask("r", regex="x"))
+    assert collect(compiler, 1)["r"] == Finish("error", error="the grammar backend failed: RuntimeError: no room")
+    compiler.close()
+
+
+def test_slow_masks_end_their_request_and_stopped_processes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Free):
+        def fill(self, mask: np.ndarray) -> bool:
+            times.append(times[-1] + SLOWEST + 0.1)
+            return False
+
+    times = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: times[-1])
+    table, slow, slots = one_row(Slow())
+    fill_masks(table, slots, 40)
+    assert isinstance(slow.grammar, FailedGrammar) and "simplify it" in advance(slow.grammar, 3)[1]
+
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # no work, however long it took
+    monkeypatch.setattr(time, "perf_counter", lambda: times[-1])
+    table, stopped, slots = one_row(Slow())
+    fill_masks(table, slots, 40)
+    assert not isinstance(stopped.grammar, FailedGrammar)

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from frame.core import radix_cache
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 from frame.core.no_cache import NoCache
 from frame.core.radix_cache import RadixCache
@@ -120,7 +121,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_evictable == len(self.model) - locked
         assert sorted(self.cache.owned_pages().tolist()) == sorted(self.model.values())
 
-
     @invariant()
     def is_outlined(self) -> None:
         if not hasattr(self, "cache"):
@@ -137,6 +137,28 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestCache = CacheMachine.TestCase
+
+
+def test_an_outline_of_a_large_tree_looks_at_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+    latest = radix_cache._latest
+
+    def counted(nodes: list[Any], limit: int, parent: int) -> Any:
+        looked_at.extend(nodes)
+        return latest(nodes, limit, parent)
+
+    monkeypatch.setattr(radix_cache, "_latest", counted)
+    monkeypatch.setattr(radix_cache, "_LOOKED_AT", 64)
+    cache = RadixCache(1, POLICIES["lru"]())
+    for page in range(0, 800, 2):
+        token = page // 2 % 200
+        cache.insert(ids([token, token]), ids([page, page + 1]), "" if page < 400 else "tenant")
+    cache.insert(ids([0, 0, 5]), ids([0, 1, 5000]))  # old, and used
+    runs = cache.outline(4)
+    assert len(looked_at) <= 64
+    assert [(run.first_ids, run.namespace) for run in runs] == [
+        ([0, 0], ""), ([5], ""), ([199, 199], "tenant"), ([198, 198], "tenant"),
+    ]  # fmt: skip
 
 
 def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:

@@ -138,6 +138,6 @@ def test_a_result_of_another_size_is_refused() -> None:
     on = running()
     made = entered(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
-    outcome = StepOutcome(on, lambda ended, finish, keep: None)
+    outcome = StepOutcome(on, lambda ended, finish, keep: None, lambda: 0.0)
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 sampling rows"):
         outcome.apply(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

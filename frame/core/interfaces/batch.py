@@ -60,7 +60,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     released: list[int] = []  # slots whose request left since the last step
     prompt_logprobs: np.ndarray | None = None  # bool [rows]
     grammar_mask: np.ndarray | None = None  # int32 [sampling rows, ceil(vocab / 32)]; bit set = allowed
-    mask_follows: bool = False  # the mask depends on tokens in flight: it comes by `PendingStep.sample`
+    mask_follows: bool = False  # the mask depends on tokens in flight: it comes by `UnsampledStep.sample`
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,7 +93,8 @@ class PrefixCache(ABC):
         """All pages that the cache owns, int32, in any order; for integrity checks."""
 
     def outline(self, limit: int) -> list[CachedRun]:
-        """Up to `limit` runs for display, parents before children, the lately used first. A cache without structure has none."""
+        """Up to `limit` runs for display, parents before children, the lately used first. Requests wait meanwhile, so of a large cache it
+        looks at a part. A cache without structure has none."""
         return []
 
     def relock(self, handles: Iterable[Any]) -> None:

@@ -56,7 +56,8 @@ class LogitsProcessor(ABC):
 
 
 class Grammar(Protocol):
-    """One request's constraint; host state. `fill` and `accept` may raise ValueError, one sentence: the request ends with it."""
+    """One request's constraint; host state. `fill` and `accept` may raise ValueError, one sentence: the request ends with it. So it
+    does with any other error, which is reported as the backend's fault."""
 
     def fill(self, mask: np.ndarray) -> bool:
         """Write the allowed-token bits into int32 [ceil(vocab / 32)]; False when everything is allowed."""
