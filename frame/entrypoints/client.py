@@ -11,12 +11,11 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
-from frame.core.detokenizer import PROMPT_TAIL, Detokenizer
+from frame.core.detokenizer import Detokenizer
 from frame.core.messages import (
     Abort,
     AnyMessage,
@@ -31,11 +30,12 @@ from frame.core.messages import (
     Tokenized,
     TokenLogprobs,
     Tokens,
-    Watch,
 )
 from frame.core.request import TIMED_OUT
 from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.admission import generate_of, watch_of
 from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.client_stats import ClientStats
 from frame.entrypoints.controls import Controls
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
 from frame.entrypoints.readmission import Readmission
@@ -44,27 +44,6 @@ from frame.entrypoints.tracing import TRACE
 log = logging.getLogger(__name__)
 
 ENDED_IT = "this request ended the engine {} times at the same place, the last time alone; it is refused, send another one"
-
-
-@dataclass(slots=True)
-class ClientStats:
-    """What metrics are made of; lists (of seconds, and of tokens a request) are taken and emptied by the reader."""
-
-    first_token: list[float] = field(default_factory=list)
-    inter_token: list[float] = field(default_factory=list)
-    end_to_end: list[float] = field(default_factory=list)
-    queue: list[float] = field(default_factory=list)
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    prompt_sizes: list[float] = field(default_factory=list)
-    output_sizes: list[float] = field(default_factory=list)
-    finished: dict[str, int] = field(default_factory=dict)
-    restarts: dict[str, int] = field(default_factory=dict)  # by process
-    readmitted: int = 0
-    rejected: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class Link(Protocol):
@@ -188,7 +167,7 @@ class EngineClient:
         gone = [s for s in answer.sequences if s.finish is None and self._sequences.pop(s.standing.name, None) is not None]
         if not gone:
             return
-        self._count("abort", len(gone))
+        self.stats.count_ends("abort", len(gone))
         admitted = [sequence.standing.name for sequence in gone if not self._readmission.is_held(sequence)]
         if admitted:
             self.link.send(Abort(rids=admitted))
@@ -313,8 +292,7 @@ class EngineClient:
         for place, waited in message.waited.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.times.waited = waited
-                self.stats.queue.append(waited)
-                self.stats.prefill.append(max(0.0, now - sequence.answer.submitted - waited))
+                self.stats.waited(sequence, waited, now)
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)
@@ -335,16 +313,7 @@ class EngineClient:
         sequence.finish = finish
         self._rids.discard(sequence.rid)
         sequence.answer.open -= 1
-        stats = self.stats
-        stats.end_to_end.append(now - sequence.answer.created)
-        stats.prompt_sizes.append(len(sequence.prompt))
-        stats.output_sizes.append(sequence.num_tokens)
-        if sequence.times.first:
-            stats.decode.append(now - sequence.times.first)
-        self._count(finish.reason, 1)
-
-    def _count(self, reason: str, count: int) -> None:
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + count
+        self.stats.ended(sequence, finish, now)
 
     def _end_here(self, sequences: Sequence[Stream], finish: Finish) -> None:
         """End sequences that the engine does not have (any more)."""
@@ -400,29 +369,13 @@ class EngineClient:
 
     def _admit(self, sequence: Stream) -> None:
         """Send a sequence to the engine, from where it stands."""
-        message, output = sequence.standing.message, list(sequence.standing.output)
-        if message is None:
-            raise RuntimeError(f"{sequence.rid} was never submitted")
-        if sequence.standing.admissions:
-            self.stats.readmitted += 1
-            has_prompt_logprobs = sequence.prompt_logprobs is not None
-            message = msgspec.structs.replace(
-                message,
-                rid=sequence.standing.name,
-                token_ids=sequence.prompt + output,
-                params=msgspec.structs.replace(message.params, prompt_logprobs=None) if has_prompt_logprobs else message.params,
-                output_len=len(output),
-                deadline=max(0.001, sequence.standing.expires - time.monotonic()),
-            )
+        message = generate_of(sequence)
+        self.stats.readmitted += sequence.standing.admissions > 0
         sequence.standing.admissions += 1
-        watch = Watch(
-            rid=sequence.standing.name, params=message.params, prompt_tail=sequence.prompt[-PROMPT_TAIL:], token_ids=output,
-            trace=message.trace,
-        )  # fmt: skip
         if self._detokenizer is not None:
-            self._detokenizer.watch(watch)
+            self._detokenizer.watch(watch_of(sequence, message))
         elif self._remote_text:
-            self.link.send(watch)
+            self.link.send(watch_of(sequence, message))
         self.link.send(message)
 
     def _withdraw(self, sequence: Stream) -> None:

@@ -286,6 +286,7 @@ async def test_after_a_death_a_request_goes_on_where_it_was() -> None:
     client.drain()
     client.reserve(1)
     waiting = client.submit([[5]], [SamplingParams()], rid="new")
+    waiting.sequences[0].standing.expires -= LIMITS.request_timeout - 10.0  # so long it waits for an engine
     assert len(generated(link)) == 1
     client.resume()
     again, new = generated(link)[1:]
@@ -294,6 +295,7 @@ async def test_after_a_death_a_request_goes_on_where_it_was() -> None:
     assert again.rid != first.rid
     assert 0 < (again.deadline or 0) <= LIMITS.request_timeout
     assert (new.rid, new.output_len) == ("new", 0)
+    assert 0 < (new.deadline or 0) <= 10.0  # its time ran on meanwhile
     link.inbox = [late, tokens_of(again, 9, finish=Finish("length")), tokens_of(new, finish=Finish("length"))]
     client.drain()
     assert answer.sequences[0].take()[1] == [9]

@@ -14,7 +14,8 @@ from grpc_reflection.v1alpha import reflection
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.grpc.schema import SERVICE, Schema
-from frame.entrypoints.grpc.service import Service
+from frame.entrypoints.grpc.service import Service, headers_of
+from frame.entrypoints.http.listening import address
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing, load_keys
 from frame.entrypoints.logs import report
@@ -70,7 +71,7 @@ class GrpcServer:
 
     def _tenant_of(self, context: Any) -> str:
         """Of a call that `KeyDoor` has let in."""
-        return "" if self._keys is None else self._keys.tenant(_headers(context.invocation_metadata())) or ""
+        return "" if self._keys is None else self._keys.tenant(headers_of(context.invocation_metadata())) or ""
 
 
 class KeyDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -81,17 +82,13 @@ class KeyDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         is_open = details.method.startswith(f"/{HEALTH}/")
-        if is_open or self._keys.tenant(_headers(details.invocation_metadata)) is not None:
+        if is_open or self._keys.tenant(headers_of(details.invocation_metadata)) is not None:
             return await continuation(details)
         return grpc.stream_stream_rpc_method_handler(_refuse)  # for calls of any shape: it reads nothing
 
 
 async def _refuse(requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong; send the metadata authorization: Bearer KEY")
-
-
-def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    return [(str(k).encode(), v if isinstance(v, bytes) else v.encode("latin-1", "replace")) for k, v in metadata or ()]
 
 
 def _handlers(service: Service, schema: Schema) -> Any:
@@ -112,11 +109,10 @@ def _handlers(service: Service, schema: Schema) -> Any:
 
 
 def _bind(server: Any, host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
     try:
-        bound = server.add_insecure_port(f"{shown}:{port}")
+        bound = server.add_insecure_port(address(host, port))
     except RuntimeError:
         bound = 0
     if not bound:
-        raise ConfigurationError(f"cannot listen on {shown}:{port} for gRPC; choose another --grpc-port")
-    return f"{shown}:{bound}"
+        raise ConfigurationError(f"cannot listen on {address(host, port)} for gRPC; choose another --grpc-port")
+    return address(host, bound)

@@ -49,7 +49,7 @@ class GrpcCaller:
     """Who calls, as `Services.begin` wants to know it. `headers` are the call's metadata."""
 
     def __init__(self, context: Any, tenant: str) -> None:
-        self.headers = [(str(key).encode(), _bytes(value)) for key, value in context.invocation_metadata() or ()]
+        self.headers = headers_of(context.invocation_metadata())
         self.tenant = tenant
         self.request_id = request_id_of(self.headers)
         self.answer: Answer | None = None
@@ -286,5 +286,6 @@ def _status(error: ApiError) -> Any:
     return STATUS.get(error.status, grpc.StatusCode.INTERNAL)
 
 
-def _bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode("latin-1", "replace")
+def headers_of(metadata: Any) -> list[tuple[bytes, bytes]]:
+    """A call's metadata, as HTTP's headers."""
+    return [(str(k).encode(), v if isinstance(v, bytes) else v.encode("latin-1", "replace")) for k, v in metadata or ()]

@@ -8,28 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from frame.core.config import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol
+from frame.entrypoints.http.connections import ConnectionLimits
+from frame.entrypoints.http.listening import HttpServer, address, bound_port
 from frame.entrypoints.logs import report
 
 CONNECTIONS = 256  # at once
 SOCKET_MODE = 0o600
 CLOSE_TIMEOUT = 2.0  # seconds
-
-
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its own signal handlers."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
 
 
 class AdminListener:
@@ -39,11 +29,11 @@ class AdminListener:
         self._patience = server.client_timeout
         self._path = None if server.admin_socket is None else Path(server.admin_socket)
         self.sockets: list[socket.socket] = []
-        self._http: _Uvicorn | None = None
+        self._http: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
         try:
             if server.admin_port is not None:
-                self.sockets.append(_port(server.admin_host, server.admin_port))
+                self.sockets.append(bound_port(server.admin_host, server.admin_port, "--admin-port"))
             if self._path is not None:
                 self.sockets.append(_unix(self._path))
         except BaseException:
@@ -54,13 +44,11 @@ class AdminListener:
         """Serve, in the running loop."""
         if not self.sockets:
             return
-        protocol: Any = partial(GuardedProtocol, limits=ConnectionLimits(CONNECTIONS, self._patience))
-        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none")
-        self._http = _Uvicorn(config)
+        self._http = HttpServer(app, ConnectionLimits(CONNECTIONS, self._patience))
         self._task = asyncio.get_running_loop().create_task(self._http.serve(self.sockets))
         for listener in self.sockets:
             name = listener.getsockname()
-            report(f"admin routes on {name if isinstance(name, str) else f'http://{name[0]}:{name[1]}'}")
+            report(f"admin routes on {name if isinstance(name, str) else f'http://{address(*name[:2])}'}")
 
     async def stop(self) -> None:
         if self._http is not None and self._task is not None:
@@ -75,17 +63,6 @@ class AdminListener:
             listener.close()
         if self._path is not None and has_file:
             self._path.unlink(missing_ok=True)
-
-
-def _port(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigurationError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --admin-port") from error
-    return listener
 
 
 def _unix(path: Path) -> socket.socket:

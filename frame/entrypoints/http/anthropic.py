@@ -10,7 +10,7 @@ import msgspec
 from frame.core.messages import Finish
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.anthropic_schema import CountTokensRequest, MessagesRequest
-from frame.entrypoints.http.blocks import Block, Blocks, BlockWriter, Silent
+from frame.entrypoints.http.blocks import Block, Blocks, Silent
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
@@ -76,7 +76,7 @@ class MessageResponse:
 
     def message(self) -> dict[str, Any]:
         """The whole message, once the answer is complete. Raises ApiError when it was cut off."""
-        self._feed(Silent())
+        self._blocks.read(self._sequence, self._parser, Silent())
         finish = self._sequence.finish
         if finish is not None and finish.reason == "abort":
             raise _aborted()
@@ -89,18 +89,8 @@ class MessageResponse:
         if finish is not None and finish.reason in ("error", "abort"):
             return _error_event(failure(finish) if finish.reason == "error" else _aborted())
         events = b"" if self._is_started else self._opening()
-        events += self._feed(EventWriter())
+        events += self._blocks.read(sequence, self._parser, EventWriter())
         return events + self._closing(finish) if finish is not None else events
-
-    def _feed(self, writer: BlockWriter) -> bytes:
-        text, _, _ = self._sequence.take()
-        is_last = self._sequence.finish is not None
-        if self._parser is not None:
-            deltas = self._parser.feed(text, is_last)
-        else:
-            deltas = [{"content": text}]
-        events = self._blocks.feed(deltas, writer)
-        return events + self._blocks.finish(writer) if is_last else events
 
     def _opening(self) -> bytes:
         self._is_started = True

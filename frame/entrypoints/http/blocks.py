@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from frame.entrypoints.answers import Stream
+    from frame.entrypoints.http.parsing import AnswerParser
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -60,6 +64,13 @@ class Blocks:
             for call in delta.get("tool_calls") or ():
                 events += self._take_call(call, writer)
         return b"".join(events)
+
+    def read(self, sequence: Stream, parser: AnswerParser | None, writer: BlockWriter) -> bytes:
+        """Take in what is new of a sequence; returns its events."""
+        text, _, _ = sequence.take()
+        is_last = sequence.finish is not None
+        events = self.feed([{"content": text}] if parser is None else parser.feed(text, is_last), writer)
+        return events + self.finish(writer) if is_last else events
 
     def finish(self, writer: BlockWriter) -> bytes:
         """Close what is open."""

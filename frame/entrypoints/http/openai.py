@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-class Response:
+class Response(ABC):
     """What both kinds of response share while they are made."""
 
     def __init__(self, services: Services, request: GenerationRequest, answer: Answer, kind: str) -> None:
@@ -62,18 +63,31 @@ class Response:
             return {}
         return {"prompt_logprobs": prompt_logprobs(found, self.services.need_tokenizer())}
 
-    async def respond(self, call: Call, choices: list[dict[str, Any]]) -> None:
+    async def send(self, call: Call) -> None:
+        """Answer the request, as it goes or at the end. Raises ApiError, DisconnectedError."""
+        if self.request.stream:
+            await self.services.stream(call, self.answer, self.write, self.closing)
+            return
+        await self.services.complete(self.answer)
         await call.respond_json(
             {
                 "id": self.name,
                 "object": self.kind,
                 "created": self.created,
                 "model": self.services.resolved.served_name,
-                "choices": choices,
+                "choices": [self.choice(sequence) for sequence in self.answer.sequences],
                 "usage": self.usage(),
                 **self._tier,
             }
         )
+
+    @abstractmethod
+    def write(self, sequence: Stream) -> bytes:
+        """The events of what is new."""
+
+    @abstractmethod
+    def choice(self, sequence: Stream) -> dict[str, Any]:
+        """A sequence that has ended, whole."""
 
 
 # chat --------------------------------------------------------------------------------------------------------------
@@ -153,15 +167,7 @@ class ChatResponse(Response):
         self._parsers = answer_parsers(services, request, answer)
         self._is_plain = not (self._parsers or request.logprobs or self.has_running_usage)
 
-    async def send(self, call: Call) -> None:
-        if self.request.stream:
-            await self.services.stream(call, self.answer, self.write, self.closing)
-        else:
-            await self.services.complete(self.answer)
-            await self.respond(call, [self._choice(sequence) for sequence in self.answer.sequences])
-
     def write(self, sequence: Stream) -> bytes:
-        """The events of what is new."""
         text, _, logprobs = sequence.take()
         index = sequence.index
         if sequence.finish is None and self._is_plain and index in self._opened:
@@ -201,7 +207,7 @@ class ChatResponse(Response):
             )
         return b"".join(events)
 
-    def _choice(self, sequence: Stream) -> dict[str, Any]:
+    def choice(self, sequence: Stream) -> dict[str, Any]:
         text, _, parts = sequence.take()
         parser = self._parsers.get(sequence.index)
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -257,13 +263,6 @@ class CompletionResponse(Response):
         self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
         self._is_plain = not (request.echo or request.logprobs is not None or self.has_running_usage)
 
-    async def send(self, call: Call) -> None:
-        if self.request.stream:
-            await self.services.stream(call, self.answer, self.write, self.closing)
-        else:
-            await self.services.complete(self.answer)
-            await self.respond(call, [self._choice(sequence) for sequence in self.answer.sequences])
-
     def num_generated(self) -> int:
         return 0 if self._is_prompt_only else super().num_generated()  # the one that the engine needs is not shown
 
@@ -280,7 +279,7 @@ class CompletionResponse(Response):
         matched = None if finish is None else finish.matched
         return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), matched)
 
-    def _choice(self, sequence: Stream) -> dict[str, Any]:
+    def choice(self, sequence: Stream) -> dict[str, Any]:
         text, logprobs = self._new(sequence)
         return {
             "index": sequence.index,

@@ -10,7 +10,7 @@ import msgspec
 
 from frame.core.messages import Finish
 from frame.entrypoints.answers import Answer, Stream
-from frame.entrypoints.http.blocks import Blocks, BlockWriter, Silent
+from frame.entrypoints.http.blocks import Blocks, Silent
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
@@ -35,7 +35,7 @@ ERRORS = ErrorShape(ApiError.body, _error_event)
 async def create(call: Call, services: Services) -> None:
     """A response, as OpenAI's Responses API."""
     request = await call.json(_decoder)
-    history = _kept(call, services, request.previous_response_id).conversation() if request.previous_response_id else []
+    history = _history(call, services, request)
     name = f"resp_{uuid.uuid4().hex}"
     chat = request.chat(history, name)
     answer = await begin_chat(call, services, chat)
@@ -55,7 +55,7 @@ async def create(call: Call, services: Services) -> None:
 async def count(call: Call, services: Services) -> None:
     """How many tokens a response's prompt has."""
     request = await call.json(_decoder)
-    history = _kept(call, services, request.previous_response_id).conversation() if request.previous_response_id else []
+    history = _history(call, services, request)
     num_tokens = await count_prompt(services, request.chat(history, ""))
     await call.respond_json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -81,6 +81,11 @@ async def cancel(call: Call, services: Services) -> None:
         raise ApiError(400, f"the response {name} is {body['status']}; only one that is in progress can be cancelled", "response_id")
     services.client.abort([name])
     await call.respond_json({**body, "status": "cancelled"})
+
+
+def _history(call: Call, services: Services, request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The items before the request's own. Raises ApiError 404."""
+    return _kept(call, services, request.previous_response_id).conversation() if request.previous_response_id else []
 
 
 def _kept(call: Call, services: Services, name: str) -> Kept:
@@ -114,7 +119,7 @@ class ResponseAnswer:
 
     def whole(self) -> dict[str, Any]:
         """The whole response, once the answer is complete."""
-        self._feed(Silent())
+        self._blocks.read(self._sequence, self._parser, Silent())
         return self._finished()
 
     def write(self, sequence: Stream) -> bytes:
@@ -124,7 +129,7 @@ class ResponseAnswer:
             self._is_started = True
             body = self._body("in_progress")
             events = self._writer.event("created", response=body) + self._writer.event("in_progress", response=body)
-        events += self._feed(self._writer)
+        events += self._blocks.read(sequence, self._parser, self._writer)
         if sequence.finish is None:
             return events
         body = self._finished()
@@ -141,13 +146,6 @@ class ResponseAnswer:
         """A response that will never be finished is none."""
         if self._keeps and (self._sequence.finish is None or not self._is_started):
             self._store.delete(self._name, self._tenant)
-
-    def _feed(self, writer: BlockWriter) -> bytes:
-        text, _, _ = self._sequence.take()
-        is_last = self._sequence.finish is not None
-        deltas = [{"content": text}] if self._parser is None else self._parser.feed(text, is_last)
-        events = self._blocks.feed(deltas, writer)
-        return events + self._blocks.finish(writer) if is_last else events
 
     def _finished(self) -> dict[str, Any]:
         self._is_started = True

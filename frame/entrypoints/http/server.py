@@ -11,12 +11,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
 
 from frame.core.detokenizer import Detokenizer
 from frame.core.errors import ConfigurationError
@@ -25,7 +21,8 @@ from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.admin_listener import AdminListener
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol, raise_file_limit
+from frame.entrypoints.http.connections import ConnectionLimits, raise_file_limit
+from frame.entrypoints.http.listening import HttpServer, address, bound_port
 from frame.entrypoints.http.metrics import ServerMetrics
 from frame.entrypoints.http.page import describe
 from frame.entrypoints.http.services import Services
@@ -51,29 +48,13 @@ POLL = 0.02  # seconds
 FOLD = 5.0  # seconds between two counts of the latency lists
 
 
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its own signal handlers: the server decides what a signal means."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
 def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
     resolved = prepared.resolved
     started = time.perf_counter()
     signal.signal(signal.SIGTERM, _give_up)  # until the server is up
     admin = AdminListener(resolved.user.server)
-    listener = _listen(resolved)
+    listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
     layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
     deployment = Deployment(resolved, layout)
@@ -112,19 +93,6 @@ def _run(main: Any) -> int:
     return int(uvloop.run(main))
 
 
-def _listen(resolved: Resolved) -> socket.socket:
-    """The listening socket, taken before anything slow, so that a taken port is an error at once."""
-    host, port = resolved.user.server.host, resolved.user.server.port
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigurationError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --host and --port") from error
-    return listener
-
-
 def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer | None, info: dict[str, Any]) -> Services:
     resolved, layout = prepared.resolved, deployment.layout
     makes_text = resolved.task == "generate" and not layout.detokenizer
@@ -148,23 +116,6 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
     return services
-
-
-def _http_config(services: Services) -> uvicorn.Config:
-    server = services.resolved.user.server
-    raise_file_limit(server.max_connections)
-    limits = ConnectionLimits(server.max_connections, server.client_timeout)
-    protocol: Any = partial(GuardedProtocol, limits=limits)
-    return uvicorn.Config(
-        App(services),
-        http=protocol,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        ws="none",
-    )
 
 
 def open_grpc(services: Services) -> GrpcServer | None:
@@ -206,7 +157,9 @@ class Server:
         self._started = started
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: do not wait
-        self._http = _Uvicorn(_http_config(services))
+        server = services.resolved.user.server
+        raise_file_limit(server.max_connections)
+        self._http = HttpServer(App(services), ConnectionLimits(server.max_connections, server.client_timeout))
 
     async def run(self) -> int:
         """-> exit code."""
@@ -248,9 +201,8 @@ class Server:
         return self._supervisor.exit_code if died else EXIT_OK
 
     def _announce(self) -> None:
-        host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        report(f"ready on http://{shown}:{port} after {time.perf_counter() - self._started:.1f} s")
+        where = address(*self._listener.getsockname()[:2])
+        report(f"ready on http://{where} after {time.perf_counter() - self._started:.1f} s")
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

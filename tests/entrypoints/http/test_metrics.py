@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from frame.core.messages import Heartbeat
-from frame.entrypoints.client import ClientStats
+from frame.entrypoints.client_stats import ClientStats
 from frame.entrypoints.http.metric_aliases import FAMILIES, aliases_of
 from frame.entrypoints.http.metrics import ServerMetrics, exposition
 

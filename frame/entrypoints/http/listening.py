@@ -1,0 +1,65 @@
+"""What the listeners of the API and of operators share: a port that is taken before anything slow, and uvicorn with its guards.
+
+Knows no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol
+
+KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn without its own signal handlers: the process decides what a signal means. `listening` is set once it is up."""
+
+    def __init__(self, app: Any, limits: ConnectionLimits) -> None:
+        protocol: Any = partial(GuardedProtocol, limits=limits)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                ws="none",
+            )
+        )
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+def bound_port(host: str, port: int, flags: str) -> socket.socket:
+    """A TCP socket on the address, not listening yet. Raises ConfigurationError that names the `flags` that choose another."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen on {address(host, port)} ({error.strerror}); choose another with {flags}") from error
+    return listener
+
+
+def address(host: str, port: int) -> str:
+    """As a URL has it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
