@@ -21,6 +21,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import package_version
 from frame.entrypoints.http.native import GenerateRequest, sampling_of
 from frame.entrypoints.http.services import Services, failure, raise_failed
+from frame.entrypoints.http.terms import Terms
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 
 if TYPE_CHECKING:
@@ -177,10 +178,9 @@ class Service:
         span = None if tracing is None else tracing.start(f"{SERVICE}/Generate", caller.headers)
         answer: Answer | None = None
         try:
-            answer = await self._services.begin(
-                caller, [prompt], params, priority=request.priority, namespace=request.cache_salt, rid=request.id or None,
-                time_limit=None if seconds is None or seconds > ENDLESS else max(seconds, 0.001),
-            )  # fmt: skip
+            limit = None if seconds is None or seconds > ENDLESS else max(seconds, 0.001)
+            terms = Terms(priority=request.priority, cache_salt=request.cache_salt, timeout=limit, rid=request.id or None)
+            answer = await self._services.begin(caller, [prompt], params, terms)
             name = request.id or answer.rid
             while answer.open or answer.changed:
                 for sequence in await answer.wait():

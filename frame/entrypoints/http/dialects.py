@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.terms import Terms
 
 
-class Extensions(msgspec.Struct, kw_only=True):
+class Extensions(Terms, kw_only=True):
     """Fields beyond a dialect's own, as `/v1/chat/completions` takes them."""
 
     seed: int | None = None
@@ -25,10 +24,6 @@ class Extensions(msgspec.Struct, kw_only=True):
     structural_tag: dict[str, Any] | str | None = None
     custom: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None  # seconds
-    rid: str | None = None
 
     def extensions(self) -> dict[str, Any]:
         """Those that were sent, by name."""

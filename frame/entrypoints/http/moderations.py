@@ -92,15 +92,7 @@ async def _judged(call: Call, services: Services, request: ModerationRequest, te
     chats = [Chat([{"role": "system", "content": system}, {"role": "user", "content": text}]) for text in texts]
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, logprobs=0, regex=regex)
-    answer = await services.begin(
-        call,
-        chats,
-        [params] * len(chats),
-        priority=request.priority or 0,
-        namespace=request.cache_salt or "",
-        rid=request.rid,
-        time_limit=request.timeout,
-    )
+    answer = await services.begin(call, chats, [params] * len(chats), request)
     try:
         return [_verdict(sequence) for sequence in await services.complete(answer)]
     finally:

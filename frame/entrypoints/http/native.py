@@ -17,6 +17,7 @@ from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, expositi
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
 from frame.entrypoints.http.services import RETRY_AFTER, Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE
+from frame.entrypoints.http.terms import Terms
 
 HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
 
@@ -30,7 +31,7 @@ _SYNONYMS = {
 }
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True):
+class GenerateRequest(Terms, kw_only=True):
     """`text` or `input_ids`, one or several; `sampling_params` for all or one each."""
 
     text: str | list[str] | None = None
@@ -41,10 +42,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
-    timeout: float | None = None  # seconds
-    rid: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -75,10 +72,7 @@ async def generate(call: Call, services: Services) -> None:
     prompts, is_single = _prompts(request)
     params, prompts_only = sampling_of(request, len(prompts))
     check_choices(len(prompts), max((own.n for own in params), default=1))
-    salt = request.cache_salt or ""
-    answer = await services.begin(
-        call, prompts, params, priority=request.priority, namespace=salt, rid=request.rid, time_limit=request.timeout
-    )
+    answer = await services.begin(call, prompts, params, request)
     shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
@@ -262,7 +256,7 @@ async def health_generate(call: Call, services: Services) -> None:
     prompt = [services.resolved.facts.eos_token_ids[0] if services.resolved.facts.eos_token_ids else 0]
     await call.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    answer = await services.begin(call, [prompt], [params], rid=f"health-{uuid.uuid4().hex}", tasks=(services.resolved.task,))
+    answer = await services.begin(call, [prompt], [params], Terms(rid=f"health-{uuid.uuid4().hex}"), tasks=(services.resolved.task,))
     try:
         await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
     except TimeoutError:

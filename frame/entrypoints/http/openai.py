@@ -113,11 +113,8 @@ async def begin_chat(call: Call, services: Services, request: ChatRequest) -> An
         call,
         [chat],
         [params],
+        request,
         refine=lambda prompt, own: _parsers(services, request, prompt).refined(own, is_whole=request.constrains_all),
-        priority=request.rank(),
-        namespace=request.cache_salt or "",
-        rid=request.rid,
-        time_limit=request.timeout,
     )
 
 
@@ -235,16 +232,8 @@ async def completions(call: Call, services: Services) -> None:
     check_choices(len(prompts), params.n)
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # before anything is computed
-    answer = await services.begin(
-        call,
-        prompts,
-        [params] * len(prompts),
-        priority=request.rank(),
-        namespace=request.cache_salt or "",
-        rid=request.rid,
-        time_limit=request.timeout,
-        add_special_tokens=request.add_special_tokens,
-    )
+    special = request.add_special_tokens
+    answer = await services.begin(call, prompts, [params] * len(prompts), request, add_special_tokens=special)
     try:
         await CompletionResponse(services, request, answer).send(call)
     finally:

@@ -11,6 +11,7 @@ import msgspec
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.structured import constraints
+from frame.entrypoints.http.terms import Terms
 from frame.entrypoints.http.tools import ToolUse, tool_use
 
 MAX_CHOICES = 128  # sequences of one request: prompts × n
@@ -31,7 +32,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class GenerationRequest(Terms, kw_only=True):
     """What chat and completion requests share, with the extensions that clients of vLLM and SGLang send."""
 
     model: str = ""
@@ -71,10 +72,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     structural_tag: dict[str, Any] | str | None = None
     structured_outputs: dict[str, Any] | None = None
     custom: dict[str, str] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None  # seconds
-    rid: str | None = None
 
     def refuse_unserved(self) -> None:
         """Raise ApiError for the first field of `UNSERVED` that is set."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.terms import Terms
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import Task
@@ -20,16 +20,12 @@ MAX_INPUTS = 2048  # of one request
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 
 
-class PooledRequest(msgspec.Struct, kw_only=True):
+class PooledRequest(Terms, kw_only=True):
     """`truncate_prompt_tokens` cuts longer texts to so many tokens; -1: to what the model takes."""
 
     model: str = ""
     user: str | None = None
     truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None  # seconds
-    rid: str | None = None
 
     def longest(self, services: Services) -> int | None:
         """Where texts are cut. Raises ApiError."""
@@ -60,10 +56,7 @@ async def vectors_of(
         call,
         prompts,
         [NOTHING_SAMPLED] * len(prompts),
-        priority=request.priority or 0,
-        namespace=request.cache_salt or "",
-        rid=request.rid,
-        time_limit=request.timeout,
+        request,
         tasks=tasks,
         longest=request.longest(services),
     )

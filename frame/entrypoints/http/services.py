@@ -25,6 +25,7 @@ from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
+from frame.entrypoints.http.terms import Terms
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
 
 if TYPE_CHECKING:
@@ -147,11 +148,8 @@ class Services:
         call: Caller,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
+        terms: Terms,
         *,
-        priority: int = 0,
-        namespace: str = "",
-        rid: str | None = None,
-        time_limit: float | None = None,
         add_special_tokens: bool = True,
         tasks: Sequence[Task] = ("generate",),
         longest: int | None = None,
@@ -159,15 +157,16 @@ class Services:
     ) -> Answer:
         """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
 
-        `namespace` is the client's salt of the prefix cache; `time_limit` (seconds), or the header x-request-timeout, ends it
-        early. `tasks` are those that the route is for; with other tasks than generating, each prompt yields its sequence's `vector`, and
-        texts of more than `longest` tokens are cut. `refine` completes the parameters of a prompt once its tokens are known.
+        `terms.timeout`, or the header x-request-timeout, ends it early. `tasks` are those that the route is for; with other tasks than
+        generating, each prompt yields its sequence's `vector`, and texts of more than `longest` tokens are cut. `refine` completes the
+        parameters of a prompt once its tokens are known.
         """
         self.need_task(*tasks)
-        deadline = self._deadline(call, time_limit)
+        deadline = self._deadline(call, terms.timeout)
         arrived = time.perf_counter()
+        priority, salt, rid = terms.rank(), terms.cache_salt or "", terms.rid
         self._check_params(params, priority)
-        _check_sizes(prompts, rid=rid, cache_salt=namespace)
+        _check_sizes(prompts, rid=rid, cache_salt=salt)
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
         count = sum(own.n for own in params)
@@ -186,7 +185,7 @@ class Services:
                 params = [refine(prompt, own) for prompt, own in zip(ids, params, strict=True)]
             for prompt, own in zip(ids, params, strict=True):
                 self.client.check(prompt, own)
-            space = self._namespace(call, namespace)
+            space = self._namespace(call, salt)
             answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline, segments=segments)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
