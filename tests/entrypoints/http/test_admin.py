@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -97,27 +96,6 @@ def test_socket_file_is_private_and_goes(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="choose another --admin-socket"):
         AdminListener(ServerSection(admin_socket=str(tmp_path / "no" / "folder")))
     assert AdminListener(ServerSection()).sockets == []
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_of_either_address_family(host: str) -> None:
-    if ":" in host and not has_ipv6():
-        pytest.skip("this machine has no IPv6")
-    first = AdminListener(ServerSection(admin_host=host, admin_port=0))
-    port = first.sockets[0].getsockname()[1]
-    first.sockets[0].listen()
-    with pytest.raises(ConfigurationError, match=rf"cannot listen on .*{port} .*choose another with --admin-port"):
-        AdminListener(ServerSection(admin_host=host, admin_port=port))
-    first.close()
 
 
 def test_both_listeners_of_a_real_server(checkpoint: Path, tmp_path: Path) -> None:

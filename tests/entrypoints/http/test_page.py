@@ -49,19 +49,24 @@ def test_the_data_say_what_runs_and_why(server: RunningServer) -> None:
     assert settings["attention.backend"]["reason"]
 
 
-def test_holders_of_keys_see_neither_prompts_nor_settings(checkpoint: Path) -> None:
-    with RunningServer(checkpoint, "--api-key", "secret") as server:
-        assert httpx.get(server.url + "/").status_code == 200
-        assert httpx.get(server.url + "/page/page.js").status_code == 200
-        for name in ("live", "cache", "about"):
-            assert httpx.get(f"{server.url}/page/{name}.json").status_code == 401
-        headers = {"authorization": "Bearer secret"}
-        body = {"text": "a prompt that is nobody else's " * 10, "sampling_params": {"max_new_tokens": 2}}
-        assert httpx.post(server.url + "/generate", json=body, headers=headers).status_code == 200
-        runs = httpx.get(server.url + "/page/cache.json", headers=headers).json()["runs"]
-        assert runs
-        assert {run["text"] for run in runs} == {""}
-        assert httpx.get(server.url + "/page/about.json", headers=headers).json()["settings"] == []
+@pytest.fixture(scope="module")
+def keyed(checkpoint: Path) -> Iterator[RunningServer]:
+    with RunningServer(checkpoint, "--api-key", "secret") as running:
+        yield running
+
+
+def test_holders_of_keys_see_neither_prompts_nor_settings(keyed: RunningServer) -> None:
+    assert httpx.get(keyed.url + "/").status_code == 200
+    assert httpx.get(keyed.url + "/page/page.js").status_code == 200
+    for name in ("live", "cache", "about"):
+        assert httpx.get(f"{keyed.url}/page/{name}.json").status_code == 401
+    headers = {"authorization": "Bearer secret"}
+    body = {"text": "a prompt that is nobody else's " * 10, "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(keyed.url + "/generate", json=body, headers=headers).status_code == 200
+    runs = httpx.get(keyed.url + "/page/cache.json", headers=headers).json()["runs"]
+    assert runs
+    assert {run["text"] for run in runs} == {""}
+    assert httpx.get(keyed.url + "/page/about.json", headers=headers).json()["settings"] == []
 
 
 # in a browser ---------------------------------------------------------------------------------------------------------
@@ -143,16 +148,15 @@ def _stream(text: str) -> str:
     return f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': text}}]})}\n\ndata: [DONE]\n\n"
 
 
-def test_a_key_is_asked_for(browser: Browser, checkpoint: Path) -> None:
-    with RunningServer(checkpoint, "--api-key", "secret") as server:
-        page = browser.new_page()
-        page.set_default_timeout(30_000)
-        page.goto(server.url)
-        expect(page.locator("#key-form")).to_be_visible()
-        page.fill("#key", "secret")
-        page.click("#key-form button")
-        expect(page.locator("#status.well")).to_be_visible()
-        expect(page.locator("#key-form")).to_be_hidden()
-        page.click("nav a[href='#config']")
-        expect(page.locator("#no-settings")).to_be_visible()
-        page.close()
+def test_a_key_is_asked_for(browser: Browser, keyed: RunningServer) -> None:
+    page = browser.new_page()
+    page.set_default_timeout(30_000)
+    page.goto(keyed.url)
+    expect(page.locator("#key-form")).to_be_visible()
+    page.fill("#key", "secret")
+    page.click("#key-form button")
+    expect(page.locator("#status.well")).to_be_visible()
+    expect(page.locator("#key-form")).to_be_hidden()
+    page.click("nav a[href='#config']")
+    expect(page.locator("#no-settings")).to_be_visible()
+    page.close()
