@@ -50,7 +50,7 @@ def test_every_way(case, page_size, chunk, overlap):
     run(loop_of(case, page_size=page_size, chunk=chunk, overlap=overlap), case, GREEDY)
 
 
-@pytest.mark.parametrize("case", (*WHOLE, "Qwen3MoeForCausalLM"), indirect=True)
+@pytest.mark.parametrize("case", WHOLE, indirect=True)  # experts on two ranks, which no kernel of the backend sees, run with the other
 def test_two_ranks(case):
     keys = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "max_model_len": 256, "page_size": 16, "threads": 1}
     with Engine(model=case.folder, tp=2, attention_backend="triton", chunked_prefill_size=16, skip_tokenizer_init=True, **keys) as engine:

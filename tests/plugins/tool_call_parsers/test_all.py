@@ -10,7 +10,7 @@ import pytest
 
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.plugins.loader import load_registry
-from tests.plugins.tool_call_parsers.texts import FUNCTIONS, WRITERS, cut, damaged, dumped, old_mistral, python_calls, some_calls
+from tests.plugins.tool_call_parsers.texts import FUNCTIONS, WRITERS, collect, cut, damaged, dumped, old_mistral, python_calls, some_calls
 
 REGISTRY = load_registry(installed=False)
 NAMES = sorted(record.name for record in REGISTRY.all_records()["tool_call_parser"])
@@ -24,16 +24,7 @@ def make(name):
 
 def parse(name, chunks):
     """-> (content, [(name, arguments)])"""
-    parser = make(name)
-    content, calls = "", []
-    for delta in [*(parser.feed(chunk) for chunk in chunks), parser.finish()]:
-        content += delta.content
-        for call in delta.calls:
-            if call.name is not None:
-                assert call.index == len(calls)
-                calls.append([call.name, ""])
-            calls[call.index][1] += call.arguments
-    return content, [tuple(call) for call in calls]
+    return collect(make(name), chunks)
 
 
 def read(name, text):

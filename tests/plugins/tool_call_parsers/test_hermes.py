@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.plugins.loader import load_registry
+from tests.plugins.tool_call_parsers.texts import collect
 
 REGISTRY = load_registry(installed=False)
 
@@ -18,17 +19,7 @@ def make():
 
 
 def parse(chunks):
-    """-> (content, [(name, arguments)])"""
-    parser = make()
-    content, calls = "", []
-    for delta in [*(parser.feed(chunk) for chunk in chunks), parser.finish()]:
-        content += delta.content
-        for call in delta.calls:
-            if call.name is not None:
-                assert call.index == len(calls)
-                calls.append([call.name, ""])
-            calls[call.index][1] += call.arguments
-    return content, [tuple(call) for call in calls]
+    return collect(make(), chunks)
 
 
 def block(body):

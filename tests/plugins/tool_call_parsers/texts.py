@@ -1,13 +1,13 @@
-"""What models write, well formed and not, for every parser in the tree: material of the property tests."""
+"""What models write, well formed and not, for every parser in the tree: material of the property tests; and how they read parsers."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from frame.core.interfaces.parsing import Function
+from frame.core.interfaces.parsing import Function, ToolCallParser
 
 Call = tuple[str, dict[str, Any]]
 
@@ -123,3 +123,17 @@ def cut(text: str, dice: random.Random) -> list[str]:
         pieces.append(text[place : place + step])
         place += step
     return pieces
+
+
+def collect(parser: ToolCallParser, chunks: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
+    """What a parser makes of a text in pieces: (content, [(name, arguments)])."""
+    content = ""
+    calls: list[list[str]] = []
+    for delta in [*(parser.feed(chunk) for chunk in chunks), parser.finish()]:
+        content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append([call.name, ""])
+            calls[call.index][1] += call.arguments
+    return content, [(name, arguments) for name, arguments in calls]
