@@ -56,8 +56,7 @@ class ThreadedInput:
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
     ) -> list[int]:
-        size = sum(len(content) if isinstance(content := m.get("content"), str) else INLINE_CHARACTERS for m in messages)
-        if size <= INLINE_CHARACTERS and not tools:
+        if not tools and _is_short(messages, arguments):
             return self._tokenizer.encode_chat(messages, tools, arguments)
         return await self._off_loop(self._tokenizer.encode_chat, messages, tools, arguments)
 
@@ -71,6 +70,14 @@ class ThreadedInput:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_short(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
+    """Whether a conversation is plain, and short in everything that the template may read."""
+    values = [value for fields in (*messages, arguments) for value in fields.values()]
+    if not all(isinstance(value, str | bool | None) for value in values):
+        return False
+    return sum(len(value) for value in values if isinstance(value, str)) <= INLINE_CHARACTERS
 
 
 @dataclass(slots=True)

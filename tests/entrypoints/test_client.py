@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,27 @@ async def test_every_way_of_tokenizing_gives_the_same_ids() -> None:
         with pytest.raises(ChatTemplateError, match="unknown role"):
             await each.encode_chat([{"role": "alien", "content": "x"}], None, {})
         each.close()
+
+
+@pytest.mark.parametrize("beside", [
+    {},
+    {"content": "x" * INLINE_CHARACTERS},
+    {"reasoning_content": "x" * INLINE_CHARACTERS},
+    {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "x" * INLINE_CHARACTERS}}}]},
+], ids=["nothing", "content", "thinking", "calls"])  # fmt: skip
+async def test_only_short_conversations_are_encoded_on_the_loop(beside: dict[str, Any]) -> None:
+    threads = []
+
+    class Watched(Tokenizer):
+        def encode_chat(self, *arguments: Any) -> list[int]:
+            threads.append(threading.current_thread())
+            return []
+
+    text_input = ThreadedInput(Watched.__new__(Watched))
+    await text_input.encode_chat([{"role": "assistant", "content": "", **beside}], None, {})
+    await text_input.encode_chat([{"role": "assistant", "content": ""}], None, {"documents": beside})
+    text_input.close()
+    assert [thread is threading.main_thread() for thread in threads] == [not beside, False]
 
 
 # restarts ----------------------------------------------------------------------------------------------------------
