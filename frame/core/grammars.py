@@ -144,7 +144,8 @@ class GrammarCompiler:
         for key in [key for key, compilation in self._compiling.items() if compilation.future.done()]:
             error = self._compiling[key].future.exception()
             if error is None or isinstance(error, ValueError):  # others may pass
-                self._cache.put(key, self._compiling[key].future.result() if error is None else error)
+                # the sentence alone: an error as it was raised keeps the frames that it went through
+                self._cache.put(key, self._compiling[key].future.result() if error is None else ValueError(str(error)))
             del self._compiling[key]
         found = [(message, outcome) for message, source in self._waiting.values() if (outcome := _outcome(source)) is not None]
         for message, _ in found:

@@ -99,6 +99,8 @@ def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
         assert isinstance(finish, Finish) and finish.reason == "error"
         assert finish.error in ("invalid grammar: it is bad", "invalid grammar: the disk is full")
     assert backend.sources == ["bad", "fault", "fault"]
+    kept = compiler._cache.get(("regex", "bad"))
+    assert isinstance(kept, ValueError) and kept.__traceback__ is None and kept.__cause__ is None  # whose frames would be kept with it
     compiler.close()
 
 
