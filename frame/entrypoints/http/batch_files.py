@@ -11,6 +11,7 @@ import os
 import re
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -157,9 +158,10 @@ class Output:
         return self._card
 
     def abandon(self) -> None:
-        """The file will not be."""
+        """The file will not be. Its room is given back, whatever the disk says."""
         if self._handle is not None:
-            self._handle.close()
+            with suppress(OSError):  # a full disk still has no room for what was not written
+                self._handle.close()
             self._store.path(self._card.id).unlink(missing_ok=True)
         self._store.num_bytes -= self._card.bytes
         self._card.bytes = 0

@@ -283,9 +283,16 @@ class BatchRunner:
         return status, b"".join(parts)
 
     async def _finish(self, batch: Batch, outputs: list[Output]) -> None:
-        for output, attribute in zip(outputs, ("output_file_id", "error_file_id"), strict=False):
-            if not output.is_empty:
-                setattr(batch, attribute, (await output.finish()).id)
+        """Keep what was written. Raises OSError; what cannot be kept is gone then."""
+        left = dict(zip(("output_file_id", "error_file_id"), outputs, strict=False))
+        try:
+            for attribute in list(left):
+                if not left[attribute].is_empty:
+                    setattr(batch, attribute, (await left[attribute].finish()).id)
+                del left[attribute]
+        finally:
+            for output in left.values():
+                output.abandon()
 
 
 class _BatchError(Exception):

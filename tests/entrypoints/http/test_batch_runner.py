@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from frame.core.config import BatchesSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http import batch_runner
-from frame.entrypoints.http.batch_files import FileStore, NoRoomError
+from frame.entrypoints.http.batch_files import Card, FileStore, NoRoomError
 from frame.entrypoints.http.batch_runner import OVER, Batch, BatchRunner
 from frame.entrypoints.http.batches import form_parts
 from frame.entrypoints.http.errors import ApiError
@@ -130,6 +131,37 @@ async def test_room_on_disk(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"batches\.folder"):
         FileStore(tmp_path / "file" / "below", 1000)
+
+
+def stored(folder: Path) -> list[str]:
+    return [path.stem for path in folder.glob("file-*.jsonl")]
+
+
+async def test_a_full_disk_takes_no_room_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path)
+    files = server.runner.files
+    output = files.begin("out.jsonl", "batch_output", "")
+    files.take(3)
+    output.append(b"abc")
+    assert output._handle is not None
+    output._handle.close()
+    output._handle = Path("/dev/full").open("wb")  # noqa: SIM115, ASYNC230 - closed by what is tested
+    output._handle.write(b"x")
+    with pytest.raises(OSError, match="No space left"):
+        await output.finish()
+    output.abandon()
+    assert (files.num_bytes, stored(tmp_path)) == (0, [])
+    batch = await server.begin(3)
+    before = files.num_bytes
+
+    async def full(card: Card) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "add", full)
+    await server.over(batch)
+    assert (batch.status, "No space left" in (batch.error or "")) == ("failed", True)
+    assert (files.num_bytes, batch.output_file_id) == (before, None)
+    assert stored(tmp_path) == [batch.input_file_id]
 
 
 async def test_a_restart_knows_what_was_there(tmp_path: Path) -> None:
