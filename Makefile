@@ -27,7 +27,7 @@ test: check  ## set up, lint, check types, run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 soak: $(STAMPS)/dev  ## the long form of the chaos, fuzzing, overload and structured-output tests (hours)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 0 --hypothesis-profile=default $(ARGS)
 
 check: lint types  ## ruff and mypy
 

@@ -45,9 +45,9 @@ def setting(default: Any, description: str, *, flag: str | None = None, **bounds
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys are errors."""
+    """Base of all sections: frozen; unknown keys are errors, and numbers that JSON, which goes to child processes, cannot hold."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=False, protected_namespaces=())
 
 
 class ModelSection(Section):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from frame.core.config import FrameConfig
@@ -234,10 +235,12 @@ def test_keyword_errors(keywords: dict[str, Any], words: str) -> None:
         from_keywords({}, **keywords)
 
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 70_000), st.floats(allow_nan=False), st.text(max_size=5))
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 70_000), st.floats(), st.text(max_size=5))
 
 
 @given(key=st.sampled_from(sorted(by_key())), value=SCALARS)
+@example(key="server.response_store_ttl", value=math.inf)
+@example(key="scheduler.request_timeout", value=math.nan)
 def test_any_value_is_taken_or_refused_by_its_name(key: str, value: Any) -> None:
     section, _, name = key.partition(".")
     try:
