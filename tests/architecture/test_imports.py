@@ -37,15 +37,17 @@ SMALL_FAMILIES = (
 )
 FAMILIES = ("frame.attention_backends", "frame.models", "frame.quantization", *SMALL_FAMILIES)
 LAYERS = "frame.models.layers"
+KERNELS = "frame.kernels"
 MARKER = "frame.plugins.hookspecs"
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((name, DATA) for name in DATA),
     *((name, (*DATA, *CONFIGURATION)) for name in CONFIGURATION),
-    ("frame.core", ("frame.core",)),
-    (LAYERS, DATA),
-    *((family, (*DATA, LAYERS, MARKER)) for family in FAMILIES),
+    ("frame.core", ("frame.core", KERNELS)),
+    (KERNELS, DATA),
+    (LAYERS, (*DATA, KERNELS)),
+    *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
     ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),

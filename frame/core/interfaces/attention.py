@@ -187,6 +187,9 @@ class AttentionBackend(ABC):
       cached positions up to their own. When they are called, this step's K and V are already in the cache,
       unless the capabilities say `stores_kv`.
     - Rows `[0, num_decodes)` have one query token each, the rest are extends; both kinds may be absent.
+    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`: `capture_plan` gives the plan that the
+      captured `run`s see, `replay_plan` makes it describe another batch of as many rows before each replay. The batch's own tensors
+      are at the same addresses in all of them; its host view and Python numbers are the captured ones.
     - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.
     """
@@ -199,6 +202,15 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Any:
         """Host work of one step for all layers; whatever it returns is `batch.plan` in `run`."""
+
+    def capture_plan(self, batch: ForwardBatch) -> Any:
+        """The plan of a batch of decodes that is about to be captured: good for any sequence lengths up to the limits. What the kernels
+        read of it lies on the device at addresses that stay. Only for backends whose capabilities say `graphs`."""
+        raise TypeError(f"{type(self).__name__} cannot be captured in a CUDA graph")
+
+    def replay_plan(self, plan: Any, batch: ForwardBatch) -> None:
+        """Make a captured plan describe `batch`, by copies on the current stream; never synchronises. Nothing to do where the kernels
+        read all they need from the batch."""
 
     @abstractmethod
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

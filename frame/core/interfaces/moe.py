@@ -56,6 +56,7 @@ class MoECapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
     expert_parallel: bool = False
+    graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
 
     def unsupported(self, needs: MoENeeds) -> list[Reason]:
         reasons = []

@@ -1,0 +1,28 @@
+"""Triton kernels that layers, quantization methods, MoE runners and the sampler share: one file a purpose, plain functions of tensors.
+
+Each has a form in PyTorch where it is called, which is its reference and runs where kernels do not. Knows no model, no plugin and
+no request. Importing this module loads no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NO_PDL = "FRAME_NO_PDL"  # set to 1, it keeps kernels from being launched before the one ahead of them has ended
+
+
+def usable(device: torch.device) -> bool:
+    """Whether kernels run on tensors of this device: a GPU (compute capability 8.0 on) with Triton, or a CPU under its interpreter."""
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return INTERPRETED
+
+
+def pdl(device: torch.device) -> bool:
+    """Whether launches on this device may be programmatic dependent launches (compute capability 9.0): a kernel begins while the one
+    ahead of it ends, and waits (`gdc_wait`) before it reads what that one wrote."""
+    return device.type == "cuda" and os.environ.get(NO_PDL) != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
