@@ -50,8 +50,8 @@ class BatchBuilder:
     """Builds one step's ForwardBatch. One object a runner."""
 
     def __init__(self, table: DeviceTable, kv: KVCache, backend: AttentionBackend, staging: Staging) -> None:
-        self._table = table
-        self._kv = kv
+        self.table = table
+        self.kv = kv
         self._backend = backend
         self._staging = staging
 
@@ -62,28 +62,51 @@ class BatchBuilder:
 
         `riders` may not use the names of the batch's own fields.
         """
-        table = self._table
+        table = self.table
         if len(batch.new_pages):
             table.write_host(batch.new_pages)
         arrays = self._arrays(batch, counts)
-        if len(batch.new_pages) and not table.is_shared:
-            arrays["new_pages"] = batch.new_pages
-        tensors = self._staging.put({**arrays, **riders})
-        if "new_pages" in tensors:
-            table.write_device(tensors.pop("new_pages"))
+        tensors = self._put(batch, {**arrays, **riders})
         decodes = batch.num_decodes
         if decodes:
             # sampled by a step that may still be in flight: the host does not know these ids
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
-        fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays if name != "new_pages"}
+        fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays}
         forward = ForwardBatch(
             num_decodes=decodes,
             page_table=table.pages,
-            kv=self._kv,
+            kv=self.kv,
             host=HostView(batch.slots, batch.num_scheduled, arrays["seq_lens"], table.host_pages),
             **fields,
         )
         return replace(forward, plan=self._backend.plan(forward)), tensors
+
+    def stage(self, batch: ScheduledBatch, riders: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The batch's pages into the table, and the `riders` as tensors: what is left to do for a step that a graph runs."""
+        if not len(batch.new_pages) and not riders:
+            return {}
+        self.table.write_host(batch.new_pages)
+        return self._put(batch, riders)
+
+    def places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the K and V of a token go, by request slot and position. All int64 [tokens]."""
+        size = self.table.page_size
+        if size == 1:
+            return self.table.host_pages[slots, positions].astype(np.int64)
+        column = positions // size
+        places = self.table.host_pages[slots, column].astype(np.int64)
+        places -= column
+        places *= size  # (page - column) * size + position = page * size + position % size
+        places += positions
+        return places
+
+    def _put(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Arrays and new pages to the device in one copy; the pages into its table."""
+        if not len(batch.new_pages) or self.table.is_shared:
+            return self._staging.put(arrays)
+        tensors = self._staging.put({**arrays, "new_pages": batch.new_pages})
+        self.table.write_device(tensors.pop("new_pages"))
+        return tensors
 
     def _arrays(self, batch: ScheduledBatch, counts: RowCounts) -> dict[str, np.ndarray]:
         decodes, total = batch.num_decodes, int(counts.query_starts[-1])
@@ -96,19 +119,10 @@ class BatchBuilder:
             lens = batch.num_scheduled
             positions = np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
             token_slots = np.repeat(slots, lens)
-        size = self._table.page_size
-        if size == 1:
-            kv_slots = self._table.host_pages[token_slots, positions].astype(np.int64)
-        else:
-            column = positions // size
-            kv_slots = self._table.host_pages[token_slots, column].astype(np.int64)
-            kv_slots -= column
-            kv_slots *= size  # (page - column) * size + position = page * size + position % size
-            kv_slots += positions
         return {
             "token_ids": token_ids,
             "positions": positions,
-            "kv_slots": kv_slots,
+            "kv_slots": self.places(token_slots, positions),
             "request_slots": slots,
             "logits_indices": counts.logits_indices,
             "seq_lens": counts.seq_lens.astype(np.int32),

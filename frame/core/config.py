@@ -139,6 +139,9 @@ class ExecutionSection(Section):
     threads: Annotated[int | None, Auto] = setting(None, "Threads of one rank on the CPU.", flag="threads", ge=1)
     torch_compile: bool = setting(False, "Compile the model with torch.compile.", flag="enable-torch-compile")
     torch_compile_max_bs: int = setting(32, "Largest batch that is compiled.", flag="torch-compile-max-bs", ge=1)
+    cuda_graph_max_bs: Annotated[int | None, Auto] = setting(
+        None, "Largest batch of decodes that runs as a CUDA graph; 0: none does.", flag="cuda-graph-max-bs", ge=0, le=4096
+    )
     profile_dir: str | None = setting(None, "Folder for profiles that /start_profile records; not set: refused.", flag="profile-dir")
     check_integrity: Literal["off", "repair", "fatal"] = setting("repair", "What a failed self-check at idle does.", flag="check-integrity")
 

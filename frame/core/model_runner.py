@@ -17,6 +17,7 @@ import torch
 from frame.core.batch_builder import BatchBuilder, count_rows
 from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.compiled import Forward, keep_out
+from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
 from frame.core.host_memory import keep_freed_memory
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
@@ -24,13 +25,14 @@ from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
 from frame.core.model_parts import Parts, build_context, build_processors
 from frame.core.processors import Processors
 from frame.core.prompt_logprobs import PromptScores, plan_prompts
-from frame.core.sampler import Sampled, Sampler
+from frame.core.sampler import Sampled, Sampler, draw_plain
 from frame.core.sampling_table import SamplingTable, grammar_arrays
 from frame.core.staging import make_staging
 from frame.core.step_output import MaskedStep, StepOutput, fetch
 from frame.core.weights import WeightSource, load_model
 
 if TYPE_CHECKING:
+    from frame.core.batch_builder import RowCounts
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext, Collective
     from frame.core.interfaces.model import Model, ModelFacts
@@ -62,20 +64,21 @@ class TorchModelRunner(ModelRunner):
         if context.attention is None:
             raise ValueError("a runner needs a context with an attention backend")
         self.capacity = capacity
+        self.context = context
         self.model = model
         self.forward = Forward(model.forward)
         self.vocab_size = facts.vocab_size
         self._tp = context.tp
-        self._device = context.device
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         limits = context.limits
-        self._table = DeviceTable(limits, context.device)
+        table = DeviceTable(limits, context.device)
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
-        self.builder = BatchBuilder(self._table, pool, context.attention, make_staging(context.device, staged))
+        self.builder = BatchBuilder(table, pool, context.attention, make_staging(context.device, staged))
         self._masks = make_staging(context.device, 0)  # for those that come after their batch
         self.sampling = SamplingTable(limits.max_running_requests)
         self._processors = processors
         self.sampler = Sampler(processors)
+        self.graphs: DecodeGraphs | None = None
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
@@ -90,7 +93,7 @@ class TorchModelRunner(ModelRunner):
     def warm_up(self) -> None:
         """Run decode steps that nobody asked for, over the reserved page: what compiles or initialises itself does so now."""
         for rows in (1, 2, 3):  # compilers make a case of their own of 1
-            slots = np.full(rows, self._table.padding_slot, np.int32)
+            slots = np.full(rows, self.builder.table.padding_slot, np.int32)
             counts = np.zeros(rows, np.int32)
             nothing = np.empty(0, np.int32)
             self.launch(
@@ -106,6 +109,16 @@ class TorchModelRunner(ModelRunner):
                 )
             ).wait()
 
+    def capture(self, most: int) -> None:
+        """Make graphs of decode steps of up to `most` rows; decodes run through them from now on."""
+        attention = self.context.attention
+        if attention is None:
+            raise ValueError("graphs need a context with an attention backend")
+        with torch.inference_mode(), self._on_stream():
+            graphs = DecodeGraphs(self._decode, self.builder, attention, graph_sizes(most), self.context.device)
+            graphs.capture()
+        self.graphs = graphs
+
     def close(self) -> None:
         """Wait for the device."""
         if self._stream is not None:
@@ -120,6 +133,8 @@ class TorchModelRunner(ModelRunner):
         plans = StepPlans(
             sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self.sampling)
         )
+        if self.graphs is not None and batch.num_decodes == len(batch.slots) <= self.graphs.most and batch.samples.all():
+            return self._replay(self.graphs, batch, counts, plans)
         forward_batch, tensors = self.builder.build(batch, counts, _riders(plans))
         hidden = self.forward(forward_batch)
         prompts = None
@@ -127,11 +142,41 @@ class TorchModelRunner(ModelRunner):
             own = hidden.index_select(0, forward_batch.logits_indices[sampling.num_rows :])
             prompts = PromptScores(plans.prompts, own, tensors["prompt_targets"], self.model.logits, self.vocab_size)
         logits = self._logits(hidden, forward_batch, sampling.num_rows)
+        tensors.setdefault("sampling_slots", forward_batch.request_slots)
+        return self._finish(batch, logits, plans, tensors, prompts)
+
+    def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
+        """A step of decodes by its graph, which also draws the tokens where no row wants more than a temperature."""
+        is_plain = plans.sampling.is_plain and plans.processing is None and not batch.mask_follows
+        tensors = self.builder.stage(batch, {} if is_plain else {**_riders(plans), "sampling_slots": plans.sampling.slots})
+        outputs = graphs.replay(batch, counts.seq_lens, self.sampling.draws(plans.sampling))
+        if is_plain:
+            return fetch(StepOutput(batch.step, Sampled(outputs.token_ids, outputs.best), plans.sampling, None))
+        return self._finish(batch, outputs.logits, plans, tensors, None)
+
+    def _decode(self, batch: ForwardBatch, temperature: torch.Tensor, uniform: torch.Tensor) -> DecodeOutputs:
+        """What a graph captures."""
+        logits = self.model.logits(self.forward(batch))
+        token_ids, best = draw_plain(logits, temperature, uniform)
+        if self._tp.size > 1:
+            token_ids = self._tp.broadcast(token_ids)
+        self.builder.table.last_token.index_copy_(0, batch.request_slots, token_ids)
+        return DecodeOutputs(token_ids, best, logits)
+
+    def _finish(
+        self,
+        batch: ScheduledBatch,
+        logits: torch.Tensor | None,
+        plans: StepPlans,
+        tensors: dict[str, torch.Tensor],
+        prompts: PromptScores | None,
+    ) -> PendingStep:
+        """Draw tokens, now, or when the mask is there that follows."""
 
         def finish(mask: np.ndarray | None) -> PendingStep:
             with torch.inference_mode(), self._on_stream():
                 more = {} if mask is None else self._masks.put(grammar_arrays(mask))
-                return fetch(StepOutput(batch.step, self._sample(logits, forward_batch, plans, {**tensors, **more}), sampling, prompts))
+                return fetch(StepOutput(batch.step, self._sample(logits, plans, {**tensors, **more}), plans.sampling, prompts))
 
         if batch.mask_follows and self._tp.rank == 0:  # whose tokens are everybody's
             return MaskedStep(finish)
@@ -145,17 +190,16 @@ class TorchModelRunner(ModelRunner):
             hidden = hidden.index_select(0, batch.logits_indices[:rows])
         return self.model.logits(hidden)
 
-    def _sample(
-        self, logits: torch.Tensor | None, batch: ForwardBatch, plans: StepPlans, tensors: dict[str, torch.Tensor]
-    ) -> Sampled:
+    def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
+        """Draw and remember the tokens. `tensors` hold the plans' arrays, and the slots of the sampling rows."""
+        slots = tensors["sampling_slots"]
         if logits is None:
-            nothing = batch.token_ids.new_empty(0)
+            nothing = slots.new_empty(0)
             return Sampled(nothing, nothing.float())
         sampled = self.sampler.sample(logits, plans.sampling, plans.processing, tensors)
         if self._tp.size > 1:  # ranks' sums may differ in the last bit, their tokens must not
             sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
-        slots = tensors.get("sampling_slots", batch.request_slots)
-        self._table.last_token.index_copy_(0, slots, sampled.token_ids)
+        self.builder.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:
             self._processors.observe(sampled.token_ids, plans.processing, tensors)
         return sampled
@@ -205,6 +249,10 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
         runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
         runner.warm_up()
     phases["warm_up"] = time.perf_counter() - clock
+    if resolved.cuda_graph_max_bs:
+        clock = time.perf_counter()
+        runner.capture(resolved.cuda_graph_max_bs)
+        phases["graphs"] = time.perf_counter() - clock
     return runner
 
 

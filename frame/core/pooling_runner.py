@@ -74,7 +74,7 @@ class PoolingRunner(TorchModelRunner):
             ScheduledBatch(
                 step=-1,
                 num_decodes=0,
-                slots=np.full(rows, self._table.padding_slot, np.int32),
+                slots=np.full(rows, self.builder.table.padding_slot, np.int32),
                 num_computed=np.zeros(rows, np.int32),
                 num_scheduled=lengths,
                 token_ids=np.zeros(int(lengths.sum()), np.int32),

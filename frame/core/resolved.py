@@ -46,6 +46,7 @@ class Resolved(BaseModel):
     max_running_requests: int
     chunked_prefill_size: int
     overlap: bool
+    cuda_graph_max_bs: int = 0  # 0: no graphs
     mem_fraction: float
     max_total_tokens: int | None  # None: from the free memory, once the weights are loaded
     threads: int | None

@@ -70,6 +70,19 @@ class Sampler:
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
 
+def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0: the likeliest token. The work does not
+    depend on the values, so that it can be captured. logits [rows, vocab], temperature float32 [rows], uniform float64 [rows]."""
+    logits = logits.float()
+    best, likeliest = row_max(logits)
+    is_drawn = temperature > 0.0
+    scaled = (logits - best.unsqueeze(1)).div_(torch.where(is_drawn, temperature, 1.0).unsqueeze(1))
+    weights = F.threshold(scaled, _NOTHING, -torch.inf, inplace=True).exp2_()
+    missing = -weights.shape[1] % _BLOCK
+    drawn = draw(F.pad(weights, (0, missing)) if missing else weights, uniform)
+    return torch.where(is_drawn, drawn, likeliest), best
+
+
 def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(greatest value, its first index) of each row, [rows, vocab] -> [rows] twice. A NaN counts as the greatest."""
     rows, vocab = logits.shape

@@ -55,6 +55,12 @@ class SamplingPlan:
     def num_rows(self) -> int:
         return len(self.slots)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and uniform number are all that a row needs."""
+        filters = self.num_filtered or self.has_min_p
+        return not filters and self.logprob_rows is None and "grammar_rows" not in self.arrays
+
 
 class SamplingTable:
     """Sampling parameters by slot, on the host. `update` before a step's `plan`."""
@@ -80,6 +86,11 @@ class SamplingTable:
 
     def num_top_prompt_logprobs(self, slot: int) -> int:
         return int(self._rows["prompt_logprobs"][slot])
+
+    def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
+        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order."""
+        rows = self._rows[plan.slots]
+        return {"temperature": rows["temperature"], "uniform": uniforms(rows["seed"], plan.positions)}
 
     def plan(self, batch: ScheduledBatch, counts: RowCounts) -> SamplingPlan:
         """The step's sampling work."""

@@ -53,7 +53,7 @@ def register_models(registry: KindRegistry) -> None:
     registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
-        capabilities=ModelCapabilities(None, tensor_parallel=False, tasks=("generate",)),
+        capabilities=ModelCapabilities(None, tensor_parallel=False, tasks=("generate",), graphs=False),
         summary="Any decoder of the installed transformers whose attention goes through its interface",
         rank=-10,
         api=API,

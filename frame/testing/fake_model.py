@@ -91,12 +91,15 @@ class FakeModel(nn.Module, CausalLM):
 class FakeAttention(AttentionBackend):
     """A backend that the fake model never asks anything."""
 
-    capabilities = AttentionCapabilities(devices=("cpu",))
+    capabilities = AttentionCapabilities(devices=("cpu",), graphs="decode")
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
 
     def plan(self, batch: ForwardBatch) -> Any:
+        return batch.num_rows
+
+    def capture_plan(self, batch: ForwardBatch) -> Any:
         return batch.num_rows
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

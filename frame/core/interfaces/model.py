@@ -101,6 +101,7 @@ class ModelCapabilities:
     `tasks` are what it can be asked for; what a checkpoint can do, its architecture's name says.
     `expands_mla`: it caches the expanded keys and values of latent attention, so for the cache and the backend the model is mha.
     `encoder`: it attends in both directions, computes a prompt in one piece and uses no KV cache.
+    `graphs`: a step of decodes can be captured in a CUDA graph: no shape depends on data, nothing waits for the device.
     """
 
     architectures: tuple[str, ...] | None
@@ -108,6 +109,7 @@ class ModelCapabilities:
     expands_mla: bool = False
     tasks: tuple[Task, ...] = ("generate",)
     encoder: bool = False
+    graphs: bool = True
 
     def unsupported(self, needs: ModelNeeds) -> list[Reason]:
         reasons = []

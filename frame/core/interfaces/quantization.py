@@ -40,6 +40,7 @@ class QuantizationCapabilities:
     checkpoints: tuple[str | None, ...]
     min_compute_capability: tuple[int, int] | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    graphs: bool = True  # can be captured in a CUDA graph
 
     def unsupported(self, needs: QuantizationNeeds) -> list[Reason]:
         reasons = []

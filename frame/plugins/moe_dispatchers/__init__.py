@@ -20,7 +20,7 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
     registry.add(
         "all_reduce",
         "frame.plugins.moe_dispatchers.all_reduce:AllReduce",
-        capabilities=MoECapabilities(devices=("cpu", "cuda")),
+        capabilities=MoECapabilities(devices=("cpu", "cuda"), graphs=True),
         api=DISPATCHER_API,
         rank=10,
         summary="Every rank computes a slice of each expert; the slices are summed.",

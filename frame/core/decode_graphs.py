@@ -1,0 +1,223 @@
+"""Decode steps as CUDA graphs: forward pass, head and plain sampling of a fixed number of rows, captured once and replayed each step.
+
+A graph serves every batch of decodes up to its size; the rows that are left over belong to the padding slot and write to page 0.
+What changes from step to step lies in `StepInputs`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
+computed anew. Knows no request and no plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import ForwardBatch, HostView
+
+if TYPE_CHECKING:
+    from frame.core.batch_builder import BatchBuilder
+    from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.batch import ScheduledBatch
+
+_NUM_BUFFERS = 3
+_ALIGNMENT = 16
+
+
+class DecodeOutputs(NamedTuple):
+    """What a captured step leaves behind, good until the next replay. Each has one row a row of the batch."""
+
+    token_ids: torch.Tensor  # int64 [rows]
+    best: torch.Tensor  # float32 [rows]; the greatest logit
+    logits: torch.Tensor  # [rows, vocab]
+
+
+class Captured(Protocol):
+    def replay(self) -> None: ...
+
+
+# (batch, temperature float32 [rows], uniform float64 [rows]) -> outputs; also writes the last-token table
+Body = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], DecodeOutputs]
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """The batch sizes that are captured, for batches of up to `most` rows: close together where a step's time depends on them."""
+    steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, max(most, 256) + 1, 64)]
+    return (*(size for size in steps if size < most), most)
+
+
+class StepInputs:
+    """The arrays of a decode step, by row, in one pinned layout that one copy moves to the device. Buffers are used in turn, so that a
+    copy in flight is not overwritten."""
+
+    def __init__(self, most: int, device: torch.device, padding: Mapping[str, np.generic]) -> None:
+        """`padding`: the value of each array in a row that nobody uses; its type is the array's."""
+        self._padding = padding
+        self._turn = 0
+        offsets, total = {}, 0
+        for name, value in padding.items():
+            offsets[name] = total
+            total += -(-value.nbytes * most // _ALIGNMENT) * _ALIGNMENT
+        is_cuda = device.type == "cuda"
+        self._pinned = [torch.empty(total, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_NUM_BUFFERS)]
+        self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)] if is_cuda else []
+        self._host = [_views(pinned.numpy(), offsets, padding, most) for pinned in self._pinned]
+        self._target = torch.empty(total, dtype=torch.uint8, device=device)
+        self.tensors = {
+            name: self._target[offset : offset + padding[name].nbytes * most].view(_torch_dtype(padding[name].dtype))
+            for name, offset in offsets.items()
+        }
+        for host in self._host:
+            for name, value in padding.items():
+                host[name][:] = value
+        self._target.copy_(self._pinned[0])
+
+    def write(self, arrays: Mapping[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+        """Bring a step's arrays (all of one length) to the device, padded to `size` rows. -> the padded arrays, until the next but one."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        host = self._host[self._turn]
+        for name, array in arrays.items():
+            rows = host[name]
+            rows[: len(array)] = array
+            rows[len(array) : size] = self._padding[name]
+        self._target.copy_(self._pinned[self._turn], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+        return {name: host[name][:size] for name in arrays}
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A captured step and the batch that it reads."""
+
+    batch: ForwardBatch
+    outputs: DecodeOutputs
+    captured: Captured
+
+
+class DecodeGraphs:
+    """The captured steps of one runner. `capture` once, then `replay`, both on the runner's stream and in inference mode."""
+
+    def __init__(self, body: Body, builder: BatchBuilder, backend: AttentionBackend, sizes: tuple[int, ...], device: torch.device) -> None:
+        self._body = body
+        self._builder = builder
+        self._backend = backend
+        self._device = device
+        most = sizes[-1]
+        padding_slot = builder.table.padding_slot
+        padding: dict[str, np.generic] = {
+            "request_slots": np.int64(padding_slot),
+            "positions": np.int64(0),
+            "kv_slots": np.int64(0),
+            "uniform": np.float64(0.5),
+            "temperature": np.float32(0.0),
+            "seq_lens": np.int32(1),
+        }
+        self._inputs = StepInputs(most, device, padding)
+        self._ones = np.ones(most, np.int32)
+        self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # index of the first size that holds so many rows
+        self._sizes = sizes
+        self._steps: list[_Size] = []
+
+    @property
+    def most(self) -> int:
+        """The largest batch that has a graph."""
+        return self._sizes[-1]
+
+    def capture(self) -> None:
+        """Run and capture each size, the largest first, whose memory the smaller ones use again."""
+        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        counted = torch.arange(self.most + 1, dtype=torch.int64, device=self._device)
+        token_ids = torch.zeros(self.most, dtype=torch.int64, device=self._device)
+        for size in reversed(self._sizes):
+            batch = self._batch(size, counted, token_ids)
+            batch = replace(batch, plan=self._backend.capture_plan(batch))
+            self._steps.insert(0, self._captured(batch, pool))
+
+    def replay(self, batch: ScheduledBatch, seq_lens: np.ndarray, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
+        """Run a batch of at most `most` decodes whose pages are in the table. `draws`: temperature and uniform number of each row."""
+        rows = len(batch.slots)
+        step = self._steps[self._smallest[rows]]
+        size = step.batch.num_rows
+        positions = batch.num_computed.astype(np.int64)
+        slots = batch.slots.astype(np.int64)
+        arrays = {
+            "request_slots": slots,
+            "positions": positions,
+            "kv_slots": self._builder.places(slots, positions),
+            "seq_lens": seq_lens,
+            **draws,
+        }
+        padded = self._inputs.write(arrays, size)
+        host = HostView(padded["request_slots"], self._ones[:size], padded["seq_lens"], step.batch.host.page_table)
+        self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
+        step.captured.replay()
+        outputs = step.outputs
+        return outputs if rows == size else DecodeOutputs(*(tensor[:rows] for tensor in outputs))
+
+    def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
+        """The batch that the graph of a size reads."""
+        inputs, table = self._inputs.tensors, self._builder.table
+        counts = counted.int()
+        slots = np.full(size, table.padding_slot, np.int32)
+        return ForwardBatch(
+            num_decodes=size,
+            token_ids=token_ids[:size],
+            positions=inputs["positions"][:size],
+            kv_slots=inputs["kv_slots"][:size],
+            request_slots=inputs["request_slots"][:size],
+            seq_lens=inputs["seq_lens"][:size],
+            query_lens=torch.ones(size, dtype=torch.int32, device=self._device),
+            query_starts=counts[: size + 1],
+            page_table=table.pages,
+            logits_indices=counted[:size],
+            kv=self._builder.kv,
+            host=HostView(slots, self._ones[:size], self._ones[:size], table.host_pages),
+        )
+
+    def _captured(self, batch: ForwardBatch, pool: Any) -> _Size:
+        inputs, size, table = self._inputs.tensors, batch.num_rows, self._builder.table
+        temperature, uniform = inputs["temperature"][:size], inputs["uniform"][:size]
+
+        def run() -> DecodeOutputs:
+            # sampled by a step that may still be in flight: the host does not know these ids
+            torch.index_select(table.last_token, 0, batch.request_slots, out=batch.token_ids)
+            return self._body(batch, temperature, uniform)
+
+        outputs = run()  # what compiles or initialises itself does so now
+        if pool is None:
+            return _Size(batch, outputs, _Again(run, outputs))
+        torch.cuda.current_stream(self._device).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # only this thread's calls are captured: others may use the device meanwhile
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        finally:
+            graph.capture_end()
+        return _Size(batch, outputs, graph)
+
+
+class _Again:
+    """A step without a graph: computed again, its results copied to where the first ones are."""
+
+    def __init__(self, run: Callable[[], DecodeOutputs], outputs: DecodeOutputs) -> None:
+        self._run = run
+        self._outputs = outputs
+
+    def replay(self) -> None:
+        for target, source in zip(self._outputs, self._run(), strict=True):
+            target.copy_(source)
+
+
+def _views(buffer: np.ndarray, offsets: Mapping[str, int], padding: Mapping[str, np.generic], most: int) -> dict[str, np.ndarray]:
+    return {
+        name: buffer[offset : offset + padding[name].nbytes * most].view(padding[name].dtype) for name, offset in offsets.items()
+    }
+
+
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

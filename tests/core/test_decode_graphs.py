@@ -1,0 +1,88 @@
+"""Captured steps give the tokens that plain steps give, whatever the batch's size and what its rows want. On a CPU the captured step is
+computed anew, from the same fixed inputs; tests/gpu/test_graphs.py captures it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.allocator import PagedAllocator
+from frame.core.capacity import Capacity
+from frame.core.decode_graphs import StepInputs, graph_sizes
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.memory_pool import KVPool, kv_geometry
+from frame.core.model_runner import TorchModelRunner
+from frame.core.no_cache import NoCache
+from frame.core.parallel import LocalGroup
+from frame.core.processors import Processors
+from frame.core.sampling_params import SamplingParams
+from frame.core.scheduler import Scheduler, SchedulerConfig
+from frame.plugins.loader import load_registry
+from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
+from frame.testing.local_loop import LocalLoop
+
+VOCAB, ROWS, PAGES = 97, 12, 300
+CPU = torch.device("cpu")
+PROMPTS = [[(7 * row + place) % VOCAB for place in range(1 + row * 3)] for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 31, 64, 200, 256, 1000])
+def test_sizes_hold_every_batch_and_waste_little(most):
+    sizes = graph_sizes(most)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most and sizes[0] == 1
+    for rows in range(5, most + 1):
+        assert next(size for size in sizes if size >= rows) - rows < max(8, rows / 3 + 1)
+
+
+def test_inputs_are_padded_and_stay_where_they_are():
+    inputs = StepInputs(8, CPU, {"a": np.int64(-1), "b": np.float32(0.5)})
+    addresses = {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
+    for rows in (5, 2, 8, 1):
+        arrays = {"a": np.arange(rows), "b": np.arange(rows, dtype=np.float32)}
+        padded = inputs.write(arrays, 8)
+        assert inputs.tensors["a"].tolist() == [*range(rows), *[-1] * (8 - rows)] == padded["a"].tolist()
+        assert inputs.tensors["b"].tolist() == [*range(rows), *[0.5] * (8 - rows)]
+    assert addresses == {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
+
+
+def make_loop(captured, *, overlap=True, eos=()):
+    facts = fake_facts(VOCAB, 128, eos)
+    context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
+    context = dataclasses.replace(context, attention=FakeAttention(context))
+    registry = load_registry(installed=False)
+    built = [registry.load(record)(VOCAB, ROWS, CPU, None) for record in registry.records("logits_processor")]
+    pool = KVPool(kv_geometry(facts, 1, 4, "float32"), PAGES, CPU)
+    runner = TorchModelRunner(FakeModel(facts, context), facts, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12))
+    if captured:
+        runner.capture(captured)
+    config = SchedulerConfig(
+        page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
+    )
+    return LocalLoop(Scheduler(config, NoCache(4), PagedAllocator(PAGES), Fcfs()), runner)
+
+
+@pytest.mark.parametrize("captured", [1, 5, ROWS])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_greedy(captured, overlap):
+    loop = make_loop(captured, overlap=overlap)
+    params = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * row, ignore_eos=True) for row in range(ROWS)]
+    expected = [continuation(prompt, 4 + 3 * row, VOCAB) for row, prompt in enumerate(PROMPTS)]
+    assert loop.generate(PROMPTS, params) == expected
+
+
+@pytest.mark.parametrize("wants", ["temperature", "filters", "everything"])
+def test_sampling(wants):
+    def params(row):
+        more = {"temperature": (0.0, 0.7, 1.5)[row % 3], "seed": row, "max_tokens": 5 + row, "ignore_eos": True}
+        if wants != "temperature":
+            more |= {"top_k": (-1, 5)[row % 2], "top_p": (1.0, 0.8)[row // 2 % 2], "min_p": (0.0, 0.05)[row // 4 % 2]}
+        if wants == "everything":
+            more |= {"frequency_penalty": 0.5 * (row % 2), "logprobs": (None, 2)[row % 2], "logit_bias": {3: 4.0} if row % 4 == 0 else {}}
+        return SamplingParams(**more)
+
+    each = [params(row) for row in range(ROWS)]
+    assert make_loop(ROWS).generate(PROMPTS, each) == make_loop(0).generate(PROMPTS, each)
