@@ -23,6 +23,7 @@ TORCH_NATIVE = AttentionCapabilities(
     soft_cap=True,
     sinks=True,
     bidirectional=True,
+    kv_dtypes=("fp8_e4m3",),
 )
 
 

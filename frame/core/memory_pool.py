@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.attention import AttentionSpec
     from frame.core.interfaces.build import Limits
     from frame.core.interfaces.model import ModelFacts
 
@@ -78,10 +79,12 @@ class KVPool:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for layer in self._layers for tensor in layer)
 
-    def store(self, layer: int, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Write this step's tokens; see `KVCache.store`. Other dtypes are cast to the cache's (fp8: saturating)."""
-        for rows, tensor in zip(self._rows[layer], tensors, strict=True):
+    def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        """Write this step's tokens; see `KVCache.store`. Other dtypes are cast to the cache's (fp8: scaled, saturating)."""
+        rows_of_layer = self._rows[spec.layer]
+        for rows, tensor, scale in zip(rows_of_layer, tensors, (spec.k_scale, spec.v_scale)[: len(rows_of_layer)], strict=True):
             if self._is_fp8:
+                tensor = tensor if scale == 1.0 else tensor * (1.0 / scale)
                 tensor = tensor.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
             elif tensor.dtype != rows.dtype:
                 tensor = tensor.to(rows.dtype)

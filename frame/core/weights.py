@@ -120,7 +120,7 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         sources = getattr(parameter, "sources", None)
         if sources is None:
             shapes[name] = tuple(parameter.shape)
-        else:
+        elif not getattr(parameter, "optional", False):
             shapes.update({source: part.shape for source, part in sources.items()})
     return shapes
 

@@ -17,6 +17,8 @@ from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Limits
 
+FP8_MAX = 448.0  # of e4m3
+
 
 class PlainKVCache:
     """One layer's cache as bare tensors [pages, page_size, …] (`frame.core.interfaces.batch.KVCache`)."""
@@ -25,9 +27,13 @@ class PlainKVCache:
         self.page_size = page_size
         self.parts = tuple(parts)
 
-    def store(self, layer: int, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        for part, tensor in zip(self.parts, tensors, strict=True):
-            part.view(-1, *part.shape[2:])[slots] = tensor.to(part.dtype)
+    def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        for part, tensor, scale in zip(self.parts, tensors, (spec.k_scale, spec.v_scale)[: len(tensors)], strict=True):
+            if part.dtype == torch.float8_e4m3fn:  # nothing indexes fp8: its bytes are written
+                stored = (tensor / scale).clamp(-FP8_MAX, FP8_MAX).to(part.dtype)
+                part.view(torch.uint8).view(-1, *part.shape[2:])[slots] = stored.view(torch.uint8)
+            else:
+                part.view(-1, *part.shape[2:])[slots] = tensor.to(part.dtype)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.parts

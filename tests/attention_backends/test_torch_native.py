@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,8 @@ from frame.attention_backends.torch_native import plan as planning
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out
-from frame.testing.conformance_attention import Case, check_case
+from frame.testing.attention_batch import PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
+from frame.testing.conformance_attention import Case, check_case, make_inputs
 
 SUBJECT = conformance.find(load_registry(installed=False), "attention:torch_native", conformance.Setting())
 CHECKS = conformance.checks("attention", SUBJECT)
@@ -129,3 +131,34 @@ def test_windows_are_planned_from_the_second_step_on() -> None:
 
 def _numpy(places: slice | torch.Tensor) -> slice | np.ndarray:
     return places if isinstance(places, slice) else places.numpy()
+
+
+@pytest.mark.parametrize("latent", [{}, LATENT], ids=["mha", "mla"])
+def test_an_fp8_cache_reads_as_its_numbers_times_the_scales(latent: dict[str, int]) -> None:
+    """Over an fp8 cache the result is that over a float32 cache which holds the same numbers, for new tokens and old ones."""
+    case = Case(Rows.of([5, 70], [(0, 21), (0, 9), (34, 9)]), page_size=4, **latent)  # type: ignore[arg-type]
+    inputs = make_inputs(case)
+    spec = replace(inputs.spec, k_scale=0.02, v_scale=0.5)
+    scales = (spec.k_scale, spec.v_scale)
+    slots = torch.from_numpy(np.concatenate(inputs.pages.places))
+    outs = []
+    for dtype in (torch.float8_e4m3fn, torch.float32):
+        cache = PlainKVCache(4, [torch.zeros(inputs.pages.num_pages, 4, *shape).to(dtype) for shape in inputs.shapes])
+        values = [torch.cat(parts).float() for parts in zip(*inputs.cached, strict=True)]
+        if dtype == torch.float32:
+            pairs = zip(values, scales, strict=False)  # a latent has one scale
+            values = [(value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale for value, scale in pairs]
+        cache.store(spec, slots, *values)
+        backend = make(case)
+        batch = planned(backend, forward_batch(case.rows, inputs.pages, cache, "cpu"))
+        q = torch.cat(inputs.queries).float()
+        starts, prefixes, lengths = np.cumsum([0, *case.rows.lengths]), case.rows.prefixes, case.rows.lengths
+        new = np.concatenate([np.arange(s + p, s + n) for s, p, n in zip(starts[:-1], prefixes, lengths, strict=True)])
+        own = [value[torch.from_numpy(new)] for value in values]
+        if inputs.weight is None:
+            outs.append(backend.run(spec, q, own[0], own[1], batch))
+        else:
+            layer = RandomProjections(spec, case.rank, case.head_dim - case.rope, case.rope, inputs.weight.float())
+            nope = layer.qk_nope_head_dim
+            outs.append(backend.run_mla(layer, q[..., :nope], q[..., nope:], own[0], batch))
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.build import Limits
 from frame.core.memory_pool import DTYPES, DeviceTable, KVPool, kv_geometry
 from frame.testing.fake_model import fake_facts
 
 CPU = torch.device("cpu")
+
+
+def spec(layer):
+    return AttentionSpec(layer, 8, 4, 16, 8, 0.25)
+
+
 MHA = dataclasses.replace(fake_facts(), num_layers=3, num_kv_heads=4, num_heads=8, head_dim=16, v_head_dim=8)
 MLA = dataclasses.replace(MHA, kind="mla", latent=(32, 8))
 
@@ -39,7 +46,7 @@ def test_what_is_stored_is_read_back_where_it_belongs(facts, dtype, page_size):
     slots = torch.tensor([page_size * 3, page_size * 9 + page_size - 1, page_size])
     values = [torch.randn(3, *shape) for shape in geometry.shapes]
     before = [[tensor.clone() for tensor in pool.layer(layer)] for layer in range(3)]
-    pool.store(1, slots, *values)
+    pool.store(spec(1), slots, *values)
     for layer in range(3):
         for part, tensor in enumerate(pool.layer(layer)):
             assert tensor.shape == (10, page_size, *geometry.shapes[part])
@@ -52,8 +59,17 @@ def test_what_is_stored_is_read_back_where_it_belongs(facts, dtype, page_size):
 
 def test_fp8_saturates_instead_of_becoming_nan():
     pool = KVPool(kv_geometry(MLA, 1, 1, "fp8_e4m3"), 3, CPU)
-    pool.store(0, torch.tensor([1]), torch.full((1, 40), 1e6, dtype=torch.bfloat16))
+    pool.store(spec(0), torch.tensor([1]), torch.full((1, 40), 1e6, dtype=torch.bfloat16))
     assert pool.layer(0)[0][1].float().unique().tolist() == [448.0]
+
+
+def test_an_fp8_cache_holds_keys_and_values_divided_by_their_scales():
+    key, value = torch.full((1, 4, 16), 900.0), torch.full((1, 4, 8), 0.01)
+    for dtype, kept in (("fp8_e4m3", (225.0, 1.0)), ("float32", (900.0, 0.01))):
+        pool = KVPool(kv_geometry(MHA, 1, 1, dtype), 3, CPU)
+        pool.store(dataclasses.replace(spec(2), k_scale=4.0, v_scale=0.01), torch.tensor([1]), key, value)
+        expected = [torch.tensor(number).to(DTYPES[dtype]).item() for number in kept]
+        assert [tensor[1].float().unique().item() for tensor in pool.layer(2)] == pytest.approx(expected)
 
 
 def test_a_fresh_pool_is_zero_and_aligned():

@@ -30,8 +30,8 @@ class NaivePool:
         self.page_size = page_size
         self.data = [tuple(torch.full((pages, page_size, *width), 1e4, dtype=dtype) for width in widths) for _ in range(layers)]
 
-    def store(self, layer: int, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        for cache, new in zip(self.data[layer], tensors, strict=True):
+    def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        for cache, new in zip(self.data[spec.layer], tensors, strict=True):
             cache.flatten(0, 1)[slots] = new
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,7 @@ from frame.core.interfaces.build import BuildContext
 
 BLOCK_CELLS = 1 << 24  # most scores (queries x keys) that a mask is built for at once
 BLOCK_QUERIES = 512
+FP8 = torch.float8_e4m3fn
 EXPANDED_BYTES = 1 << 30  # a latent prefix that would expand to more than this stays absorbed
 
 Places = slice | torch.Tensor
@@ -69,10 +70,16 @@ class TorchNativeBackend(AttentionBackend):
             return _assemble(q.shape[0], each, [attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
         work = [*groups.decodes, *groups.extends]
+        if cached_k.dtype == FP8 and any(group.own_keys for group in work):  # this step's keys as every later step reads them
+            k, v = _read(cached_k, batch.kv_slots, spec.k_scale, q.dtype), _read(cached_v, batch.kv_slots, spec.v_scale, q.dtype)
         results = []
         for group in work:
-            keys, values = (k, v) if group.own_keys else (cached_k, cached_v)
-            results.append(attend(spec, group, _take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)))
+            if group.own_keys:
+                keys, values = _take(k, group.keys), _take(v, group.keys)
+            else:
+                keys = _read(cached_k, group.keys, spec.k_scale, q.dtype)
+                values = _read(cached_v, group.keys, spec.v_scale, q.dtype)
+            results.append(attend(spec, group, _take(q, group.tokens), keys, values))
         return _assemble(q.shape[0], work, results)
 
     def run_mla(
@@ -82,6 +89,8 @@ class TorchNativeBackend(AttentionBackend):
         groups = self._groups(spec, batch)
         (cached,) = batch.kv.layer(spec.layer)
         cached = cached.view(-1, cached.shape[-1])
+        if cached.dtype == FP8 and any(group.own_keys for group in groups.extends):
+            latent = _read(cached, batch.kv_slots, spec.k_scale, latent.dtype)
         decoded = self._decode_mla(layer, q_nope, q_rope, cached, groups.decodes, batch.num_decodes) if groups.decodes else None
         results = [self._extend_mla(layer, q_nope, q_rope, latent, cached, group) for group in groups.extends]
         if not results and decoded is not None:
@@ -102,7 +111,8 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         """All decodes, absorbed and projected together -> [num_decodes, heads, v_head_dim]."""
         q = torch.cat((layer.absorb(q_nope[:num_decodes]), q_rope[:num_decodes]), dim=-1)
-        results = [_absorbed(layer, group, _take(q, group.tokens), _take(cached, group.keys)) for group in groups]
+        scale = layer.spec.k_scale
+        results = [_absorbed(layer, group, _take(q, group.tokens), _read(cached, group.keys, scale, q.dtype)) for group in groups]
         return layer.unabsorb(_assemble(num_decodes, groups, results))
 
     def _extend_mla(
@@ -115,7 +125,10 @@ class TorchNativeBackend(AttentionBackend):
         group: Group,
     ) -> torch.Tensor:
         """One group of extends in its cheaper form -> [rows, query_len, heads, v_head_dim]."""
-        keys = _take(latent if group.own_keys else cached, group.keys)
+        if group.own_keys:
+            keys = _take(latent, group.keys)
+        else:
+            keys = _read(cached, group.keys, layer.spec.k_scale, latent.dtype)
         nope, rope = _take(q_nope, group.tokens), _take(q_rope, group.tokens)
         if _expands(layer, group, latent.element_size()):
             return _expanded(layer, group, torch.cat((nope, rope), dim=-1), keys)
@@ -240,6 +253,14 @@ def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
 
 def _take(source: torch.Tensor, places: Places) -> torch.Tensor:
     return source[places] if isinstance(places, slice) else source.index_select(0, places)
+
+
+def _read(cache: torch.Tensor, places: Places, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of the cache in the type of the queries. fp8 is gathered as bytes, since no indexing knows it, and scaled."""
+    if cache.dtype != FP8:
+        return _take(cache, places)
+    rows = _take(cache.view(torch.uint8), places).view(FP8).to(dtype)
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:

@@ -138,6 +138,8 @@ class AttentionSpec:
     `layer` indexes the KV cache. For MLA `head_dim` is nope + rope, `num_kv_heads` is 1.
     `sliding_window` is in tokens and includes the query's own position. With `causal` False, an encoder's layer, every token
     sees its whole row, which is computed in one step: `run` takes this step's K and V, and there is no cache to read.
+    In an fp8 cache a key stands for itself times `k_scale`, a value for itself times `v_scale`; for MLA the whole latent row has
+    `k_scale`. Caches of other types take no notice of them. They are set when the model has been loaded, and are constants from then on.
     """
 
     layer: int
@@ -150,6 +152,8 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     causal: bool = True
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class LatentProjections(Protocol):

@@ -90,9 +90,9 @@ class KVCache(Protocol):
 
     page_size: int
 
-    def store(self, layer: int, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Write this step's tokens: slots int64 [tokens]; MHA: (k [tokens, kv_heads, head_dim], v [tokens, kv_heads, v_head_dim]);
-        MLA: (latent [tokens, rank + rope],)."""
+    def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        """Write this step's tokens to `spec.layer`: slots int64 [tokens]; MHA: (k [tokens, kv_heads, head_dim],
+        v [tokens, kv_heads, v_head_dim]); MLA: (latent [tokens, rank + rope],). An fp8 cache divides them by the spec's scales."""
         ...
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
@@ -154,4 +154,4 @@ class ForwardBatch:
 
     def store_kv(self, spec: AttentionSpec, *tensors: torch.Tensor) -> None:
         """Write this step's K and V (or latent) of one layer to the cache."""
-        self.kv.store(spec.layer, self.kv_slots, *tensors)
+        self.kv.store(spec, self.kv_slots, *tensors)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.attention import AttentionSpec
+from frame.models.layers.kv_scales import KVScales
 from frame.models.layers.linear import HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.parameter import ShardedParameter
 
@@ -60,6 +61,11 @@ class Attention(nn.Module):
         self.qkv_proj = QKVLinear(context, names, facts.hidden_size, heads, options.qkv_bias)
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * facts.head_dim, facts.hidden_size, options.out_bias)
         self.qk_norm = QKNorm(context, prefix, heads, options.qk_norm) if options.qk_norm is not None else None
+        self.kv_scales = KVScales(prefix)
+
+    def finish(self) -> None:
+        """Take the cache's scales over."""
+        self.spec = self.kv_scales.put_into(self.spec)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec = self.spec

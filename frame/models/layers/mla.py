@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.attention import AttentionSpec
+from frame.models.layers.kv_scales import KVScales
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, share
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.packed import can_pack, pack, packed_linear
@@ -71,11 +72,13 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = LatentExpansion(context, facts.num_heads, heads, prefix, sizes)
         out_bias = bool(facts.config.get("attention_bias", False))
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * sizes.value, facts.hidden_size, out_bias)
+        self.kv_scales = KVScales(prefix)
         self.may_fold = context.tp.size == 1 and not out_bias
         self.folded: FoldedProjections | None = None
 
     def finish(self) -> None:
-        """Fold small weights for decoding, once the parts are finished."""
+        """Take the cache's scales over, and fold small weights for decoding, once the parts are finished."""
+        self.spec = self.kv_scales.put_into(self.spec)
         self.folded = fold(self) if self.may_fold else None
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

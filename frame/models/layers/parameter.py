@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from frame.core.errors import CheckpointError
+from frame.core.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class ShardRule:
     """What the dimensions of a parameter are: indices of the output, input and expert dimension, None where there is none.
 
-    `output_block` and `input_block`: so many outputs (inputs) share one entry, as in block scales and packed integers.
+    `output_block` and `input_block`: so many outputs (inputs) share one entry of the checkpoint's tensor, as in block scales and packed
+    integers. In the parameter an entry may stand for fewer (`output_step`, `input_step`, divisors of the blocks; 0: as many), so that
+    parts which end inside a block can lie side by side. `scalar`: the checkpoint has one number, which fills the whole range.
     """
 
     output: int | None = None
@@ -31,6 +33,9 @@ class ShardRule:
     expert: int | None = None
     output_block: int = 1
     input_block: int = 1
+    output_step: int = 0
+    input_step: int = 0
+    scalar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +57,23 @@ class Range:
         size = full // ranks
         return cls(full, rank * size, size, local)
 
-    def blocks(self, block: int) -> Range:
-        if block == 1:
-            return self
-        return Range(-(-self.full // block), self.start // block, -(-self.size // block), self.local // block)
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor's share in a parameter: its whole shape, what to read of it, where to write that."""
+    """One checkpoint tensor's share in a parameter: its whole shape, what to read of it, where to write that.
+
+    `spread`: (dimension, times, first, size) for each dimension whose entries are repeated before they are cut and written.
+    """
 
     shape: tuple[int, ...]
     read: tuple[slice, ...]
     write: tuple[slice | int, ...]
+    spread: tuple[tuple[int, int, int, int], ...] = ()
+
+    def spread_out(self, value: torch.Tensor) -> torch.Tensor:
+        for dim, times, first, size in self.spread:
+            value = value.repeat_interleave(times, dim).narrow(dim, first, size)
+        return value
 
 
 class ShardedParameter(nn.Parameter):
@@ -75,14 +84,16 @@ class ShardedParameter(nn.Parameter):
     sources: dict[str, Part]
     loaded: set[str]
     version: int  # counts loads, for what is derived from the numbers
+    optional: bool  # a checkpoint may lack it
 
-    def __new__(cls, data: torch.Tensor, rule: ShardRule | None = None) -> ShardedParameter:
+    def __new__(cls, data: torch.Tensor, rule: ShardRule | None = None, optional: bool = False) -> ShardedParameter:
         parameter = super().__new__(cls, data, requires_grad=False)
         parameter.rule = rule or ShardRule()
         parameter.whole_shape = data.shape
         parameter.sources = {}
         parameter.loaded = set()
         parameter.version = 0
+        parameter.optional = optional
         return parameter
 
     def bind(self, name: str, output: Range | None = None, input: Range | None = None, expert: int | None = None) -> None:  # noqa: A002
@@ -91,38 +102,50 @@ class ShardedParameter(nn.Parameter):
         shape: list[int] = []
         read: list[slice] = []
         write: list[slice | int] = []
+        spread: list[tuple[int, int, int, int]] = []
         for dim, size in enumerate(self.whole_shape):
             if dim == rule.expert and expert is not None:
                 write.append(expert)
                 continue
+            span, block, step = Range.whole(size), 1, 1
             if dim == rule.output and output is not None:
-                span = output.blocks(rule.output_block)
+                span, block, step = output, rule.output_block, rule.output_step or rule.output_block
             elif dim == rule.input and input is not None:
-                span = input.blocks(rule.input_block)
-            else:
-                span = Range.whole(size)
-            shape.append(span.full)
-            read.append(slice(span.start, span.start + span.size))
-            write.append(slice(span.local, span.local + span.size))
-        self.sources[name] = Part(tuple(shape), tuple(read), tuple(write))
+                span, block, step = input, rule.input_block, rule.input_step or rule.input_block
+            first, last, local = span.start // block, -(-(span.start + span.size) // block), span.local // step
+            times, count = block // step, -(-span.size // step)
+            if span.start % step or span.local % step:
+                raise ConfigurationError(
+                    f"this rank's part of {name} begins inside a block of {step} quantized together: set parallel.tp to a smaller number."
+                )
+            if times > 1:
+                spread.append((len(shape), times, span.start // step - first * times, count))
+            shape.append(-(-span.full // block))
+            read.append(slice(first, last))
+            write.append(slice(local, local + count))
+        self.sources[name] = Part((), (), tuple(write)) if rule.scalar else Part(tuple(shape), tuple(read), tuple(write), tuple(spread))
 
     def load(self, name: str, tensor: LazyTensor) -> None:
         """Read this rank's part of a checkpoint tensor into its place. Raises CheckpointError for a wrong shape or kind of number."""
         part = self.sources[name]
-        if tuple(tensor.shape) != part.shape:
+        if tuple(tensor.shape) != part.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
             raise CheckpointError(
                 f"{name} has the shape {list(tensor.shape)}, {list(part.shape)} is expected: is this checkpoint's config.json its own?"
             )
         value = tensor[part.read] if part.read else tensor[...]
-        if value.is_floating_point() != self.is_floating_point():
+        if value.is_floating_point() != self.is_floating_point() or value.dtype.itemsize == 1 < self.dtype.itemsize:
             raise CheckpointError(
                 f"{name} is stored as {_kind(value)}, {_kind(self)} is expected: choose the quantization method that reads it."
             )
         if self.data.numel() == 0:
             self.data = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.device)
-        self.data[part.write].copy_(value)
+        self.write(part, part.spread_out(value))
         self.loaded.add(name)
         self.version += 1
+
+    def write(self, part: Part, value: torch.Tensor) -> None:
+        """Write what was read into its place."""
+        self.data[part.write].copy_(value)
 
     def release(self) -> None:
         """Give the memory back once the numbers live in another form; a later `load` allocates again."""
@@ -130,7 +153,9 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def pending(self) -> list[str]:
-        """Checkpoint names not yet loaded."""
+        """Checkpoint names that are not yet loaded, and must be."""
+        if self.optional:
+            return []
         return [name for name in self.sources if name not in self.loaded]
 
 
