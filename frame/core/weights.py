@@ -6,6 +6,7 @@ Knows no layer and no file format: the model says which parameter takes what, `c
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ def load_model(
 def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None:
     """Load every parameter; run `finish` afterwards. Serves the first load and weight updates alike."""
     if source.load_format == "dummy":
-        weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed)
+        weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed, *_place_of_numbers(model))
         where = "the random checkpoint"
     else:
         weights = read_weights(source.folder, source.load_format, progress)
@@ -84,14 +85,18 @@ def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter memory on `device`, zeroed; a parameter shared by two modules stays shared, and keeps what it knows."""
+    """Give every meta parameter memory on `device`; a parameter shared by two modules stays shared, and keeps what it knows.
+
+    Zeroed where a checkpoint leaves gaps (padded vocabularies); what is filled whole is not written twice.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+                make = torch.empty if _is_filled_whole(parameter) else torch.zeros
+                data = make(parameter.shape, dtype=parameter.dtype, device=device)
                 real = torch.Tensor._make_subclass(type(parameter), data, False)  # noqa: SLF001 - a Parameter subclass keeps its class
                 real.__dict__.update(parameter.__dict__)
                 made[id(parameter)] = real
@@ -123,6 +128,21 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         elif not getattr(parameter, "optional", False):
             shapes.update({source: part.shape for source, part in sources.items()})
     return shapes
+
+
+def _is_filled_whole(parameter: nn.Parameter) -> bool:
+    """Whether the checkpoint tensors that make it up leave no gap."""
+    parts = getattr(parameter, "sources", {}).values()
+    filled = sum(math.prod(span.stop - span.start for span in part.write if isinstance(span, slice)) for part in parts)
+    return filled == parameter.numel()
+
+
+def _place_of_numbers(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where random numbers are to be made, and in which type: those of the model's first matrix that has a common one."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return parameter.device, parameter.dtype
+    return torch.device("cpu"), torch.float32
 
 
 def _pending(name: str, parameter: nn.Parameter) -> list[str]:

@@ -13,9 +13,9 @@ from torch import nn
 
 from frame.core.checkpoint_files import read_weights
 from frame.core.errors import CheckpointError
-from frame.core.random_weights import LARGEST_DRAWN, RandomTensor
+from frame.core.random_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
 from frame.core.weights import expected_shapes, finish, materialise
-from frame.models.layers.parameter import ShardedParameter
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
 
@@ -205,12 +205,25 @@ def test_materialise_keeps_sharing_and_what_parameters_know() -> None:
     assert expected_shapes(both) == {"here": (2, 3), "1.bias": (2,)}
 
 
-def test_random_tensors_depend_on_seed_and_name_alone() -> None:
-    shape = (1100, 1000)
-    assert shape[0] * shape[1] > LARGEST_DRAWN
-    whole = RandomTensor("a", shape, 0)[...]
-    assert torch.equal(RandomTensor("a", shape, 0)[100:200, 5:], whole[100:200, 5:])
-    assert not torch.equal(RandomTensor("b", shape, 0)[...], whole)
-    assert not torch.equal(RandomTensor("a", shape, 1)[...], whole)
+def test_what_a_checkpoint_leaves_open_is_zero() -> None:
+    with torch.device("meta"):
+        module = nn.Module()
+        module.padded = ShardedParameter(torch.empty(4, 3), ShardRule(output=0))
+        module.padded.bind("a", output=Range.whole(3))
+    materialise(module, torch.device("cpu"))
+    module.padded.load("a", torch.ones(3, 3))
+    assert module.padded.tolist() == [[1.0] * 3] * 3 + [[0.0] * 3]
+
+
+def test_random_tensors_depend_on_seed_name_and_shape_alone() -> None:
+    shape, zero, one = (1100, 1000), *(RandomNumbers(seed, torch.device("cpu"), torch.float32) for seed in (0, 1))
+    assert shape[0] * shape[1] > PERIOD
+    whole = RandomTensor("a", shape, zero)[...]
+    assert torch.equal(RandomTensor("a", shape, zero)[100:200, 5:], whole[100:200, 5:])
+    assert not torch.equal(RandomTensor("b", shape, zero)[...], whole)
+    assert not torch.equal(RandomTensor("a", shape, one)[...], whole)
     assert abs(whole.std().item() * 1000**0.5 - 1) < 0.01
     assert torch.linalg.matrix_rank(whole[:100] @ whole[-100:].t()) == 100
+    half = dict(random_weights({"a": shape, "norm": (5,), "bias": (5,)}, 0, dtype=torch.bfloat16))
+    assert torch.equal(half["a"][...], whole.bfloat16())
+    assert (half["norm"][...].tolist(), half["bias"][...].tolist()) == ([1.0] * 5, [0.0] * 5)
