@@ -14,6 +14,7 @@ from frame.core.admission import SchedulerConfig
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.request import Request, RequestState
 from frame.core.running import RunningSet
+from frame.core.shared_starts import SharedStarts, is_worth_waiting
 from frame.core.waiting_queue import WaitingQueue
 
 WINDOW = 128  # waiting requests that a policy sees
@@ -170,9 +171,13 @@ class StepPlanner:
             self._ahead, self._last_retraction = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
         floor = 0 if longest is None else rows.budget - longest
         peeks = PEEKS
+        underway = SharedStarts(self._unshared())
         for request in self._candidates(now):
             if rows.budget <= floor or not self._running.table.num_free:
                 return
+            shared = underway.alike(request)
+            if shared and is_worth_waiting(shared, request.num_tokens - self._uncached(request), request.num_tokens):
+                continue
             if longest is not None and request.num_tokens > rows.budget - floor:
                 peeks -= 1
                 if peeks < 0 or self._uncached(request) > rows.budget - floor:
@@ -180,6 +185,7 @@ class StepPlanner:
             need = self._enter(request, reserved, now)
             if need is None:
                 return
+            underway.add(request)
             held = int(self._running.table.arrays.num_pages[request.slot])
             self._extend(rows, request)
             reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
@@ -195,6 +201,13 @@ class StepPlanner:
         for request in window:
             request.match = None  # good for the moment only, and it would keep nodes alive
         return ordered
+
+    def _unshared(self) -> list[Request]:
+        """Running requests whose prompt is being computed, and will be in the prefix cache."""
+        if not self._ledger.cache.reuses:
+            return []
+        num_shared, size = self._running.table.arrays.num_shared, self._config.page_size
+        return [request for request in self._running.requests if (num_shared[request.slot] + 1) * size <= request.prompt_len]
 
     def _uncached(self, request: Request) -> int:
         """Tokens of a waiting request that are not in the prefix cache."""
