@@ -1,6 +1,7 @@
 """A checkpoint folder as a stream of (name, lazily sliced tensor): safetensors by index or single, `.bin` and `.pt` without unpickling.
 
-Files are mmapped; a tensor is read only as far as it is sliced. Every file is checked before the first tensor is given out.
+Files are mmapped; a tensor is read only as far as it is sliced. For a GPU the tensors that are known to be wanted are read ahead instead
+(`Ahead`). Every file is checked before the first tensor is given out.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import LazyTensor
+from frame.core.weight_stream import WeightStream, read_places
 
 LAYOUTS = {  # load format -> (index of shards, single files), first that is there
     "safetensors": ("model.safetensors.index.json", ("model.safetensors", "*.safetensors")),
@@ -40,10 +43,37 @@ class FileTensor:
         return value
 
 
-def read_weights(folder: Path, load_format: str = "auto", progress: bool = False) -> Iterator[tuple[str, LazyTensor]]:
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What to read ahead, and to which device: names, each with the rows (of the first dimension) that are wanted, None for all."""
+
+    device: torch.device
+    rows: Mapping[str, slice | None]
+
+
+class AheadTensor:
+    """A tensor of which `rows` have been read; asked for others, it reads them from the file."""
+
+    def __init__(self, file: FileTensor, rows: slice | None, value: torch.Tensor) -> None:
+        self.shape = file.shape
+        self._file, self._rows, self._value = file, rows, value
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._rows is None:
+            return self._value[index]
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if first == self._rows:
+            return self._value[(slice(None), *others)]
+        return self._file[index]
+
+
+def read_weights(
+    folder: Path, load_format: str = "auto", progress: bool = False, ahead: Ahead | None = None
+) -> Iterator[tuple[str, LazyTensor]]:
     """Stream the tensors of a checkpoint folder, file by file. `load_format`: auto, safetensors or pt.
 
-    Raises CheckpointError before the first tensor when a file is missing or damaged.
+    With `ahead`, those of safetensors come from its device. Raises CheckpointError before the first tensor when a file is missing or
+    damaged.
     """
     kind, files, named = find_files(folder, load_format)
     with contextlib.ExitStack() as stack:
@@ -52,10 +82,27 @@ def read_weights(folder: Path, load_format: str = "auto", progress: bool = False
             many = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"the index of {folder} names {missing[0]}{many}, which no file holds: download the checkpoint again.")
         with _bar(sum(map(len, readers)), progress and sys.stderr.isatty()) as advance:
-            for reader in readers:
-                for name, make in reader.items():
-                    yield name, make()
+            for file, reader in zip(files, readers, strict=True):
+                source = _made(reader) if ahead is None or kind != "safetensors" else _read_ahead(file, reader, ahead)
+                for name, tensor in source:
+                    yield name, tensor
                     advance()
+
+
+def _made(reader: dict[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
+    return ((name, make()) for name, make in reader.items())
+
+
+def _read_ahead(file: Path, reader: dict[str, Any], ahead: Ahead) -> Iterator[tuple[str, LazyTensor]]:
+    places = read_places(file)
+    if places is None:
+        yield from _made(reader)
+        return
+    wanted = [places[name].rows(ahead.rows[name]) for name in reader if name in ahead.rows]
+    with WeightStream(ahead.device) as stream:
+        values = stream.read(wanted)
+        for name, make in reader.items():
+            yield name, AheadTensor(make(), ahead.rows[name], next(values)) if name in ahead.rows else make()
 
 
 def find_files(folder: Path, load_format: str) -> tuple[str, list[Path], list[str]]:

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from frame.core.checkpoint_files import read_weights
+from frame.core import weight_stream
+from frame.core.checkpoint_files import Ahead, read_weights
 from frame.core.errors import CheckpointError
 from frame.core.random_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
+from frame.core.weight_stream import WeightStream, read_places
 from frame.core.weights import expected_shapes, finish, materialise
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.testing.checkpoints import make_checkpoint
@@ -65,6 +67,31 @@ def test_shards_by_index_and_torch_files_give_the_same_model(folder: Path) -> No
 def test_only_the_slice_is_read(folder: Path) -> None:
     tensors = dict(read_weights(folder))
     assert tensors["model.norm.weight"].shape == (64,)
+
+
+def test_reading_ahead_gives_the_same_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "PIECE", 1000)  # tensors of many pieces,
+    monkeypatch.setattr(weight_stream, "AHEAD", 5000)  # some larger than all that is read ahead
+    want = {name: tensor[...] for name, tensor in read_weights(folder)}
+    cut = slice(16, 48)
+    shard(folder)
+    rows = {name: cut if len(tensor.shape) > 1 else None for name, tensor in want.items() if name != "model.norm.weight"}
+    for name, tensor in read_weights(folder, ahead=Ahead(torch.device("cpu"), rows)):
+        assert tensor.shape == tuple(want[name].shape)
+        if len(tensor.shape) > 1:
+            assert torch.equal(tensor[cut, 3:], want[name][cut, 3:])
+            assert torch.equal(tensor[0:5], want[name][0:5])
+        else:
+            assert torch.equal(tensor[...], want[name])
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    places = read_places(file)
+    assert places is not None
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="became shorter"), WeightStream(torch.device("cpu"), 2) as stream:
+        list(stream.read(places.values()))
 
 
 def broken(folder: Path, *words: str, load_format: str = "auto") -> str:

@@ -61,7 +61,8 @@ class Rotary(nn.Module):
         self.length = context.limits.max_context + _SPARE
         self.device = context.device
         self.dtype = context.dtype
-        frequencies(parameters, dim)  # an unknown scheme is refused before weights are read
+        with torch.device("cpu"):  # on the meta device torch would import its compiler for this
+            frequencies(parameters, dim)  # an unknown scheme is refused before weights are read
 
     def finish(self) -> None:
         """Compute the table, in float32 like the reference, then in the model's type."""

@@ -1,0 +1,174 @@
+"""Reads tensors of safetensors files ahead of their use: several threads fill each tensor's memory, on the CPU directly, on a GPU through
+page-locked buffers of their own whose copies run while the next piece is read. What was read is nobody's but the caller's.
+
+Knows the layout of a safetensors file; not which tensors a model has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from frame.core.errors import CheckpointError
+
+THREADS = 8
+PIECE = 16 << 20  # bytes that a thread reads at a time
+AHEAD = 512 << 20  # bytes that are read before they are asked for
+
+_HEADER = 8  # bytes of the header's length
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its file: its type, its shape, and its first byte."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def rows(self, rows: slice | None) -> Place:
+        """The part of `rows` of the first dimension; None: all of it."""
+        if rows is None or not self.shape:
+            return self
+        start, stop, _ = rows.indices(self.shape[0])
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return Place(self.path, self.dtype, (max(0, stop - start), *self.shape[1:]), self.offset + start * row_bytes)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_places(path: Path) -> dict[str, Place] | None:
+    """Every tensor of a safetensors file that has been checked; None when one is of a type that this reader does not know."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_HEADER), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    if any(entry["dtype"] not in _TYPES for entry in header.values()):
+        return None
+    start = _HEADER + size
+    return {
+        name: Place(path, _TYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+class WeightStream:
+    """Threads that read. A context: leaving it ends them."""
+
+    def __init__(self, device: torch.device, threads: int | None = None) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(threads or min(THREADS, os.cpu_count() or 1), thread_name_prefix="weights")
+        self._own = threading.local()
+        self._files: dict[Path, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for file in self._files.values():
+            os.close(file)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the buffers of the threads are given back now
+
+    def read(self, places: Iterable[Place]) -> Iterator[torch.Tensor]:
+        """The tensors, in order, on the device; up to `AHEAD` bytes are read before they are asked for."""
+        waiting: deque[tuple[torch.Tensor, list[Future[Any]], Place]] = deque()
+        ahead, rest, is_over = 0, iter(places), False
+        while waiting or not is_over:
+            while not is_over and (ahead < AHEAD or not waiting):
+                place = next(rest, None)
+                if place is None:
+                    is_over = True
+                else:
+                    waiting.append(self._begin(place))
+                    ahead += place.bytes
+            if waiting:
+                tensor, pieces, place = waiting.popleft()
+                for piece in pieces:
+                    copied = piece.result()
+                    if copied is not None:
+                        torch.cuda.current_stream(self._device).wait_event(copied)
+                ahead -= place.bytes
+                yield tensor.view(place.dtype).view(place.shape)
+
+    def _begin(self, place: Place) -> tuple[torch.Tensor, list[Future[Any]], Place]:
+        if place.path not in self._files:
+            self._files[place.path] = os.open(place.path, os.O_RDONLY)
+        file = self._files[place.path]
+        target = torch.empty(place.bytes, dtype=torch.uint8, device=self._device)
+        freed = None
+        if self._device.type == "cuda":  # the memory may have been another tensor's, that is still being read on this stream
+            freed = torch.cuda.Event()
+            freed.record(torch.cuda.current_stream(self._device))
+        pieces = [
+            self._pool.submit(self._fetch, file, place, start, target[start : start + PIECE], freed)
+            for start in range(0, place.bytes, PIECE)
+        ]
+        return target, pieces, place
+
+    def _fetch(self, file: int, place: Place, start: int, target: torch.Tensor, freed: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """One piece, in a thread; on a GPU the event of its copy."""
+        if freed is None:
+            _fill(file, place, start, target)
+            return None
+        lane: Lane | None = getattr(self._own, "lane", None)
+        if lane is None:
+            lane = self._own.lane = Lane(self._device)
+        return lane.copy(file, place, start, target, freed)
+
+
+class Lane:
+    """One thread's way to a GPU: two page-locked buffers, of which one is filled while the other is copied, and a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread: page-locked memory belongs to a device's context
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def copy(self, file: int, place: Place, start: int, target: torch.Tensor, freed: torch.cuda.Event) -> torch.cuda.Event:
+        self._turn ^= 1
+        before = self._copied[self._turn]
+        if before is not None:
+            before.synchronize()
+        buffer = self._buffers[self._turn][: target.numel()]
+        _fill(file, place, start, buffer)
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(freed)
+            target.copy_(buffer, non_blocking=True)
+            copied.record(self._stream)
+        self._copied[self._turn] = copied
+        return copied
+
+
+def _fill(file: int, place: Place, start: int, target: torch.Tensor) -> None:
+    """Bytes of the file, from the place's `start` on, into host memory. Raises CheckpointError when the file ends early."""
+    view = memoryview(target.numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done:]], place.offset + start + done)
+        if not count:
+            raise CheckpointError(f"{place.path} became shorter while it was read: download it again.")
+        done += count
