@@ -1,0 +1,102 @@
+"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|leak [--json FILE]`.
+
+prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again.
+leak: memory of device and host, pages and collections after the first requests and after --requests of them.
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+
+from frame import Engine, SamplingParams
+
+PROMPT = 4096
+ROUND = 500
+
+
+def prefix(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    numbers = random.Random(7)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    first, again = [], []
+    for _ in range(6):
+        prompt = [numbers.randrange(10, vocabulary) for _ in range(PROMPT)]
+        for times in (first, again):
+            began = time.perf_counter()
+            engine.generate([prompt], one)
+            times.append(time.perf_counter() - began)
+    first, again = first[1:], again[1:]  # the first prompt compiles
+    return {
+        "first_s": statistics.median(first),
+        "again_s": statistics.median(again),
+        "share": statistics.median(again) / statistics.median(first),
+    }
+
+
+def leak(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    numbers = random.Random(8)
+    readings = []
+    done = 0
+    while done < arguments.requests:
+        prompts = [[numbers.randrange(10, vocabulary) for _ in range(numbers.randrange(1, 200))] for _ in range(ROUND)]
+        params = [
+            SamplingParams(
+                temperature=numbers.choice([0.0, 0.8]),
+                top_p=numbers.choice([1.0, 0.9]),
+                max_tokens=numbers.randrange(1, 33),
+                ignore_eos=True,
+            )
+            for _ in prompts
+        ]
+        engine.generate(prompts, params)
+        done += ROUND
+        if done in (2 * ROUND, arguments.requests):
+            engine.flush_cache()
+            engine.control("check_integrity")
+            readings.append({"requests": done, **memory(), "used_pages": engine.control("server_info")["used_pages"]})
+    return {"readings": readings}
+
+
+def memory() -> dict[str, int]:
+    gc.collect()
+    cuda = torch.cuda.is_available()
+    return {
+        "device_allocated": torch.cuda.memory_allocated() if cuda else 0,
+        "device_reserved": torch.cuda.memory_reserved() if cuda else 0,
+        "host_rss": psutil.Process().memory_info().rss,
+        "objects": len(gc.get_objects()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("check", choices=("prefix", "leak"), nargs="+")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a keyword of frame.Engine")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    keys = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in arguments.set)}
+    with Engine(model=arguments.model, load_format="dummy", skip_tokenizer_init=True, **keys) as engine:
+        report: dict[str, Any] = {"model": arguments.model, "keys": keys}
+        for check in arguments.check:
+            report[check] = {"prefix": prefix, "leak": leak}[check](engine, min(10_000, engine.info["vocab_size"]), arguments)
+    text = json.dumps(report)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
