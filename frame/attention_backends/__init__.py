@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
 from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
@@ -66,4 +67,14 @@ def register_attention_backends(registry: KindRegistry) -> None:
         rank=20,
         requires=("triton>=3.4",),
         summary="Triton kernels that read the page table: split decode with grouped heads, flash extend, latent attention.",
+    )
+    registry.add(
+        "flashinfer",
+        "frame.attention_backends.flashinfer.backend:FlashInferBackend",
+        capabilities=FLASHINFER,
+        options=FlashInferOptions,
+        api=API,
+        rank=15,
+        requires=("flashinfer-python>=0.6.12,<0.8",),
+        summary="FlashInfer's paged prefill and decode, latent attention and ragged prefill (FlashAttention-2 and -3 kernels).",
     )

@@ -1,0 +1,241 @@
+"""The `flashinfer` backend: decodes and extends by the library's paged wrappers, latents absorbed or, where that costs less, expanded.
+
+Knows rows, pages and shapes of layers, no request; what the library is asked for is in `wrappers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+
+from frame.attention_backends.flashinfer.library import Library
+from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists, list_pages
+from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, Heads, Latent, Wrapper, Wrappers
+from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
+from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
+from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.build import BuildContext
+
+EXPANDED_BYTES = 2 << 30  # latents that would expand to more than this stay absorbed
+
+
+class StepPlan:
+    """What one step's layers run: the planned wrappers by shape. The lists of pages are made when the first shape asks."""
+
+    def __init__(self, batch: ForwardBatch, buffers: PageBuffers | None = None) -> None:
+        self.batch = batch
+        self.buffers = buffers  # of a captured step, which is decodes alone
+        self.num_decodes = batch.num_decodes
+        self.heads: dict[Heads, tuple[Wrapper | None, Wrapper | None]] = {}  # (decodes, extends)
+        self.latents: dict[Latent, tuple[Wrapper | None, Expanded | None]] = {}  # (absorbed rows, expanded extends)
+        self._lists: dict[tuple[int, int], PageLists] = {}
+
+    def rows(self, first: int, last: int) -> PageLists | None:
+        """Lists of rows `first` … `last - 1`; None when there are none."""
+        if first == last:
+            return None
+        found = self._lists.get((first, last))
+        if found is None:
+            found = list_pages(self.batch, first, last, self.buffers)
+            if self.buffers is not None:
+                self.buffers.fill(found)
+            self._lists[first, last] = found
+        return found
+
+
+class Expanded:
+    """Extends over keys and values made of their latents, which lie side by side at `places` of the cache (None: all of them are
+    this step's own)."""
+
+    def __init__(self, wrapper: Wrapper, places: torch.Tensor | None) -> None:
+        self.wrapper = wrapper
+        self.places = places
+
+
+class FlashInferBackend(AttentionBackend):
+    """FlashInfer's kernels over pages. `plan` is a `StepPlan`."""
+
+    capabilities: ClassVar[AttentionCapabilities] = FLASHINFER
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None, library: Library | None = None) -> None:
+        super().__init__(context, options)
+        settings = options if isinstance(options, FlashInferOptions) else FlashInferOptions()
+        device = context.device
+        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        self._wrappers = Wrappers(library or Library.load(), device, self._capability, settings.workspace_mib << 20)
+        self._shapes: list[Heads | Latent] = []  # those that this model's layers have, learnt in the first step
+        self._buffers: PageBuffers | None = None
+
+    def plan(self, batch: ForwardBatch) -> StepPlan:
+        return self._planned(StepPlan(batch))
+
+    def capture_plan(self, batch: ForwardBatch) -> StepPlan:
+        if not self._shapes:
+            raise RuntimeError("Attention backend 'flashinfer' is captured before its first step; run one without a graph.")
+        if self._buffers is None:
+            limits = self.context.limits
+            pages = -(-limits.max_context // limits.page_size) + 1
+            self._buffers = PageBuffers.of(limits.max_running_requests, pages, self.context.device)
+        return self._planned(StepPlan(batch, self._buffers))
+
+    def replay_plan(self, plan: StepPlan, batch: ForwardBatch) -> None:
+        self._planned(StepPlan(batch, self._buffers))
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        cache = batch.kv.layer(spec.layer)
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window - 1
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        shape = Heads(*sizes, window, spec.soft_cap or 0.0, spec.scale, q.dtype, cache[0].dtype)
+        plan: StepPlan = batch.plan
+        if shape in plan.heads:
+            return _attend(*plan.heads[shape], q, cache, plan.num_decodes)
+        with self._learning(shape, plan):
+            return _attend(*plan.heads[shape], q, cache, plan.num_decodes)
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        spec = layer.spec
+        sizes = spec.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, spec.head_dim, spec.v_head_dim
+        shape = Latent(*sizes, spec.scale, q_nope.dtype)
+        plan: StepPlan = batch.plan
+        if shape not in plan.latents:
+            with self._learning(shape, plan):
+                pass
+        absorbed, expanded = plan.latents[shape]
+        (cached,) = batch.kv.layer(spec.layer)
+        if expanded is None:
+            assert absorbed is not None  # a step has rows
+            return _attend_absorbed(absorbed, layer, q_nope, q_rope, cached)
+        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+        first = plan.num_decodes
+        if absorbed is not None:
+            out[:first] = _attend_absorbed(absorbed, layer, q_nope[:first], q_rope[:first], cached)
+        rows = latent[first:] if expanded.places is None else cached.view(-1, cached.shape[-1]).index_select(0, expanded.places)
+        q = torch.cat((q_nope[first:], q_rope[first:]), dim=-1)
+        expanded.wrapper.run(q, *_expand(layer, rows), out=out[first:])
+        return out
+
+    def _planned(self, plan: StepPlan) -> StepPlan:
+        for shape in self._shapes:
+            self._plan_shape(shape, plan)
+        return plan
+
+    def _plan_shape(self, shape: Heads | Latent, plan: StepPlan) -> None:
+        batch, decodes, page_size = plan.batch, plan.num_decodes, plan.batch.kv.page_size
+        rows = batch.num_rows
+        if isinstance(shape, Heads):
+            own, others = plan.rows(0, decodes), plan.rows(decodes, rows)
+            decode = None
+            if own is not None and plan.buffers is not None:
+                decode = self._wrappers.captured_decode(shape, own, page_size, plan.buffers)
+            elif own is not None:
+                decode = self._wrappers.decode(shape, own, page_size)
+            plan.heads[shape] = decode, None if others is None else self._wrappers.extend(shape, others, page_size)
+            return
+        expanded = self._plan_expanded(shape, plan) if decodes < rows and self._expands(shape, batch) else None
+        own = plan.rows(0, decodes if expanded is not None else rows)
+        absorbed = None if own is None else self._wrappers.latent(shape, own, page_size, plan.buffers)
+        plan.latents[shape] = absorbed, expanded
+
+    def _plan_expanded(self, shape: Latent, plan: StepPlan) -> Expanded:
+        batch, first = plan.batch, plan.num_decodes
+        host = batch.host
+        lists = plan.rows(first, batch.num_rows)
+        assert lists is not None  # the caller has seen extends
+        is_fresh = bool((host.seq_lens[first:] == host.query_lens[first:]).all())
+        starts = np.zeros(lists.rows + 1, np.int32)
+        np.cumsum(host.seq_lens[first:], out=starts[1:])
+        key_starts = lists.query_starts if is_fresh else torch.from_numpy(starts)
+        if batch.token_ids.device.type == "cuda" and not is_fresh:
+            key_starts = key_starts.pin_memory()
+        wrapper = self._wrappers.expanded(shape, lists.query_starts, key_starts)
+        return Expanded(wrapper, None if is_fresh else _places(batch, lists, int(starts[-1])))
+
+    def _expands(self, shape: Latent, batch: ForwardBatch) -> bool:
+        """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
+        first = batch.num_decodes
+        queries, keys = (part[first:].astype(np.int64) for part in (batch.host.query_lens, batch.host.seq_lens))
+        nope = shape.width - shape.rope
+        projected = nope + shape.value_width
+        if not shape.expands or int(keys.sum()) * shape.heads * (projected + shape.rope) * shape.dtype.itemsize > EXPANDED_BYTES:
+            return False
+        pairs = int((queries * (2 * keys - queries + 1)).sum()) // 2
+        expanded = int(keys.sum()) * shape.rank * projected + pairs * (projected + shape.rope)
+        absorbed = int(queries.sum()) * shape.rank * projected + pairs * (2 * shape.rank + shape.rope)
+        return expanded <= absorbed
+
+    @contextmanager
+    def _learning(self, shape: Heads | Latent, plan: StepPlan) -> Iterator[None]:
+        """A shape's first step: kernels are compiled, wrappers made. That may wait for the device; no later step does."""
+        if plan.buffers is not None:
+            raise RuntimeError("Attention backend 'flashinfer' meets a new layer in a captured step; run one without a graph first.")
+        with _may_wait(self.context.device):
+            self._wrappers.compile(shape)
+            self._shapes.append(shape)
+            self._plan_shape(shape, plan)
+            yield
+
+
+def _attend(
+    decodes: Wrapper | None, extends: Wrapper | None, q: torch.Tensor, cache: tuple[torch.Tensor, ...], num_decodes: int
+) -> torch.Tensor:
+    q = _dense(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if decodes is not None:
+        decodes.run(q[:num_decodes], cache, out=out[:num_decodes])
+    if extends is not None:
+        extends.run(q[num_decodes:], cache, out=out[num_decodes:])
+    return out
+
+
+def _attend_absorbed(
+    wrapper: Wrapper, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor
+) -> torch.Tensor:
+    rank = layer.kv_lora_rank
+    q = _dense(layer.absorb(q_nope))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return layer.unabsorb(wrapper.run(q, _dense(q_rope), cached[..., :rank], cached[..., rank:], out=out))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope]."""
+    rank = layer.kv_lora_rank
+    k_nope, v = layer.expand(rows[:, :rank])
+    k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)
+    return torch.cat((k_nope, k_rope), dim=-1), v.contiguous()
+
+
+def _places(batch: ForwardBatch, lists: PageLists, total: int) -> torch.Tensor:
+    """Cache places, int64 [total], of all keys of the listed rows side by side."""
+    device, page_size = batch.token_ids.device, batch.kv.page_size
+    lengths = lists.lengths.to(device, non_blocking=True).long()
+    page_starts = lists.page_starts.to(device, non_blocking=True).long()
+    rows = torch.repeat_interleave(lengths, output_size=total)
+    starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(total, device=device) - starts.index_select(0, rows)
+    pages = lists.pages.index_select(0, page_starts.index_select(0, rows) + positions // page_size)
+    return pages.long() * page_size + positions % page_size
+
+
+@contextmanager
+def _may_wait(device: torch.device) -> Iterator[None]:
+    """Inside, PyTorch's watch over calls that wait for a GPU is off: the library fills its caches with such calls, once."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,108 @@
+"""What of FlashInfer is called, which of its kernels suit a device and a shape, and their compilation ahead of the first request.
+
+Read in flashinfer-python 0.6.12 and 0.7.2 (`prefill.py`, `decode.py`, `mla/`, `jit/`). Knows no batch and no plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Form = Literal["fa2", "fa3"]  # FlashAttention-2 kernels (compute capability 8.0 on), FlashAttention-3 kernels (9.0 alone)
+
+FA3_WIDTHS = (64, 128, 256)
+PLAIN_DECODE_GROUPS = (1, 2, 3)  # heads of a key: more than these are worth the tensor cores
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The library's classes and functions that the backend calls."""
+
+    decode: Callable[..., Any]  # BatchDecodeWithPagedKVCacheWrapper
+    prefill: Callable[..., Any]  # BatchPrefillWithPagedKVCacheWrapper
+    ragged: Callable[..., Any]  # BatchPrefillWithRaggedKVCacheWrapper
+    latent: Callable[..., Any]  # BatchMLAPagedAttentionWrapper
+    plan_captured: Callable[..., None]  # fast_decode_plan: `decode.plan` without the copies
+    compile: Callable[[Iterable[Module]], None]
+
+    @classmethod
+    def load(cls) -> Library:
+        """Imports the library. Raises ImportError with what it lacks."""
+        home = cuda_home()
+        if home is not None:  # the library takes the folder above that of `nvcc`, which may be a wrapper elsewhere
+            os.environ.setdefault("CUDA_HOME", str(home))
+        import flashinfer
+        from flashinfer.decode import fast_decode_plan
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        return cls(
+            decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+            prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+            ragged=flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+            latent=BatchMLAPagedAttentionWrapper,
+            plan_captured=fast_decode_plan,
+            compile=compile_modules,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One compiled module of the library: a family of kernels for one set of types and widths."""
+
+    kind: Literal["decode", "prefill", "latent"]
+    form: Form
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    width: int  # of queries and keys; for latent: the rank
+    value_width: int  # for latent: the rope width
+    window: bool = False
+    soft_cap: bool = False
+
+    def spec(self) -> Any:
+        """The library's description of the module (`JitSpec`)."""
+        from flashinfer.jit import attention as jit
+
+        types = (self.dtype, self.kv_dtype, self.dtype, torch.int32, self.width, self.value_width)
+        if self.kind == "latent":
+            return jit.gen_batch_mla_module(self.form, *types, False)
+        if self.kind == "decode":
+            return jit.gen_batch_decode_module(*types, 0, self.window, self.soft_cap)
+        return jit.gen_batch_prefill_module(self.form, *types, 0, self.window, self.soft_cap, False)
+
+
+def compile_modules(modules: Iterable[Module]) -> None:
+    """Compile what is neither prebuilt nor in the library's cache, all at once (ninja runs a job a core)."""
+    from flashinfer.jit.core import build_jit_specs
+
+    specs = [module.spec() for module in modules]
+    missing = [spec.name for spec in specs if not spec.is_compiled]
+    if missing:
+        _log.info("compiling %d FlashInfer modules, a minute or two the first time: %s", len(missing), ", ".join(missing))
+        build_jit_specs(specs, verbose=False)
+
+
+def form_of(capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype, width: int, value_width: int) -> Form:
+    """FlashAttention-3 kernels where they run: compute capability 9.0, one type, and the widths that they are made for."""
+    has_width = (width == value_width and width in FA3_WIDTHS) or (width, value_width) == (192, 128)
+    return "fa3" if capability[0] == 9 and dtype == kv_dtype and has_width else "fa2"
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit's folder: CUDA_HOME, or the one of the `nvcc` on the path; None without a compiler."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        return Path(named)
+    found = shutil.which("nvcc")
+    for home in ([Path(found).resolve().parents[1]] if found else []) + [Path("/usr/local/cuda")]:
+        if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda.h").exists():
+            return home
+    return None

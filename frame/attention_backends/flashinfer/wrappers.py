@@ -1,0 +1,257 @@
+"""FlashInfer's wrappers by layer shape: made once, planned once a step, and for captured graphs one a batch size.
+
+Knows the library's calls and lists of pages, no model and no layer object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from frame.attention_backends.flashinfer.library import PLAIN_DECODE_GROUPS, Form, Library, Module, form_of
+from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists
+
+WORKSPACE_BYTES = 8 << 20  # the library's own size for its plans
+NO_WINDOW = -1
+
+
+class Heads(NamedTuple):
+    """All that a wrapper of multi-head attention depends on; layers that are alike share one."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    window: int  # keys before the query's own that it sees; -1: all
+    soft_cap: float  # 0: none
+    scale: float
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """Whether decodes run on prefill kernels, which have them: a key is read for many heads at once."""
+        return self.heads // self.kv_heads not in PLAIN_DECODE_GROUPS
+
+    def modules(self, capability: tuple[int, int]) -> list[Module]:
+        traits = (self.dtype, self.kv_dtype, self.width, self.width, self.window != NO_WINDOW, self.soft_cap > 0)
+        form = form_of(capability, *traits[:4])
+        needed: list[Module] = [Module("prefill", form, *traits)]
+        if not self.uses_tensor_cores:
+            needed.append(Module("decode", "fa2", *traits))
+        elif form != "fa2":
+            needed.append(Module("prefill", "fa2", *traits))
+        return needed
+
+
+class Latent(NamedTuple):
+    """The same of latent attention."""
+
+    heads: int
+    rank: int
+    rope: int
+    width: int  # nope + rope, of expanded queries and keys
+    value_width: int
+    scale: float
+    dtype: torch.dtype
+
+    @property
+    def expands(self) -> bool:
+        """Whether there are ragged kernels for the expanded form."""
+        return (self.width, self.value_width) == (192, 128) or (self.width == self.value_width and self.width in (64, 128, 256))
+
+    def modules(self, capability: tuple[int, int]) -> list[Module]:
+        form: Form = "fa3" if capability[0] == 9 else "fa2"
+        needed = [Module("latent", form, self.dtype, self.dtype, self.rank, self.rope)]
+        if self.expands:
+            expanded = form_of(capability, self.dtype, self.dtype, self.width, self.value_width)
+            needed.append(Module("prefill", expanded, self.dtype, self.dtype, self.width, self.value_width))
+        return needed
+
+
+class Wrapper:
+    """One wrapper. Its plan is copied to the device from memory that the next plan overwrites, so that waits for the copy, which
+    is done by then unless plans are made more than a step ahead."""
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self._wrapper = wrapper
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    @contextmanager
+    def planning(self) -> Iterator[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        yield self._wrapper
+        if self._copied is not None:
+            self._copied.record()
+
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = self._wrapper.run(*args, **kwargs)
+        return out
+
+
+class Wrappers:
+    """Makes, keeps and plans the wrappers of one rank. All share one workspace: their kernels run one after the other."""
+
+    def __init__(self, library: Library, device: torch.device, capability: tuple[int, int], workspace_bytes: int) -> None:
+        self._library = library
+        self._device = device
+        self._capability = capability
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self._plans: dict[tuple[str, Heads | Latent], torch.Tensor] = {}  # device side, shared by the batch sizes of a role
+        self._made: dict[tuple[str, Heads | Latent, int], Wrapper] = {}
+
+    def compile(self, shape: Heads | Latent) -> None:
+        """Have the modules of `shape` ready, compiled if need be."""
+        self._library.compile(shape.modules(self._capability))
+
+    def decode(self, shape: Heads, lists: PageLists, page_size: int) -> Wrapper:
+        """For decodes of a step that is not captured, planned."""
+        wrapper = self._get("decode", shape, 0, lambda: self._decoder(shape))
+        self._plan_decode(wrapper, shape, lists, page_size)
+        return wrapper
+
+    def captured_decode(self, shape: Heads, lists: PageLists, page_size: int, buffers: PageBuffers) -> Wrapper:
+        """The same with everything on the device at addresses that stay, one wrapper a number of rows."""
+        rows = lists.rows
+        known = ("decode", shape, rows) in self._made
+
+        def make() -> Any:
+            made = self._decoder(
+                shape,
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=buffers.page_starts[: rows + 1],
+                paged_kv_indices_buffer=buffers.pages,
+                paged_kv_last_page_len_buffer=buffers.last_page[:rows],
+            )
+            made.reset_workspace_buffer(self._workspace, self._plan_memory("decode", shape))
+            return made
+
+        wrapper = self._get("decode", shape, rows, make)
+        if not known:
+            self._plan_decode(wrapper, shape, lists, page_size)
+            return wrapper
+        with wrapper.planning() as inner:
+            self._library.plan_captured(
+                inner,
+                lists.page_starts,
+                lists.pages,
+                lists.last_page,
+                **self._decode_arguments(shape, page_size),
+                global_override_indptr_cpu=lists.page_starts,
+            )
+        return wrapper
+
+    def extend(self, shape: Heads, lists: PageLists, page_size: int) -> Wrapper:
+        """For extends, planned."""
+        form = form_of(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
+        wrapper = self._get("extend", shape, 0, lambda: self._library.prefill(self._workspace, "NHD", backend=form))
+        with wrapper.planning() as inner:
+            inner.plan(
+                lists.query_starts,
+                lists.page_starts,
+                lists.pages,
+                lists.last_page,
+                shape.heads,
+                shape.kv_heads,
+                shape.width,
+                page_size,
+                causal=True,
+                sm_scale=shape.scale,
+                window_left=shape.window,
+                logits_soft_cap=shape.soft_cap,
+                q_data_type=shape.dtype,
+                kv_data_type=shape.kv_dtype,
+            )
+        return wrapper
+
+    def latent(self, shape: Latent, lists: PageLists, page_size: int, buffers: PageBuffers | None = None) -> Wrapper:
+        """For absorbed queries, planned; with `buffers` for captured steps of so many decodes."""
+        form = "fa3" if self._capability[0] == 9 else "fa2"
+        rows = 0 if buffers is None else lists.rows
+
+        def make() -> Any:
+            if buffers is None:
+                return self._library.latent(self._workspace, backend=form)
+            return self._library.latent(
+                self._workspace,
+                use_cuda_graph=True,
+                qo_indptr=buffers.query_starts[: rows + 1],
+                kv_indptr=buffers.page_starts[: rows + 1],
+                kv_indices=buffers.pages,
+                kv_len_arr=buffers.lengths[:rows],
+                backend=form,
+            )
+
+        wrapper = self._get("latent", shape, rows, make)
+        with wrapper.planning() as inner:
+            inner.plan(
+                qo_indptr=lists.query_starts,
+                kv_indptr=lists.page_starts,
+                kv_indices=lists.pages,
+                kv_len_arr=lists.lengths,
+                num_heads=shape.heads,
+                head_dim_ckv=shape.rank,
+                head_dim_kpe=shape.rope,
+                page_size=page_size,
+                causal=True,
+                sm_scale=shape.scale,
+                q_data_type=shape.dtype,
+                kv_data_type=shape.dtype,
+            )
+        return wrapper
+
+    def expanded(self, shape: Latent, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
+        """For extends over keys and values side by side, planned. Both arrays on the host, int32 [rows + 1]."""
+        form = form_of(self._capability, shape.dtype, shape.dtype, shape.width, shape.value_width)
+        wrapper = self._get("expanded", shape, 0, lambda: self._library.ragged(self._workspace, "NHD", backend=form))
+        with wrapper.planning() as inner:
+            inner.plan(
+                query_starts,
+                key_starts,
+                shape.heads,
+                shape.heads,
+                shape.width,
+                head_dim_vo=shape.value_width,
+                causal=True,
+                sm_scale=shape.scale,
+                q_data_type=shape.dtype,
+                kv_data_type=shape.dtype,
+                o_data_type=shape.dtype,
+            )
+        return wrapper
+
+    def _decoder(self, shape: Heads, **graph: Any) -> Any:
+        # the FlashAttention-3 kernels do not split a row's keys, so that a few long rows would fill few processors
+        return self._library.decode(self._workspace, "NHD", use_tensor_cores=shape.uses_tensor_cores, backend="fa2", **graph)
+
+    def _plan_decode(self, wrapper: Wrapper, shape: Heads, lists: PageLists, page_size: int) -> None:
+        with wrapper.planning() as inner:
+            inner.plan(lists.page_starts, lists.pages, lists.last_page, **self._decode_arguments(shape, page_size))
+
+    @staticmethod
+    def _decode_arguments(shape: Heads, page_size: int) -> dict[str, Any]:
+        return {
+            "num_qo_heads": shape.heads,
+            "num_kv_heads": shape.kv_heads,
+            "head_dim": shape.width,
+            "page_size": page_size,
+            "window_left": shape.window,
+            "logits_soft_cap": shape.soft_cap,
+            "sm_scale": shape.scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.kv_dtype,
+        }
+
+    def _get(self, role: str, shape: Heads | Latent, rows: int, make: Any) -> Wrapper:
+        key = (role, shape, rows)
+        if key not in self._made:
+            self._made[key] = Wrapper(make(), self._device)
+        return self._made[key]
+
+    def _plan_memory(self, role: str, shape: Heads | Latent) -> torch.Tensor:
+        if (role, shape) not in self._plans:
+            self._plans[role, shape] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        return self._plans[role, shape]

@@ -1,0 +1,182 @@
+"""`flashinfer`: what the library is asked for, against float64 behind its own signatures; captured plans; its record."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from frame.attention_backends.flashinfer.backend import FlashInferBackend
+from frame.attention_backends.flashinfer.library import Library, Module, form_of
+from frame.attention_backends.flashinfer.pages import list_pages
+from frame.attention_backends.libraries import FLASHINFER
+from frame.core.interfaces.attention import AttentionNeeds
+from frame.testing import conformance_attention as suite
+from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
+from tests.attention_backends import fake_flashinfer as fake
+
+ON_CPU = replace(FLASHINFER, devices=("cpu",), compute_capability=None, dtypes=("float32",), latents=None)
+
+
+def library(compiled: list[Module] | None = None) -> Library:
+    return Library(
+        decode=fake.BatchDecodeWithPagedKVCacheWrapper,
+        prefill=fake.BatchPrefillWithPagedKVCacheWrapper,
+        ragged=fake.BatchPrefillWithRaggedKVCacheWrapper,
+        latent=fake.BatchMLAPagedAttentionWrapper,
+        plan_captured=fake.fast_decode_plan,
+        compile=lambda modules: None if compiled is None else compiled.extend(modules),
+    )
+
+
+def make(case: suite.Case, compiled: list[Module] | None = None) -> FlashInferBackend:
+    return FlashInferBackend(build_context(case.device, case.dtype, case.page_size), library=library(compiled))
+
+
+def cases() -> Iterator[tuple[str, suite.Case]]:
+    yield from suite.cases("cpu", False, ON_CPU)
+    deepseek: dict[str, Any] = {"heads": 4, "rank": 64, "rope": 64, "head_dim": 192, "v_head_dim": 128}
+    for name, rows in (("fresh", Rows.of([3], [(0, 90), (0, 7)])), ("prefixed", Rows.of([40], [(30, 60), (0, 9)]))):
+        yield f"mla-expanded-{name}", suite.Case(rows, **deepseek)
+    yield "mla-few-new-tokens", suite.Case(Rows.of([40], [(250, 2)]), **deepseek)
+
+
+@pytest.mark.parametrize("case", [case for _, case in cases()], ids=[name for name, _ in cases()])
+def test_calls_compute_attention(case: suite.Case) -> None:
+    suite.check_case(make, case)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_captured_plans_describe_the_batch_they_are_given(kind: str) -> None:
+    """The wrappers of a graph read buffers alone; `replay_plan` is all that happens between two batches."""
+    sizes: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24} if kind == "mla" else {"window": 33}
+    first = suite.Case(Rows.of([5, 37, 130, 1]), head_dim=64, v_head_dim=64) if kind == "mha" else suite.Case(Rows.of([5, 37, 130, 1]))
+    first = replace(first, **sizes)
+    second = replace(first, rows=Rows.of([90, 2, 31, 64]), seed=1)
+    backend = make(first)
+    suite.compute(backend, first, suite.make_inputs(first))  # a step without a graph: the layer's shape is learnt
+    captured: list[Any] = []
+    backend.plan = lambda batch: captured[0] if captured else captured.append(backend.capture_plan(batch)) or captured[0]  # type: ignore[method-assign]
+    for case in (first, second, first):
+        if captured:
+            inputs = suite.make_inputs(case)
+            backend.plan = lambda batch: (backend.replay_plan(captured[0], batch), captured[0])[1]  # type: ignore[method-assign]
+        inputs = suite.make_inputs(case)
+        got = suite.compute(backend, case, inputs)
+        assert float((got - suite.reference(case, inputs)).abs().max()) < suite.TOLERANCE[case.dtype]
+
+
+def test_a_layer_that_no_step_has_shown_is_not_captured() -> None:
+    case = suite.Case(Rows.of([5, 37]), head_dim=64, v_head_dim=64)
+    backend = make(case)
+    pages = lay_out(case.rows, 16, np.random.default_rng(0))
+    batch = forward_batch(case.rows, pages, PlainKVCache(16, []), "cpu")
+    with pytest.raises(RuntimeError, match="run one without a graph"):
+        backend.capture_plan(batch)
+
+
+def test_kernels_are_compiled_for_both_phases_when_a_shape_is_first_seen() -> None:
+    compiled: list[Module] = []
+    case = suite.Case(Rows.of([5, 37]), heads=8, kv_heads=2, head_dim=128, v_head_dim=128)
+    backend = make(case, compiled)
+    for _ in range(2):
+        suite.compute(backend, case, suite.make_inputs(case))
+    assert [(module.kind, module.form) for module in compiled] == [("prefill", "fa3"), ("prefill", "fa2")]
+
+
+def test_lists_of_pages() -> None:
+    rows = Rows.of([5, 8, 1], [(3, 6)])
+    pages = lay_out(rows, 4, np.random.default_rng(0))
+    lists = list_pages(forward_batch(rows, pages, PlainKVCache(4, []), "cpu"), 1, 4)
+    assert lists.page_starts.tolist() == [0, 2, 3, 6]
+    assert lists.query_starts.tolist() == [0, 1, 2, 8]
+    assert lists.last_page.tolist() == [4, 1, 1]
+    assert lists.lengths.tolist() == [8, 1, 9]
+    expected = [pages.table[pages.slots[row], page] for row, count in ((1, 2), (2, 1), (3, 3)) for page in range(count)]
+    assert lists.pages.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "widths", "form"),
+    [
+        ((9, 0), torch.bfloat16, (128, 128), "fa3"),
+        ((9, 0), torch.bfloat16, (192, 128), "fa3"),
+        ((9, 0), torch.bfloat16, (96, 96), "fa2"),
+        ((9, 0), torch.float8_e4m3fn, (128, 128), "fa2"),
+        ((8, 0), torch.bfloat16, (128, 128), "fa2"),
+        ((10, 0), torch.bfloat16, (128, 128), "fa2"),
+    ],
+)
+def test_which_kernels(capability: tuple[int, int], kv_dtype: torch.dtype, widths: tuple[int, int], form: str) -> None:
+    assert form_of(capability, torch.bfloat16, kv_dtype, *widths) == form
+
+
+def needs(**changes: Any) -> AttentionNeeds:
+    base = AttentionNeeds("cuda", (9, 0), "mha", 128, 128, None, "bfloat16", "bfloat16", 16)
+    return replace(base, **changes)
+
+
+def test_is_not_chosen_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.attention_backends.libraries._has_kernels", lambda: False)
+    assert "nvcc" in FLASHINFER.unsupported(needs())[0].sentence
+    monkeypatch.setattr("frame.attention_backends.libraries._has_kernels", lambda: True)
+    assert FLASHINFER.unsupported(needs()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"v_head_dim": 64}, "of one width"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head size 96"),
+        ({"dtype": "float32", "kv_dtype": "float32"}, "not in float32"),
+        ({"sinks": True}, "sinks"),
+        ({"kind": "mla", "latent": (512, 64), "sliding_window": True}, "no sliding window"),
+        ({"kind": "mla", "latent": (512, 64), "kv_dtype": "fp8_e4m3"}, "cache of latents"),
+        ({"kind": "mla", "latent": (256, 64)}, "latent and rope"),
+        ({"compute_capability": (7, 5)}, "7.5"),
+    ],
+)
+def test_says_what_it_does_not_serve(changes: dict[str, Any], words: str) -> None:
+    assert any(words in reason.sentence for reason in FLASHINFER.unsupported(needs(**changes)))
+
+
+def test_serves_a_mixed_step_as_two_calls() -> None:
+    case = suite.Case(Rows.of([5, 37], [(4, 9)]), head_dim=64, v_head_dim=64)
+    backend = make(case)
+    pages = lay_out(case.rows, 16, np.random.default_rng(0))
+    cache = PlainKVCache(16, [torch.zeros(pages.num_pages, 16, 2, 64)] * 2)
+    batch = planned(backend, forward_batch(case.rows, pages, cache, "cpu"))
+    spec = suite.make_inputs(case).spec
+    q = torch.randn(11, 4, 64)
+    assert backend.run(spec, q, q[:, :2], q[:, :2], batch).shape == (11, 4, 64)
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "BatchMLAPagedAttentionWrapper",
+    ],
+)
+def test_the_installed_library_takes_what_the_fake_takes(name: str) -> None:
+    import flashinfer
+    import flashinfer.mla
+
+    real = getattr(flashinfer, name, None) or getattr(flashinfer.mla, name)
+    mine = getattr(fake, name)
+    for method in ("__init__", "plan", "run"):
+        assert _names(getattr(mine, method)) <= _names(getattr(real, method)), method
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
