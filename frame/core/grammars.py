@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frame.core.grammar_masks import BAD_GRAMMAR, sentence_of
+from frame.core.grammar_masks import sentence_of
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.request import QUEUE_FULL
@@ -204,8 +204,8 @@ def _outcome(source: _Compilation | CompiledGrammar | ValueError) -> Grammar | F
         error = source.future.exception()
     if isinstance(error, TooBusyError):
         return Finish("error", error=f"{QUEUE_FULL}: {error}")
-    if error is not None:
-        return Finish("error", error=f"{BAD_GRAMMAR}: {error}")
+    if isinstance(error, Exception):
+        return Finish("error", error=sentence_of(error))
     compiled = source.future.result() if isinstance(source, _Compilation) else source
     try:
         return compiled.start()  # type: ignore[union-attr]  # no ValueError any more

@@ -325,7 +325,8 @@ def failure(finish: Finish) -> ApiError:
     if sentence.startswith(TIMED_OUT):
         return ApiError(504, sentence, code="deadline_exceeded")
     if sentence.startswith(BAD_GRAMMAR):
-        return ApiError(400, public(sentence), "response_format")
+        kind = sentence.removeprefix(BAD_GRAMMAR).lstrip(": ").partition(" ")[0]  # a compiler's sentence begins with what it compiled
+        return ApiError(400, public(sentence), kind if kind in ("regex", "ebnf", "choice") else "response_format")
     return ApiError(500, sentence)
 
 

@@ -137,6 +137,8 @@ def test_histogram_counts_and_empties() -> None:
 def test_errors_have_their_status() -> None:
     for error, status in (("queue full: x", 503), ("deadline exceeded: x", 504), ("invalid grammar: x", 400), ("anything", 500)):
         assert failure(Finish("error", error=error)).status == status
+    assert failure(Finish("error", error="invalid grammar: regex does not compile: x")).param == "regex"
+    assert failure(Finish("error", error="invalid grammar: json_schema does not compile: x")).param == "response_format"
 
 
 def chat(**fields: Any) -> ChatRequest:
