@@ -22,6 +22,11 @@ def usable(device: torch.device) -> bool:
     return INTERPRETED
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether kernels on this device convert to and from float8_e4m3 (compute capability 8.9)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def pdl(device: torch.device) -> bool:
     """Whether launches on this device may be programmatic dependent launches (compute capability 9.0): a kernel begins while the one
     ahead of it ends, and waits (`gdc_wait`) before it reads what that one wrote."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.kv_scales import KVScales
 from frame.models.layers.linear import HeadLayout, QKVLinear, RowLinear
@@ -61,31 +62,73 @@ class Attention(nn.Module):
         self.qkv_proj = QKVLinear(context, names, facts.hidden_size, heads, options.qkv_bias)
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * facts.head_dim, facts.hidden_size, options.out_bias)
         self.qk_norm = QKNorm(context, prefix, heads, options.qk_norm) if options.qk_norm is not None else None
+        self.kernel = HeadsKernel(context, self.spec, rotary) if rotary.fused else None
         self.kv_scales = KVScales(prefix)
 
     def finish(self) -> None:
         """Take the cache's scales over."""
         self.spec = self.kv_scales.put_into(self.spec)
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
+        """`rows` of the rotary table, None where a kernel reads them by position."""
+        qkv = self.qkv_proj(x)
+        if rows is not None:
+            q, k, v = self._rotated(qkv, rows)
+            is_stored = False
+        elif self.kernel is not None:
+            q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
+        else:
+            raise TypeError("rows of the rotary table are left out only where a kernel reads them")
+        if not (is_stored or self.stores_kv):
+            batch.store_kv(self.spec, k, v)
+        out = self.backend.run(self.spec, q, k, v, batch)
+        return self.o_proj(out.flatten(1))
+
+    def _rotated(self, qkv: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spec = self.spec
         rotated = spec.num_heads + spec.num_kv_heads
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, q heads + 2 * kv heads, head_dim]
+        qkv = qkv.unflatten(-1, (-1, spec.head_dim))  # [tokens, q heads + 2 * kv heads, head_dim]
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         qk = self.rotary.rotate(qk, rows)
-        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
-        if not self.stores_kv:
-            batch.store_kv(spec, k, v)
-        out = self.backend.run(spec, q, k, v, batch)
-        return self.o_proj(out.flatten(1))
+        return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
+
+
+class HeadsKernel:
+    """Norm of queries and keys, rotation and cache store of one layer in one kernel. Keys are rotated where they lie."""
+
+    def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary) -> None:
+        from frame.kernels.rope import Heads, HeadsCache, norm_rope_store
+
+        capabilities = context.attention.capabilities if context.attention is not None else None
+        self.run = norm_rope_store
+        self.cache = HeadsCache
+        self.rotary = rotary
+        self.heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved)
+        self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd"
+        self.has_fp8 = kernels.converts_fp8(context.device)
+
+    def __call__(
+        self, spec: AttentionSpec, qkv: torch.Tensor, norm: QKNorm | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """Queries, keys and values as a backend takes them, and whether the last two are in the cache."""
+        cache = None
+        if self.stores:
+            k_cache, v_cache = batch.kv.layer(spec.layer)
+            if self.has_fp8 or k_cache.dtype is not torch.float8_e4m3fn:
+                cache = self.cache(batch.kv_slots, k_cache, v_cache, spec.k_scale, spec.v_scale)
+        weights = (norm.pair, norm.eps) if norm is not None else None
+        q = self.run(qkv, batch.positions, self.rotary.table, self.heads, weights, cache)
+        _, k, v = qkv.unflatten(-1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        return q, k, v, cache is not None
 
 
 class QKNorm(nn.Module):
     """RMS norm over each head, with one weight for queries and one for keys, done for both at once."""
 
     weight: torch.Tensor  # [q heads + kv heads, head_dim]
+    pair: torch.Tensor  # [2, head_dim]
 
     def __init__(self, context: BuildContext, prefix: str, heads: HeadLayout, eps: float) -> None:
         super().__init__()
@@ -98,9 +141,10 @@ class QKNorm(nn.Module):
         self.k.bind(f"{prefix}.k_norm.weight")
 
     def finish(self) -> None:
-        """Lay the two weights out by heads."""
+        """Lay the two weights out by heads, and side by side."""
         weight = torch.cat((self.q.expand(self.heads[0], -1), self.k.expand(self.heads[1], -1)))
         self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("pair", torch.stack((self.q, self.k)), persistent=False)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(qk, self.shape, None, self.eps) * self.weight

@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor, batch: ForwardBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, rows, batch)
@@ -81,7 +81,8 @@ class Decoder(CausalLM, nn.Module):
         return RMSNorm(self.context, name, self.facts.hidden_size, self.facts.config.get("rms_norm_eps", 1e-6))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        rows = self.rotary.rows(batch.positions)
+        # None: each layer's kernel reads the table by position
+        rows = None if self.rotary.fused and not torch.compiler.is_compiling() else self.rotary.rows(batch.positions)
         x, residual = self.embed_tokens(batch.token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, rows, batch)

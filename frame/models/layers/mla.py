@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.kv_scales import KVScales
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, share
@@ -75,25 +76,35 @@ class LatentAttention(nn.Module):
         self.kv_scales = KVScales(prefix)
         self.may_fold = context.tp.size == 1 and not out_bias
         self.folded: FoldedProjections | None = None
+        self.kernel = LatentKernel(context, rotary) if rotary.fused else None
 
     def finish(self) -> None:
         """Take the cache's scales over, and fold small weights for decoding, once the parts are finished."""
         self.spec = self.kv_scales.put_into(self.spec)
         self.folded = fold(self) if self.may_fold else None
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
+        """`rows` of the rotary table, None where kernels read them by position."""
         folded = self.folded if batch.num_decodes == batch.num_tokens else None
         layer: LatentProjections = self if folded is None else folded
-        q_input, latent, k_rope = self.projections(x)  # [tokens, q_rank], [tokens, rank], [tokens, rope]
+        is_stored = False
+        if rows is not None:
+            q_input, latent, k_rope = self.projections(x)  # [tokens, q_rank], [tokens, rank], [tokens, rope]
+        elif self.kernel is not None:
+            q_input, row, is_stored = self.kernel.inputs(self.spec, self.projections, x, batch)
+        else:
+            raise TypeError("rows of the rotary table are left out only where kernels read them")
         q = self.projections.q_proj(q_input) if folded is None else packed_linear(q_input, folded.q, None)
-        q = q.unflatten(-1, (self.spec.num_heads, -1))
-        q_nope, q_rope = q.split((layer.qk_nope_head_dim, layer.qk_rope_head_dim), -1)
-        # queries and the one shared key turn together: fewer operations
-        turned = self.rotary.rotate(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), rows)
-        row = torch.cat((latent, turned[:, -1]), -1)
-        if not self.stores_kv:
+        q_nope, q_rope = q.unflatten(-1, (self.spec.num_heads, -1)).split((layer.qk_nope_head_dim, layer.qk_rope_head_dim), -1)
+        if rows is not None:
+            # queries and the one shared key turn together: fewer operations
+            turned = self.rotary.rotate(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), rows)
+            q_rope, row = turned[:, :-1], torch.cat((latent, turned[:, -1]), -1)
+        elif self.kernel is not None:
+            self.kernel.rotate_(q_rope, batch)
+        if not (is_stored or self.stores_kv):
             batch.store_kv(self.spec, row)
-        out = self.backend.run_mla(layer, q_nope, turned[:, :-1], row, batch).flatten(1)
+        out = self.backend.run_mla(layer, q_nope, q_rope, row, batch).flatten(1)
         return self.o_proj(out) if folded is None else packed_linear(out, folded.out, None)
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
@@ -152,6 +163,39 @@ def _dense(linear: nn.Module, inputs: int, like: torch.Tensor) -> torch.Tensor:
     """A linear layer's weight in float32, [outputs, inputs], through the method that stored it."""
     weight: torch.Tensor = linear(torch.eye(inputs, dtype=like.dtype, device=like.device))
     return weight.t().float()
+
+
+class LatentKernel:
+    """Norms, rotations and cache store of one latent layer, in one kernel before the queries' projection and one behind it."""
+
+    def __init__(self, context: BuildContext, rotary: Rotary) -> None:
+        from frame.kernels.rope import latent_norm_rope_store, rotate_
+
+        capabilities = context.attention.capabilities if context.attention is not None else None
+        self.run = latent_norm_rope_store
+        self.turn = rotate_
+        self.rotary = rotary
+        self.stores = capabilities is not None and not capabilities.stores_kv
+        self.has_fp8 = kernels.converts_fp8(context.device)
+
+    def inputs(
+        self, spec: AttentionSpec, projections: LatentInputs, x: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The input of the queries' projection, the row of the cache, and whether it is there already."""
+        a = projections.a_proj(x)
+        cache = None
+        if self.stores:
+            (rows,) = batch.kv.layer(spec.layer)
+            if self.has_fp8 or rows.dtype is not torch.float8_e4m3fn:
+                cache = (batch.kv_slots, rows, spec.k_scale)
+        q_norm, norm = projections.q_a_layernorm, projections.kv_a_layernorm
+        weights = (None if q_norm is None else q_norm.weight.data, norm.weight.data, norm.eps)
+        q_input = self.run(a, batch.positions, self.rotary.table, self.rotary.interleaved, weights, cache)
+        return x if q_input is None else q_input, a[:, a.shape[1] - sum(projections.splits[-2:]) :], cache is not None
+
+    def rotate_(self, q: torch.Tensor, batch: ForwardBatch) -> None:
+        """Rotate the queries' part in place."""
+        self.turn(q, batch.positions, self.rotary.table, self.rotary.interleaved)
 
 
 class LatentInputs(nn.Module):

@@ -3,25 +3,39 @@ rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
 from frame.models.layers.parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
 
+    AddNorm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _add_norm(device: torch.device) -> AddNorm | None:
+    """The kernel, where there is one for the device."""
+    if not kernels.usable(device):
+        return None
+    from frame.kernels.norm import add_rms_norm
+
+    return add_rms_norm
+
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32 inside. `name` is the checkpoint layer.
+    """x / rms(x) * weight for x [tokens, size], computed in float32 inside. `name` is the checkpoint layer.
 
     The result may be a view with gaps between its rows.
     """
 
     twice: torch.Tensor | None  # the weight twice over, for the CPU's narrow types
+    scale: torch.Tensor | None  # the weight as a kernel takes it
 
     def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
         super().__init__()
@@ -30,20 +44,28 @@ class RMSNorm(nn.Module):
         self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
         self.weight.bind(f"{name}.weight")
         self.register_buffer("twice", None, persistent=False)
+        self.kernel = _add_norm(context.device)
+        self.scale = None
 
     def finish(self) -> None:
         """Lay the weight out for the short way."""
-        if self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
+        if self.kernel is not None:
+            self.scale = self.weight.data
+        elif self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
             self.twice = torch.cat((self.weight.data, self.weight.data))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
+            return self.kernel(x, None, self.scale, self.eps)[0]
         if self.twice is None or torch.compiler.is_compiling():
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         # PyTorch composes this of a dozen operations; layer_norm is one, and the same where the mean is 0, as that of x and -x together is
         return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual): the two steps that a fused kernel joins."""
+        """(norm(x + residual), x + residual), in one kernel where there is one, which writes the sum over `residual`."""
+        if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
+            return self.kernel(x, residual, self.scale, self.eps)
         stream = x if residual is None else x + residual
         return self(stream), stream
 

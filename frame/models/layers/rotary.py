@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies of the known scaling schemes, and one table of cosines and sines for all layers.
 
 Reads both spellings of config.json: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (transformers 4).
-Knows no layer: a model gathers a batch's rows once and hands them down.
+Knows no layer: a model gathers a batch's rows once and hands them down, or layers give the table to a kernel (`fused`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from frame import kernels
 from frame.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Rotary(nn.Module):
         self.length = context.limits.max_context + _SPARE
         self.device = context.device
         self.dtype = context.dtype
+        self.fused = kernels.usable(context.device)
         with torch.device("cpu"):  # on the meta device torch would import its compiler for this
             frequencies(parameters, dim)  # an unknown scheme is refused before weights are read
 

@@ -1,0 +1,56 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""How the kernels of this folder are launched: warps, rows a program, and the two halves of programmatic dependent launch.
+
+The law of dependent launches: a kernel that is launched so waits (`wait_for_previous`) in every program before it reads what an earlier
+kernel wrote, and before it writes anything; then a chain of such kernels is in order throughout. Weights, which no step writes, may be
+read before. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from frame import kernels
+
+_ELEMENTS_PER_THREAD = 8  # 16 bytes of the narrow types: one load
+_MAX_WARPS = 16
+_INTERPRETED_ROWS = 64  # the interpreter takes about a millisecond a program, whatever its size
+
+
+@cache
+def options(device: torch.device, warps: int) -> dict[str, Any]:
+    """The keyword arguments of a launch on `device`: `num_warps`, the constant `PDL`, and the launch's own flag for it."""
+    if kernels.pdl(device):
+        return {"num_warps": warps, "PDL": True, "launch_pdl": True}
+    return {"num_warps": warps, "PDL": False}
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program over as many elements, such that a thread holds one load's worth of them, if the program is small enough."""
+    wanted: int = triton.next_power_of_2(max(1, elements // (32 * _ELEMENTS_PER_THREAD)))
+    return min(wanted, _MAX_WARPS)
+
+
+def rows_per_program(rows: int, most: int) -> int:
+    """How many of `rows` short rows share a program, a power of two: `most` on a device, where that is more than none."""
+    wanted: int = triton.next_power_of_2(rows)
+    return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, most))
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the kernel behind this one be launched already: it waits by itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the kernel ahead has ended and what it wrote is visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
