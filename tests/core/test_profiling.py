@@ -7,12 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 from frame.core.profiling import ProfiledRunner
 from frame.entrypoints.offline import Engine, EngineError
 from frame.testing.checkpoints import make_checkpoint
+
+BATCH = ScheduledBatch(
+    step=7, num_decodes=1, slots=np.arange(2), num_computed=np.array([5, 0]), num_scheduled=np.array([1, 4]), token_ids=np.arange(4),
+    samples=np.ones(2, bool), new_pages=np.empty((0, 3), np.int32),
+)  # fmt: skip
 
 
 class Nothing(ModelRunner):
@@ -28,9 +35,9 @@ def test_recording_ends_by_itself(tmp_path: Path) -> None:
     path = Path(runner.profile(ProfileRequest(num_steps=2, name="a")))
     assert path.name == "a-rank3.json.gz"
     for _ in range(2):
-        runner.launch(None)
+        runner.launch(BATCH)
     assert not path.exists()
-    runner.launch(None)
+    runner.launch(BATCH)
     assert path.exists()
     assert runner.profile(None) == str(path)
     runner.profile(ProfileRequest(name="b"))

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
         "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
         "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
+        "profile": (f"{_HERE}.profile:command", "Where the time of a step goes: kernels, gaps, host."),
         "dashboard": (f"{_HERE}.dashboard:command", "Print a Grafana dashboard of the metrics."),
         "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
         "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),

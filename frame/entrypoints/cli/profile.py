@@ -1,0 +1,179 @@
+"""`frame profile offline | server | read`: where the time of a step goes, kernel by kernel, from a trace of torch's profiler."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.bench.workload import SHAPES
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.config_sources import LoadedConfig
+
+_LONGEST_WAIT = 120.0  # seconds for a server to make its steps
+_WIDTH = 150  # of tables in a file
+_TIMES = {
+    "steps": "steps",
+    "rows": "rows, mean",
+    "tokens": "tokens, mean",
+    "period_ms": "step to step, ms",
+    "busy_ms": "device busy, ms",
+    "gaps_inside_ms": "idle between a step's kernels, ms",
+    "gap_after_ms": "idle before the next step, ms",
+    "idle_share": "idle share",
+    "kernels_per_step": "kernels a step",
+    "launch_ms": "host: launching, ms",
+    "between_launches_ms": "host: between launches, ms",
+}
+
+
+def result_options(function: Any) -> Any:
+    """Where the answer goes, and how much of it."""
+    function = click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")(function)
+    return click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Lines of each table.")(function)
+
+
+@click.group("profile", help="Where the time of a step goes: kernels, gaps, host.")
+def command() -> None:
+    pass
+
+
+@config_command(help="Record steps of an engine in this process on one workload, and say where their time went.")
+@click.option("--workload", type=click.Choice(list(SHAPES)), default="batch8", show_default=True)
+@click.option("--requests", type=click.IntRange(min=1), help="Requests, instead of the workload's.")
+@click.option("--input-len", "input_len", type=click.IntRange(min=1), help="Prompt tokens, instead of the workload's.")
+@click.option("--output-len", "output_len", type=click.IntRange(min=1), help="Output tokens, instead of the workload's.")
+@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Steps to record.")
+@click.option("--skip", type=click.IntRange(min=0), default=0, show_default=True, help="Output tokens before the recording begins.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Keep the trace here (.json.gz, for Perfetto).")
+@result_options
+def offline(
+    loaded: LoadedConfig, workload: str, steps: int, skip: int, trace: Path | None, out: Path | None, top: int, **lengths: int | None
+) -> None:
+    from frame.entrypoints.bench.workload import changed, jobs
+    from frame.entrypoints.offline import Engine
+
+    spans = {name: (length, length) for name in ("input", "output") if (length := lengths[f"{name}_len"]) is not None}
+    shape = changed(SHAPES[workload], requests=lengths["requests"], **spans)
+    with tempfile.TemporaryDirectory() as folder:
+        execution = loaded.config.execution.model_copy(update={"profile_dir": folder})
+        with Engine(config=loaded.config.model_copy(update={"execution": execution})) as engine:
+            longest = engine.info["max_context"]
+            if shape.longest > longest:
+                raise ConfigError(f"The workload {workload} needs --max-model-len {shape.longest}; the engine takes {longest} tokens.")
+            vocabulary = engine.info["vocab_size"]
+            _run(engine, jobs(shape, vocabulary, 0), None)  # what is compiled or allocated once is not what a step takes
+            recorded = _run(engine, jobs(shape, vocabulary, 1), (steps, skip))
+            if trace is not None:
+                trace.write_bytes(recorded.read_bytes())
+            _answer(recorded, out, top, {"engine": engine.info, "workload": workload})
+
+
+def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path:
+    """Run the jobs; with `record` (steps, tokens before them) -> the trace."""
+    from frame.core.sampling_params import SamplingParams
+
+    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
+    prompts = [job.prompt for job in wanted]
+    if record is None:
+        engine.generate(prompts, params)
+        return Path()
+    steps, skip = record
+    if not skip:
+        engine.control("start_profile", num_steps=steps)
+        engine.generate(prompts, params)
+    else:
+        for count, _ in enumerate(engine.stream(prompts, params)):
+            if count == skip * len(wanted):
+                engine.control("start_profile", num_steps=steps)
+    return Path(engine.control("stop_profile")["path"])
+
+
+@click.command(help="Record the next steps of a running server (serve it with --profile-dir), and say where their time went.")
+@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="The server, or its listener for operators.")
+@click.option("--key", envvar="FRAME_ADMIN_KEY", help="The key for operators' routes.")
+@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Steps to record.")
+@click.option("--seconds", type=click.FloatRange(0, _LONGEST_WAIT), default=5.0, show_default=True, help="How long to wait for them.")
+@result_options
+def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
+    import time
+
+    found = _post(base_url, "/start_profile", key, {"num_steps": steps})
+    time.sleep(seconds)
+    _post(base_url, "/stop_profile", key, {})
+    path = Path(str(found["path"]))
+    if not path.exists():
+        raise click.ClickException(f"the trace is {path} on the server's machine; copy it here, and give it to `frame profile read`")
+    _answer(path, out, top, {"server": base_url})
+
+
+@click.command(help="Say where the time of a trace's steps went (.json or .json.gz, recorded by frame).")
+@click.argument("trace", type=click.Path(path_type=Path))
+@result_options
+def read(trace: Path, out: Path | None, top: int) -> None:
+    _answer(trace, out, top, {})
+
+
+for _each in (offline, server, read):
+    command.add_command(_each)
+
+
+def _post(base_url: str, path: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]:
+    import httpx
+
+    from frame.entrypoints.cli.chat import unreachable
+
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.post(base_url.rstrip("/") + path, json=body, headers=headers, timeout=_LONGEST_WAIT)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise click.ClickException(unreachable(base_url, error)) from None
+    if answer.status_code != 200:
+        raise click.ClickException(f"{base_url}{path} answered {answer.status_code}: {answer.text[:300]}")
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+def _answer(path: Path, out: Path | None, top: int, about: Mapping[str, Any]) -> None:
+    from frame.entrypoints.bench.report import report
+    from frame.entrypoints.bench.step_times import step_times
+    from frame.entrypoints.bench.trace import read_trace
+
+    trace = read_trace(path)
+    rows = step_times(trace)
+    if out is not None:
+        out.write_text(json.dumps(report("profile", rows, has_gpu=trace.has_gpu, strays=trace.strays, **about), indent=2) + "\n")
+    _show(rows, top, trace.has_gpu, trace.strays)
+
+
+def _show(rows: Mapping[str, Mapping[str, Any]], top: int, has_gpu: bool, strays: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    times = Table("", *rows, title="steps (medians)", title_justify="left")
+    for key, title in _TIMES.items():
+        if any(key in row for row in rows.values()):
+            times.add_row(title, *(f"{row[key]:,g}" if key in row else "" for row in rows.values()))
+    console.print(times)
+    for kind, row in rows.items():
+        tables = (("kernels" if has_gpu else "operators", row["kernels"]), ("host, while launching", row["host"]))
+        for title, lines in tables[: 2 if has_gpu else 1]:
+            drawn = Table("", "share", "a step", "mean, µs", "µs a step", title=f"{kind}: {title}", title_justify="left")
+            for line in lines[:top]:
+                figures = (_cell(line.get(key)) for key in ("per_step", "mean_us", "us_per_step"))
+                drawn.add_row(line["name"], f"{line['share']:.1%}", *figures)
+            console.print(drawn)
+    if strays:
+        console.print(f"{strays} kernels were launched by no recorded step.")
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:,g}"
