@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from frame import kernels
+
 if TYPE_CHECKING:
     from frame.core.processors import ProcessorPlan, Processors
     from frame.core.sampling_table import SamplingPlan
@@ -73,6 +75,10 @@ class Sampler:
 def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0: the likeliest token. The work does not
     depend on the values, so that it can be captured. logits [rows, vocab], temperature float32 [rows], uniform float64 [rows]."""
+    if kernels.usable(logits.device):
+        from frame.kernels.sampling import sample_simple
+
+        return sample_simple(logits, temperature, uniform)
     logits = logits.float()
     best, likeliest = row_max(logits)
     is_drawn = temperature > 0.0

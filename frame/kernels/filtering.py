@@ -1,0 +1,381 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Top-k, top-p and min-p without sorting: what a row keeps is every column from a limit on, which all rows search for at once.
+
+Top-k's limit is the k-th greatest logit; top-p's is the least above which lies less than p of the weight (of exactly k columns).
+Few columns are candidates for it: the greatest values of groups of columns say from where on there are enough of them. A row with
+too many (a flat distribution, a very large k) is searched whole. Sums whose order is not fixed are of whole numbers, so a row's
+token depends on the row alone. Knows no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels.launch import begin, options, wait_for_previous
+from frame.kernels.sampling import BLOCK, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, survey
+
+CANDIDATES = 2048  # of a row, at most
+TILE = 8192  # columns at once where a row is searched whole
+LOWEST = tl.constexpr(-115.0)  # powers of 2 below this are taken for 0
+UNIT = tl.constexpr(float(2**40))  # weights as whole numbers: the greatest logit's
+_STEPS = 14  # halvings of the range in which candidates begin
+_LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that are 0 in values of the type
+_WARPS, _SEARCH_WARPS = 4, 16
+
+
+@triton.jit
+def order_of(values, LOW_BITS: tl.constexpr):
+    """float32 -> int32 of the same order; equal for equal values."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS
+
+
+@triton.jit
+def wanted_filters(top_k, top_p, temperature, top, row, vocab):
+    """-> (k, 0: off; p, 1.0: off; whether a row that is drawn has one of them)."""
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    k = tl.where(k < vocab, k, 0)
+    is_drawn = (tl.load(temperature + row) > 0) & (tl.abs(top) < float("inf"))
+    return k, p, is_drawn & ((k > 0) | (p < 1.0)), is_drawn
+
+
+@triton.jit
+def whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS: tl.constexpr):
+    """float64 sum of a row's weights; the greatest logit's is 1."""
+    blocks = tl.arange(0, BLOCKS)
+    heights = tl.load(tops + row * num_blocks + blocks, mask=blocks < num_blocks, other=NEVER)
+    weights = tl.load(masses + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    return tl.sum((weights * tl.exp2((heights - top) * scale)).to(tl.float64), 0)
+
+
+@triton.jit
+def bound_kernel(
+    temperature,
+    top_k,  # int32 [rows]
+    top_p,  # float32 [rows]
+    best,  # float32 [rows]
+    tops,
+    masses,
+    peaks,
+    bounds,  # float32 [rows]: columns from here on are candidates; infinity: there are none
+    counts,  # int32 [rows], set to 0
+    vocab,
+    num_blocks,
+    num_peaks,
+    BLOCKS: tl.constexpr,
+    PEAKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """From which logit on a row surely has what its filters keep."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    top = tl.load(best + row)
+    k, p, is_filtered, _drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    bound = float("inf")
+    if is_filtered:
+        scale = scale_of(temperature, row)
+        goal = k.to(tl.float64)
+        if k == 0:
+            goal = p.to(tl.float64) * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS)
+        groups = tl.arange(0, PEAKS)
+        heights = tl.load(peaks + row * num_peaks + groups, mask=groups < num_peaks, other=NEVER)
+        weights = tl.where(k > 0, 1.0, tl.exp2((heights - top) * scale))
+        low, high = top + LOWEST / scale, top
+        if tl.sum(tl.where(heights >= low, weights, 0.0), 0) >= goal:
+            for _step in range(STEPS):
+                middle = 0.5 * (low + high)
+                is_enough = tl.sum(tl.where(heights >= middle, weights, 0.0), 0) >= goal
+                low = tl.where(is_enough, middle, low)
+                high = tl.where(is_enough, high, middle)
+            bound = low
+    tl.store(bounds + row, bound)
+    tl.store(counts + row, 0)
+
+
+@triton.jit
+def gather_kernel(
+    logits,
+    stride,
+    tops,
+    bounds,
+    counts,  # int32 [rows]: candidates found, more than there is room for included
+    values_out,  # float32 [rows, CANDIDATES]
+    columns_out,  # int32 [rows, CANDIDATES]
+    vocab,
+    BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The candidates of one block of one row, in whatever order."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    block, row = tl.program_id(0), tl.program_id(1)
+    bound = tl.load(bounds + row)
+    if tl.load(tops + row * tl.num_programs(0) + block) >= bound:
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        values = load_logits(logits, row, stride, columns, vocab)
+        taken = values >= bound
+        ranks = tl.cumsum(taken.to(tl.int32), 0)
+        places = tl.atomic_add(counts + row, tl.max(ranks, 0)) + ranks - 1
+        taken &= places < CANDIDATES
+        tl.store(values_out + row * CANDIDATES + places, values, mask=taken)
+        tl.store(columns_out + row * CANDIDATES + places, columns, mask=taken)
+
+
+@triton.jit
+def limit_among(orders, weights, low, high, goal):
+    """The greatest order from which on the weights sum up to the goal; it does for `low` and not for `high`."""
+    while low + 1 < high:
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, which cannot overflow
+        is_enough = tl.sum(tl.where(orders >= middle, weights, 0), 0) >= goal
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle)
+    return low
+
+
+@triton.jit
+def pick_kernel(
+    temperature,
+    uniform,
+    top_k,
+    top_p,
+    log_min_p,  # float32 [rows], to base 2; minus infinity: off
+    best,
+    tops,
+    masses,
+    bounds,
+    counts,
+    values_in,
+    columns_in,
+    pending,  # int32 [rows]: 1 where the row has to be searched whole
+    token_ids,  # int64 [rows]
+    vocab,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of a row from its candidates."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    top = tl.load(best + row)
+    k, p, is_filtered, is_drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    min_p = tl.load(log_min_p + row)
+    left = (is_filtered | (is_drawn & (min_p > NEVER))).to(tl.int32)
+    bound, count = tl.load(bounds + row), tl.load(counts + row)
+    if is_filtered & (bound < float("inf")) & (count <= CANDIDATES):
+        scale = scale_of(temperature, row)
+        places = tl.arange(0, CANDIDATES)
+        there = places < count
+        values = tl.where(there, tl.load(values_in + row * CANDIDATES + places), NEVER)  # without a mask: wide loads
+        columns = tl.where(there, tl.load(columns_in + row * CANDIDATES + places), NOWHERE)
+        distances = (values - top) * scale
+        weights = (tl.exp2(distances) * UNIT).to(tl.int64)
+        orders = order_of(values, LOW_BITS)
+        low, high = order_of(bound, LOW_BITS), order_of(top, LOW_BITS) + 1
+        found = tl.sum(weights, 0).to(tl.float64)
+        if k > 0:
+            low = limit_among(orders, there.to(tl.int32), low, high, k)
+            above = orders > low
+            least = tl.max(tl.where(orders == low, weights, 0), 0)
+            rest = k - tl.sum(above.to(tl.int32), 0)
+            whole = (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
+        else:
+            whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
+        goal = p.to(tl.float64) * whole
+        if found >= goal:
+            if p < 1.0:
+                low = limit_among(orders, weights, low, high, goal)
+            weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
+            total = tl.sum(weights, 0)
+            share = (total.to(tl.float64) * tl.load(uniform + row).to(tl.float64)).to(tl.int64)
+            share = tl.minimum(share, total - 1)
+            before, token = -1, vocab - 1  # the running sum is above the share at `token`, and not at `before`
+            while before + 1 < token:
+                middle = (before + token) >> 1
+                is_past = tl.sum(tl.where(columns <= middle, weights, 0), 0) > share
+                token = tl.where(is_past, middle, token)
+                before = tl.where(is_past, before, middle)
+            tl.store(token_ids + row, token.to(tl.int64))
+            left = 0
+    tl.store(pending + row, left)
+
+
+@triton.jit
+def sums_from(
+    logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr, LOW_BITS: tl.constexpr
+):
+    """How much lies at each of three orders and above: columns, or their weight."""
+    sum1, sum2, sum3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    for start in range(0, vocab, TILE):
+        values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
+        orders = order_of(values, LOW_BITS)
+        weights = tl.full([TILE], 1.0, tl.float32)
+        if not COUNT:
+            weights = tl.exp2((values - top) * scale)
+        sum1 += tl.where(orders >= first, weights, 0.0)
+        sum2 += tl.where(orders >= second, weights, 0.0)
+        sum3 += tl.where(orders >= third, weights, 0.0)
+    return tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
+
+
+@triton.jit
+def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, low, high, goal, TILE: tl.constexpr, LOW_BITS: tl.constexpr):
+    """`limit_among` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64."""
+    while low + 1 < high:
+        quarter = tl.maximum((high - low) >> 2, 1)
+        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        sum1, sum2, sum3 = sums_from(
+            logits, row, stride, vocab, top, scale, COUNT,
+            first.to(tl.int32), second.to(tl.int32), tl.minimum(third, 0x7FFFFFFF).to(tl.int32), TILE, LOW_BITS,
+        )  # fmt: skip
+        if sum2 >= goal:
+            low, high = tl.where(sum3 >= goal, third, second), tl.where(sum3 >= goal, high, tl.minimum(third, high))
+        else:
+            low, high = tl.where(sum1 >= goal, first, low), tl.where(sum1 >= goal, tl.minimum(second, high), first)
+    return low
+
+
+@triton.jit
+def kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr, LOW_BITS: tl.constexpr):
+    """Weights of one tile's columns; 0 where a filter cuts."""
+    values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
+    distances = (values - top) * scale
+    return tl.where((order_of(values, LOW_BITS) >= limit) & (distances >= min_p), tl.exp2(distances), 0.0)
+
+
+@triton.jit
+def search_kernel(
+    logits,
+    stride,
+    temperature,
+    uniform,
+    top_k,
+    top_p,
+    log_min_p,
+    best,
+    tops,
+    masses,
+    pending,
+    token_ids,
+    vocab,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of a row that is left, by passes over all of its columns."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    if tl.load(pending + row) > 0:
+        top = tl.load(best + row)
+        scale = scale_of(temperature, row)
+        k, p, _filtered, _drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+        low = order_of(top + LOWEST / scale, LOW_BITS).to(tl.int64)
+        high = order_of(top, LOW_BITS).to(tl.int64) + 1
+        whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS)
+        if k > 0:
+            low = limit_of_row(logits, row, stride, vocab, top, scale, True, low, high, k, TILE, LOW_BITS)
+            if p < 1.0:
+                above, at = (low + 1).to(tl.int32), low.to(tl.int32)
+                number, _b, _c = sums_from(logits, row, stride, vocab, top, scale, True, above, above, above, TILE, LOW_BITS)
+                weight, least, _c = sums_from(logits, row, stride, vocab, top, scale, False, above, at, at, TILE, LOW_BITS)
+                number_at, _b, _c = sums_from(logits, row, stride, vocab, top, scale, True, at, at, at, TILE, LOW_BITS)
+                each = (least - weight) / tl.maximum(number_at - number, 1.0)
+                whole = (weight + (k - number) * each).to(tl.float64)
+        if p < 1.0:
+            low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, p.to(tl.float64) * whole, TILE, LOW_BITS)
+        limit, min_p = low.to(tl.int32), tl.load(log_min_p + row)
+        total = tl.zeros([], tl.float64)
+        for start in range(0, vocab, TILE):
+            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE, LOW_BITS)
+            total += tl.sum(weights, 0).to(tl.float64)
+        goal = total * tl.load(uniform + row).to(tl.float64)
+        passed, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+        tile = 0
+        for start in range(0, vocab, TILE):
+            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE, LOW_BITS)
+            weight = tl.sum(weights, 0).to(tl.float64)
+            if (passed <= goal) & (weight > 0):  # the goal lies in this tile or behind it
+                tile, before = start, passed
+            passed += weight
+        weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE, LOW_BITS)
+        index, _before = crossing(weights.to(tl.float64), goal - before)
+        tl.store(token_ids + row, (tile + index).to(tl.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Filters of each row, and the draw: what it is drawn with."""
+
+    temperature: torch.Tensor  # float32 [rows], times ln 2; 0: greedy, which no filter changes
+    uniform: torch.Tensor  # float64 [rows] in (0, 1)
+    top_k: torch.Tensor  # int32 [rows]; 0: off
+    top_p: torch.Tensor  # float32 [rows]; 1: off
+    log_min_p: torch.Tensor  # float32 [rows], to base 2; minus infinity: off
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Columns that may pass, in no order, of rows that have few of them."""
+
+    bounds: torch.Tensor  # float32 [rows]; infinity: the row has no candidates
+    counts: torch.Tensor  # int32 [rows]; more than there is room for: they are not all here
+    values: torch.Tensor  # float32 [rows, CANDIDATES]
+    columns: torch.Tensor  # int32 [rows, CANDIDATES]
+
+
+def candidates(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, best: torch.Tensor, seen: Survey
+) -> Candidates:
+    """What may pass the rows' filters, of logits [rows, vocab] that were surveyed with their peaks."""
+    if seen.peaks is None:
+        raise ValueError("candidates are looked for among peaks; survey with them")
+    rows, vocab = logits.shape
+    device = logits.device
+    launch = options(device, _WARPS)
+    bounds = torch.empty(rows, dtype=torch.float32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    num_peaks = seen.peaks.shape[1]
+    bound_kernel[(rows,)](
+        temperature, top_k, top_p, best, seen.tops, seen.masses, seen.peaks, bounds, counts, vocab, seen.num_blocks, num_peaks,
+        triton.next_power_of_2(seen.num_blocks), triton.next_power_of_2(num_peaks), _STEPS, **launch,
+    )  # fmt: skip
+    values = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
+    columns = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
+    gather_kernel[(seen.num_blocks, rows)](
+        logits, logits.stride(0), seen.tops, bounds, counts, values, columns, vocab, BLOCK, CANDIDATES, **launch
+    )
+    return Candidates(bounds, counts, values, columns)
+
+
+def sample_filtered(logits: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_simple` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type."""
+    rows, vocab = logits.shape
+    device = logits.device
+    seen = survey(logits, filters.temperature, with_peaks=True)
+    token_ids, best = draw(logits, filters.temperature, filters.uniform, seen)
+    found = candidates(logits, filters.temperature, filters.top_k, filters.top_p, best, seen)
+    pending = torch.empty(rows, dtype=torch.int32, device=device)
+    blocks, low_bits = triton.next_power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]
+    pick_kernel[(rows,)](
+        filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses,
+        found.bounds, found.counts, found.values, found.columns, pending, token_ids, vocab, seen.num_blocks,
+        blocks, CANDIDATES, low_bits, **options(device, _WARPS),
+    )  # fmt: skip
+    search_kernel[(rows,)](
+        logits, logits.stride(0), filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best,
+        seen.tops, seen.masses, pending, token_ids, vocab, seen.num_blocks,
+        blocks, TILE, low_bits, **options(device, _SEARCH_WARPS),
+    )  # fmt: skip
+    return token_ids, best

@@ -1,0 +1,166 @@
+"""Sampling kernels against float64, row by row, over types, vocabularies and filters.
+
+Collected by `tests/gpu/test_sampling.py`, and by `test_sampling.py` beside this file in a process whose Triton is interpreted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from frame.kernels import filtering
+from frame.kernels.filtering import Filters, sample_filtered
+from frame.kernels.sampling import sample_simple
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LN2 = math.log(2.0)
+each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def random_logits(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab + rows)) * spread).to(dtype)
+
+
+def weights_of(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, log_min_p: float = -math.inf) -> torch.Tensor:
+    """What one row's columns are drawn with, float64; the filters by sorting."""
+    values = logits.double()
+    order = values.sort(descending=True).values
+    top_k = min(top_k, len(order)) if top_k > 0 else len(order)
+    sorted_weights = ((order - order[0]) / temperature).exp2()
+    limit = order[top_k - 1]
+    if top_p < 1.0:
+        before = sorted_weights.cumsum(0) - sorted_weights
+        size = int((before < top_p * sorted_weights[:top_k].sum()).sum())
+        limit = max(limit, order[min(max(size, 1), top_k) - 1])
+    distance = (values - order[0]) / temperature
+    return torch.where((values >= limit) & (distance >= log_min_p), distance.exp2(), 0.0)
+
+
+def drawn(weights: torch.Tensor, uniform: float) -> tuple[int, int]:
+    """The columns that the inverse CDF gives for the number, a little less and a little more."""
+    sums = weights.cumsum(0)
+    low, high = (int((sums <= min(max(uniform + by, 0.0), 1 - 1e-12) * sums[-1]).sum()) for by in (-2e-6, 2e-6))
+    return low, high
+
+
+@each_type
+@pytest.mark.parametrize("vocab", [1, 31, 2048, 5003])
+def test_plain_draws(vocab: int, dtype: torch.dtype) -> None:
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 3.0], device=DEVICE) * LN2
+    logits = random_logits(5, vocab + 5, 3.0, dtype).to(DEVICE)[:, :vocab]
+    logits[3, vocab // 2 :] = logits[3].max()  # the first of equals
+    uniform = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    token_ids, best = sample_simple(logits, temperature, uniform)
+    assert best.tolist() == logits.amax(-1).float().tolist()
+    for row, token in enumerate(token_ids.tolist()):
+        if temperature[row] == 0:
+            assert token == int(np.argmax(logits[row].float().cpu().numpy()))
+        else:
+            low, high = drawn(weights_of(logits[row], float(temperature[row])), float(uniform[row]))
+            assert low <= token <= high
+
+
+def test_draws_follow_the_distribution() -> None:
+    rows = 60
+    logits = torch.linspace(0.0, -3.0, 10, device=DEVICE).expand(rows, 10)
+    uniform = torch.from_numpy((np.arange(rows) + 0.5) / rows).to(DEVICE)
+    token_ids, _ = sample_simple(logits, torch.full((rows,), LN2, device=DEVICE), uniform)
+    expected = logits[0].softmax(0) * rows
+    assert (token_ids.bincount(minlength=10) - expected).abs().max() <= 1.0
+
+
+def test_broken_rows_show_and_harm_no_other() -> None:
+    logits = random_logits(6, 5003, 1.0, torch.float32).to(DEVICE)
+    uniform = torch.full((6,), 0.3, dtype=torch.float64, device=DEVICE)
+    temperature = torch.full((6,), LN2, device=DEVICE)
+    sound, _ = sample_simple(logits, temperature, uniform)
+    logits[1, 7], logits[2, 9], logits[3], logits[4, 4000] = math.nan, math.inf, -math.inf, math.nan
+    logits[4, 4500] = math.inf
+    every = torch.ones(6, device=DEVICE)
+    filters = Filters(temperature, uniform, every.int() * 5, every * 0.9, every * -math.inf)
+    for token_ids, best in (sample_simple(logits, temperature, uniform), sample_filtered(logits, filters)):
+        assert best.isfinite().tolist() == [True, False, False, False, False, True]
+        assert best[[1, 4]].isnan().all()
+        assert token_ids[1:5].tolist() == [7, 9, 0, 4000]
+    assert sample_simple(logits, temperature, uniform)[0][[0, 5]].tolist() == sound[[0, 5]].tolist()
+
+
+def test_columns_without_weight_are_never_drawn() -> None:
+    logits = torch.full((3, 5003), -math.inf, device=DEVICE)
+    logits[:, [130, 4999]] = torch.tensor([2.0, 1.0], device=DEVICE)
+    temperature = torch.full((3,), LN2, device=DEVICE)
+    uniform = torch.tensor([1e-300, 0.7, 1.0 - 2.0**-53], dtype=torch.float64, device=DEVICE)
+    every = torch.ones(3, device=DEVICE)
+    assert sample_simple(logits, temperature, uniform)[0].tolist() == [130, 130, 4999]
+    for top_k, top_p in ((5, 1.0), (0, 0.999), (2, 0.999), (5000, 1.0)):
+        filters = Filters(temperature, uniform, every.int() * top_k, every * top_p, every * -math.inf)
+        assert sample_filtered(logits, filters)[0].tolist() == [130, 130, 4999]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "spread", "dtype", "room"),  # room for candidates: with little, rows are searched whole
+    [
+        (31, 3.0, torch.float32, 2048),
+        (300, 0.3, torch.bfloat16, 2048),
+        (300, 0.3, torch.float16, 16),
+        (5003, 3.0, torch.bfloat16, 2048),
+        (5003, 3.0, torch.bfloat16, 16),
+        (2100, 3.0, torch.float32, 16),
+    ],
+    ids=str,
+)
+def test_filtered_draws(vocab: int, spread: float, dtype: torch.dtype, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filtering, "CANDIDATES", room)
+    monkeypatch.setattr(filtering, "TILE", 1024)
+    wanted = [  # temperature, top_k, top_p, min_p
+        (0.0, 5, 0.5, 0.0), (1.0, 0, 0.9, 0.0), (0.5, 7, 1.0, 0.0), (2.0, 0, 0.95, 0.0), (1.0, 50, 0.8, 0.0), (1.0, 1000, 0.9, 0.01),
+        (1.0, 0, 1.0, 0.0), (0.7, 1, 0.3, 0.1), (1.0, 3, 0.01, 0.0), (3.0, 0, 1e-7, 0.0), (1.0, 40, 0.999, 0.0), (1.0, 0, 1.0, 0.05),
+    ]  # fmt: skip
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*wanted, strict=True))
+    temperature, log_min_p = temperature * LN2, min_p.log2()
+    logits = random_logits(len(wanted), vocab, spread, dtype)
+    uniform = torch.rand(len(wanted), dtype=torch.float64, generator=torch.Generator().manual_seed(vocab))
+    filters = Filters(*(each.to(DEVICE) for each in (temperature, uniform, top_k.int(), top_p, log_min_p)))
+    token_ids, best = sample_filtered(logits.to(DEVICE), filters)
+    assert best.tolist() == logits.amax(-1).float().tolist()
+    for row, token in enumerate(token_ids.tolist()):
+        if temperature[row] == 0:
+            assert token == int(np.argmax(logits[row].float().numpy()))
+            continue
+        weights = weights_of(logits[row], float(temperature[row]), int(top_k[row]), float(top_p[row]), float(log_min_p[row]))
+        low, high = drawn(weights, float(uniform[row]))
+        assert low <= token <= high
+        assert weights[token] > 0
+
+
+@pytest.mark.parametrize("room", [2048, 8])
+def test_ties_at_the_limit_stay(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filtering, "CANDIDATES", room)
+    monkeypatch.setattr(filtering, "TILE", 1024)
+    rows = 8
+    logits = torch.zeros(rows, 300, device=DEVICE)
+    logits[:, :4] = 1.0
+    uniform = ((torch.arange(rows, dtype=torch.float64) + 0.5) / rows).to(DEVICE)
+    every = torch.ones(rows, device=DEVICE)
+    for top_k, top_p, min_p in ((3, 1.0, 0.0), (0, 0.005, 0.0), (0, 1.0, 0.999), (3, 0.5, 0.0)):
+        log_min_p = every * (math.log2(min_p) if min_p else -math.inf)
+        token_ids, _ = sample_filtered(logits, Filters(every * LN2, uniform, every.int() * top_k, every * top_p, log_min_p))
+        assert token_ids.bincount(minlength=300).tolist() == [2] * 4 + [0] * 296
+
+
+def test_company_changes_nothing() -> None:
+    logits = random_logits(6, 5003, 3.0, torch.bfloat16).to(DEVICE)
+    temperature = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.3, 1.0], device=DEVICE) * LN2
+    uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    top_k = torch.tensor([0, 0, 50, 5, 0, 0], dtype=torch.int32, device=DEVICE)
+    top_p = torch.tensor([0.9, 1.0, 1.0, 0.5, 0.9, 1.0], device=DEVICE)
+    log_min_p = torch.tensor([-math.inf] * 4 + [-3.0, -3.0], device=DEVICE)
+    every = Filters(temperature, uniform, top_k, top_p, log_min_p)
+    together, _ = sample_filtered(logits, every)
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone, _ = sample_filtered(logits[one], Filters(temperature[one], uniform[one], top_k[one], top_p[one], log_min_p[one]))
+        assert alone.item() == together[row]
