@@ -28,7 +28,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _silu_mul(gate_up, out, rows, stride, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]

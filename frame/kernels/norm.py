@@ -37,7 +37,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     return out, stream
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
     x,
     residual,

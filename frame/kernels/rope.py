@@ -171,7 +171,7 @@ def narrowed(x, inverse, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _norm_rope_store(
     qkv,
     positions,
@@ -262,7 +262,7 @@ def _norm_rope_store(
                     tl.store(k_cache + cached + ROTATED + tails, narrowed(tail, k_inverse, k_cache.dtype.element_ty), mask=in_tail)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rotate(
     x,
     positions,
