@@ -112,3 +112,21 @@ def test_manifest_says_what_fits() -> None:
     assert dispatcher.capabilities.unsupported(needs) == []
     assert "expert parallelism" in str(runner.capabilities.unsupported(MoENeeds("cpu", None, "bfloat16", ep=2))[0])
     assert "batched" in str(runner.capabilities.unsupported(MoENeeds("cpu", None, "bfloat16", "batched"))[0])
+
+
+def test_kernels_run_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load_registry(installed=False).get("moe_runner", "triton")
+    needs = MoENeeds("cpu", None, "bfloat16", "standard")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert [reason.sentence for reason in record.capabilities.unsupported(needs)] == ["runs on cuda, not on cpu"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert record.capabilities.unsupported(needs) == []
+
+
+def test_a_gpu_takes_the_kernels_and_captures_them() -> None:
+    registry = load_registry(installed=False)
+    needs = MoENeeds("cuda", (9, 0), "bfloat16", "standard")
+    fitting = [record for record in registry.records("moe_runner") if not record.capabilities.unsupported(needs)]
+    assert {record.name for record in fitting} >= {"torch_native", "torch_grouped", "triton"}
+    assert [record.name for record in fitting if not record.capabilities.graphs] == ["torch_native"]
+    assert max(fitting, key=lambda record: record.rank).name == "triton"

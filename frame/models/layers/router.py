@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
 from frame.models.layers.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Router(nn.Module):
     def __init__(self, context: BuildContext, name: str, num_experts: int, hidden_size: int, rule: RoutingRule) -> None:
         super().__init__()
         self.rule = rule
+        self._has_kernels = kernels.usable(context.device)
         self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=torch.float32 if rule.precise else context.dtype))
         self.weight.bind(f"{name}.weight")
         if rule.correction:
@@ -51,8 +53,28 @@ class Router(nn.Module):
             self.correction.bind(f"{name}.e_score_correction_bias")
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._by_kernels(x) if self._has_kernels else self.choose(F.linear(x.to(self.weight.dtype), self.weight).float())
+
+    def _by_kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from frame.kernels.router import FEW_TOKENS, few_logits, route
+
         rule = self.rule
-        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
+        logits = few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
+        return route(
+            logits,
+            self.correction if rule.correction else None,
+            rule.top_k,
+            sigmoid=rule.scoring == "sigmoid",
+            renormalize=rule.renormalize,
+            scale=rule.scale,
+            groups=rule.groups,
+            top_groups=rule.top_groups,
+            top2=rule.group_score == "top2",
+        )
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The choice by float32 logits [tokens, experts], in PyTorch operations: what the kernel is compared with."""
+        rule = self.rule
         if rule.scoring == "softmax" and rule.renormalize and rule.groups == 1:
             top, ids = logits.topk(rule.top_k, -1)  # a softmax over the chosen is the renormalised softmax over all
             weights = top.softmax(-1)

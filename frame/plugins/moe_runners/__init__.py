@@ -5,13 +5,26 @@ Each record names its target as "module:Class"; the registry imports it when it 
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.moe import RUNNER_API, MoECapabilities
+from frame.core.interfaces.moe import RUNNER_API, MoECapabilities, MoENeeds
+from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCapabilities(MoECapabilities):
+    """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
+
+    def unsupported(self, needs: MoENeeds) -> list[Reason]:
+        if needs.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            needs = replace(needs, device="cuda", compute_capability=None)
+        return MoECapabilities.unsupported(self, needs)
 
 
 @hookimpl
@@ -24,4 +37,21 @@ def register_moe_runners(registry: KindRegistry) -> None:
         api=RUNNER_API,
         rank=10,
         summary="PyTorch operations only: grouped multiplication, or all experts at once for small ones.",
+    )
+    registry.add(
+        "triton",
+        "frame.plugins.moe_runners.triton:Triton",
+        capabilities=KernelCapabilities(devices=("cuda",), min_compute_capability=(8, 0), graphs=True),
+        api=RUNNER_API,
+        requires=("triton>=3.4",),
+        rank=30,
+        summary="Own kernels: at the speed of memory for few tokens, on the tensor cores for many.",
+    )
+    registry.add(
+        "torch_grouped",
+        "frame.plugins.moe_runners.torch_grouped:TorchGrouped",
+        capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True),
+        api=RUNNER_API,
+        rank=20,
+        summary="PyTorch's grouped multiplication of tokens sorted by expert.",
     )

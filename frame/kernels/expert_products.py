@@ -1,0 +1,112 @@
+"""The two products of a mixture of experts and their sum, as functions of tensors: `experts` kernels with their strides and grids.
+
+Weights of all experts are [experts, outputs, inputs], inputs contiguous; float8 ones come with `scale`, float32 [experts, blocks of
+outputs, blocks of inputs], of blocks of 128 x 128. Knows neither routing nor the choice of tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from frame import kernels
+from frame.kernels.align import Alignment
+from frame.kernels.expert_tiles import Tile, Vector
+from frame.kernels.experts import combine_kernel, experts_kernel, vector_down_kernel, vector_gate_up_kernel
+from frame.kernels.launch import options
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of all experts; `scale` is None for plain ones."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """ids int64 and weights float32, [tokens, k], contiguous; `alignment` where their pairs were sorted."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    alignment: Alignment | None = None
+
+    @property
+    def count(self) -> int:
+        return self.ids.numel()
+
+
+def gate_up(x: torch.Tensor, weights: Weights, pairs: Pairs, tile: Tile) -> torch.Tensor:
+    """SiLU(gate) * up of each row: x [tokens, hidden] -> [rows, inner]; a row is a pair, or a row of the alignment."""
+    rows = pairs.count if pairs.alignment is None else len(pairs.alignment.pairs)
+    act = torch.empty((rows, weights.values.shape[1] // 2), dtype=x.dtype, device=x.device)
+    _launch(x, weights, act, pairs, tile, gated=True)
+    return act
+
+
+def down(act: torch.Tensor, weights: Weights, pairs: Pairs, tile: Tile) -> torch.Tensor:
+    """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
+    rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=act.dtype, device=act.device)
+    _launch(act, weights, rows, pairs, tile, gated=False)
+    return rows
+
+
+def combine(rows: torch.Tensor, top: int) -> torch.Tensor:
+    """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs."""
+    tokens, hidden = len(rows) // top, rows.shape[1]
+    out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
+    bm = triton.next_power_of_2(tokens) if kernels.INTERPRETED else 1
+    bn = min(1024, triton.next_power_of_2(hidden))
+    grid = (triton.cdiv(tokens, bm), triton.cdiv(hidden, bn))
+    combine_kernel[grid](rows, out, tokens, N=hidden, TOP=top, BM=bm, BN=bn, **options(rows.device, 4))
+    return out
+
+
+def vector_gate_up(x: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector) -> torch.Tensor:
+    """`gate_up` for a token or a few, times the pairs' weights: each pair reads its expert by itself."""
+    values, scale = weights.values, weights.scale
+    inner, hidden = values.shape[1] // 2, values.shape[2]
+    act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
+    vector_gate_up_kernel[(triton.cdiv(inner, size.bn), pairs.count)](
+        x, values, act, pairs.ids, pairs.weights, values if scale is None else scale, x.stride(0), values.stride(0), values.stride(1),
+        INNER=inner, HIDDEN=hidden, TOP=pairs.ids.shape[1], SCALED=scale is not None, BN=size.bn,
+        BK=min(size.bk, triton.next_power_of_2(hidden)), **options(x.device, size.warps),
+    )  # fmt: skip
+    return act
+
+
+def vector_down(act: torch.Tensor, weights: Weights, ids: torch.Tensor, size: Vector) -> torch.Tensor:
+    """What `vector_gate_up` gave -> [tokens, hidden], the sum over each token's experts."""
+    values, scale, (tokens, top) = weights.values, weights.scale, ids.shape
+    hidden, inner = values.shape[1:]
+    out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
+    vector_down_kernel[(triton.cdiv(hidden, size.bn), tokens)](
+        act, values, out, ids, values if scale is None else scale, values.stride(0), values.stride(1),
+        INNER=inner, HIDDEN=hidden, TOP=top, SCALED=scale is not None, PLACES=min(size.places, top & -top), BN=size.bn,
+        BK=min(size.bk, triton.next_power_of_2(inner)), **options(act.device, size.warps),
+    )  # fmt: skip
+    return out
+
+
+def _launch(x: torch.Tensor, weights: Weights, out: torch.Tensor, pairs: Pairs, tile: Tile, gated: bool) -> None:
+    values, scale, sorted_ = weights.values, weights.scale, pairs.alignment
+    outputs, inputs = values.shape[1] // 2 if gated else values.shape[1], values.shape[2]
+    blocks = pairs.count if sorted_ is None else len(sorted_.experts)
+    w: Any = values
+    if tile.tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
+    ids = pairs.ids
+    pairs_of, experts_of, used = (ids, ids, ids) if sorted_ is None else (sorted_.pairs, sorted_.experts, sorted_.used)
+    experts_kernel[(blocks * triton.cdiv(outputs, tile.bn),)](
+        x, w, out, ids, pairs.weights, pairs_of, experts_of, used, x, values if scale is None else scale,
+        pairs.count, x.stride(0), values.stride(0), values.stride(1),
+        N=outputs, K=inputs, TOP=ids.shape[1], PAIRS=0 if sorted_ is not None else triton.next_power_of_2(pairs.count), GATED=gated,
+        SCALED=scale is not None, QUANTIZED=False, BM=tile.bm, BN=tile.bn, BK=tile.bk, TMA=tile.tma, SWAP=tile.swap,
+        UPCAST=kernels.INTERPRETED, num_stages=tile.stages, **options(x.device, tile.warps),
+    )  # fmt: skip

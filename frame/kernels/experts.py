@@ -1,0 +1,307 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Kernels that multiply tokens with their experts: [SiLU(gate) * up], then the weighted way down.
+
+`experts_kernel` takes blocks of rows of one expert to the tensor cores: rows sorted beforehand, or, for few pairs, found by each program
+among all ids, so that an expert is read once without a sort. The `vector` kernels take one pair each to the CUDA cores, for a token or
+a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128. Knows neither routing nor the choice of tiles
+(`expert_tiles`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from frame.kernels.launch import begin, wait_for_previous
+
+SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
+
+
+@triton.jit
+def _rows_of_expert(ids, block, num_pairs, PAIRS: tl.constexpr, BM: tl.constexpr):
+    """(expert, rows, whether there is work) of the pair `block`: it leads if 0, BM, 2 * BM … pairs of its expert are ahead of it."""
+    numbers = tl.arange(0, PAIRS)
+    every = tl.load(ids + numbers, mask=numbers < num_pairs, other=-1).to(tl.int32)
+    expert = tl.load(ids + block).to(tl.int32)
+    same = (every == expert).to(tl.int32)
+    ahead = tl.sum(tl.where(numbers < block, same, 0))
+    place = tl.cumsum(same, 0) - 1 - ahead
+    wanted = (place[None, :] == tl.arange(0, BM)[:, None]) & (same > 0)[None, :]
+    found = tl.sum(tl.where(wanted, numbers[None, :] - num_pairs, 0), 1) + num_pairs  # num_pairs: there is none
+    return expert, found, ahead % BM == 0
+
+
+@triton.jit
+def _weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):
+    """[BN, BK] of one expert's weights: row `first` on of a descriptor, or `rows` from a pointer."""
+    if TMA:
+        tile = w.load([first, k])
+    else:
+        columns = k + tl.arange(0, BK)
+        if K % BK == 0:
+            tile = tl.load(w + rows[:, None] * w_row + columns[None, :])
+        else:
+            tile = tl.load(w + rows[:, None] * w_row + columns[None, :], mask=(columns < K)[None, :], other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr, QUANTIZED: tl.constexpr):
+    """acc + x times tile, [BM, BN], or [BN, BM] if `SWAP`: then few rows are no waste, as the weights fill the tall side."""
+    if SCALED and not QUANTIZED:
+        tile = tile.to(x.dtype)
+    if SWAP:
+        left, right = tile, tl.trans(x)
+    else:
+        left, right = x, tl.trans(tile)
+    if SCALED:
+        part = tl.dot(left, right, input_precision="ieee") * scale
+        if QUANTIZED:
+            part *= x_scale[None, :] if SWAP else x_scale[:, None]
+        acc += part
+    else:
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def experts_kernel(
+    x,  # [tokens, K], or from the first product [rows, K]
+    w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
+    out,  # [rows, N]
+    ids,
+    pair_weights,
+    pairs_of,
+    experts_of,
+    used,
+    x_scale,  # float32 [tokens or rows, K / 128]
+    w_scale,  # float32 [experts, blocks of weight rows, K / 128]
+    num_pairs,
+    x_stride,
+    w_expert,
+    w_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP: tl.constexpr,
+    PAIRS: tl.constexpr,  # 0: rows are sorted; else the pairs, rounded up
+    GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
+    SCALED: tl.constexpr,  # weights are float8 with scales
+    QUANTIZED: tl.constexpr,  # so is x
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: blocks of rows times blocks of N, the latter fastest."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    blocks: tl.constexpr = (N + BN - 1) // BN
+    block = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BN
+    lanes = tl.arange(0, BM)
+    if PAIRS > 0:
+        expert, pairs, leads = _rows_of_expert(ids, block, num_pairs, PAIRS, BM)
+        if not leads:
+            return
+        places = pairs
+    else:
+        if block >= tl.load(used):
+            return
+        expert = tl.load(experts_of + block)
+        places = block * BM + lanes
+        pairs = tl.load(pairs_of + places)
+    valid = pairs < num_pairs
+    if GATED:
+        source = tl.where(valid, pairs, 0) // TOP  # rows that pad read some token: nothing of it is kept
+    elif PAIRS > 0:
+        source = tl.where(valid, pairs, 0)
+    else:
+        source = places
+    x_rows = x + source.to(tl.int64)[:, None] * x_stride
+    columns = first + tl.arange(0, BN)
+    rows = tl.minimum(columns, N - 1)
+    WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
+    ups = w
+    if not TMA:
+        w += expert.to(tl.int64) * w_expert
+        if GATED:
+            ups = w + N * w_row
+    row = expert * WEIGHT_ROWS + first
+    SCALES: tl.constexpr = (K + SCALE_BLOCK - 1) // SCALE_BLOCK
+    SCALE_ROWS: tl.constexpr = (N + SCALE_BLOCK - 1) // SCALE_BLOCK
+    scales = w_scale + (expert.to(tl.int64) * (2 * SCALE_ROWS if GATED else SCALE_ROWS) + first // SCALE_BLOCK) * SCALES
+    shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
+    acc = tl.zeros(shape, tl.float32)
+    up_acc = tl.zeros(shape, tl.float32)
+    scale, up_scale, row_scale = 1.0, 1.0, 1.0
+    for k in range(0, K, BK):
+        inputs = k + tl.arange(0, BK)
+        if K % BK == 0:
+            tile = tl.load(x_rows + inputs[None, :])
+        else:
+            tile = tl.load(x_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0.0)
+        if UPCAST:
+            tile = tile.to(tl.float32)
+        if SCALED:
+            scale = tl.load(scales + k // SCALE_BLOCK)
+            if QUANTIZED:
+                row_scale = tl.load(x_scale + source * SCALES + k // SCALE_BLOCK)
+            if GATED:
+                up_scale = tl.load(scales + SCALE_ROWS * SCALES + k // SCALE_BLOCK)
+        weights = _weights(w, row, k, rows, w_row, K, BN, BK, TMA, UPCAST)
+        acc = _product(tile, weights, acc, row_scale, scale, SWAP, SCALED, QUANTIZED)
+        if GATED:
+            weights = _weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
+            up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED, QUANTIZED)
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up_acc
+    else:
+        weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
+        acc *= weight[None, :] if SWAP else weight[:, None]
+        places = pairs
+    result = acc.to(out.dtype.element_ty)
+    if SWAP:
+        result = tl.trans(result)
+    inside = (columns < N)[None, :]
+    if PAIRS > 0 or not GATED:
+        inside = inside & valid[:, None]
+    tl.store(out + places.to(tl.int64)[:, None] * N + columns[None, :], result, mask=inside)
+
+
+@triton.jit
+def combine_kernel(rows, out, tokens, N: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    """[tokens * TOP, N] -> [tokens, N]: sums over each token's rows, in float32."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (token < tokens)[:, None] & (columns < N)[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for place in tl.static_range(TOP):
+        source = rows + (token.to(tl.int64) * TOP + place)[:, None] * N + columns[None, :]
+        total += tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64)[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _partial(tile, row, LANES: tl.constexpr):
+    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over what a thread holds of a row."""
+    products = tile.to(tl.float32) * row[None, :]
+    return tl.sum(tl.reshape(products, [tile.shape[0], tile.shape[1] // LANES, LANES]), 2)
+
+
+@triton.jit
+def vector_gate_up_kernel(
+    x,
+    w,
+    act,  # [pairs, INNER], times the pairs' weights
+    ids,
+    pair_weights,
+    w_scale,
+    x_stride,
+    w_expert,
+    w_row,
+    INNER: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    SCALED: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (blocks of INNER, pairs)."""
+    LANES: tl.constexpr = 8
+    wait_for_previous(PDL)
+    begin(PDL)
+    pair = tl.program_id(1)
+    first = tl.program_id(0) * BN
+    expert = tl.load(ids + pair)
+    columns = first + tl.arange(0, BN)
+    x += (pair // TOP).to(tl.int64) * x_stride
+    gates = w + expert * w_expert + tl.minimum(columns, INNER - 1)[:, None] * w_row
+    SCALES: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
+    SCALE_ROWS: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
+    scales = w_scale + (expert * 2 * SCALE_ROWS + first // SCALE_BLOCK) * SCALES
+    gate = tl.zeros([BN, BK // LANES], tl.float32)
+    up = tl.zeros([BN, BK // LANES], tl.float32)
+    for k in tl.static_range(0, HIDDEN, BK):
+        inputs = k + tl.arange(0, BK)
+        mask = inputs < HIDDEN
+        gate_tile = tl.load(gates + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+        up_tile = tl.load(gates + INNER * w_row + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+        row = tl.load(x + inputs, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            row_up = row * tl.load(scales + SCALE_ROWS * SCALES + inputs // SCALE_BLOCK, mask=mask, other=0.0)
+            row *= tl.load(scales + inputs // SCALE_BLOCK, mask=mask, other=0.0)
+            up += _partial(up_tile, row_up, LANES)
+        else:
+            up += _partial(up_tile, row, LANES)
+        gate += _partial(gate_tile, row, LANES)
+    gate_sum = tl.sum(gate, 1)
+    result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1) * tl.load(pair_weights + pair)
+    tl.store(act + pair * INNER + columns, result.to(act.dtype.element_ty), mask=columns < INNER)
+
+
+@triton.jit
+def _expert_rows(w, ids, place, k, rows, w_expert, INNER: tl.constexpr, PLACES: tl.constexpr, BK: tl.constexpr):
+    """[PLACES, BN, BK]: inner values k on, of `rows`, of PLACES experts of a token."""
+    expert = tl.load(ids + place + tl.arange(0, PLACES), cache_modifier=".cg")
+    inputs = (k + tl.arange(0, BK))[None, None, :]
+    tile = w + (expert * w_expert)[:, None, None] + rows[None, :, None] + inputs
+    if INNER % BK == 0:
+        return tl.load(tile, eviction_policy="evict_first")
+    return tl.load(tile, mask=inputs < INNER, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def vector_down_kernel(
+    act,  # [pairs, INNER], already times the pairs' weights
+    w,
+    out,  # [tokens, HIDDEN]
+    ids,
+    w_scale,
+    w_expert,
+    w_row,
+    INNER: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PLACES: tl.constexpr,  # experts at a time
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (blocks of HIDDEN, tokens); a program adds up its token's experts. The first weights are read while the kernel ahead is at
+    work: the ids are older than that one, which let this one begin after its own wait."""
+    LANES: tl.constexpr = 8
+    STEPS: tl.constexpr = (INNER + BK - 1) // BK
+    SCALES: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
+    SCALE_ROWS: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
+    token = tl.program_id(1)
+    first = tl.program_id(0) * BN
+    columns = first + tl.arange(0, BN)
+    rows = tl.minimum(columns, HIDDEN - 1) * w_row
+    ids += token * TOP
+    following = _expert_rows(w, ids, 0, 0, rows, w_expert, INNER, PLACES, BK)
+    wait_for_previous(PDL)
+    begin(PDL)
+    acc = tl.zeros([PLACES, BN, BK // LANES], tl.float32)
+    for step in tl.static_range(TOP // PLACES * STEPS):
+        tile = following
+        if step + 1 < TOP // PLACES * STEPS:
+            following = _expert_rows(w, ids, (step + 1) // STEPS * PLACES, (step + 1) % STEPS * BK, rows, w_expert, INNER, PLACES, BK)
+        places = step // STEPS * PLACES + tl.arange(0, PLACES)
+        inputs = (step % STEPS * BK + tl.arange(0, BK))[None, None, :]
+        row = tl.load(act + ((token * TOP + places) * INNER)[:, None, None] + inputs, mask=inputs < INNER, other=0.0).to(tl.float32)
+        if SCALED:
+            blocks = (tl.load(ids + places) * SCALE_ROWS + first // SCALE_BLOCK) * SCALES
+            row *= tl.load(w_scale + blocks[:, None, None] + inputs // SCALE_BLOCK, mask=inputs < INNER, other=0.0)
+        products = tile.to(tl.float32) * row
+        acc += tl.sum(tl.reshape(products, [PLACES, BN, BK // LANES, LANES]), 3)
+    total = tl.sum(tl.sum(acc, 2), 0)
+    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=columns < HIDDEN)

@@ -1,0 +1,185 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""The choice of experts from a router's logits, in one kernel, and those logits for a handful of tokens.
+
+Reference: `frame.models.layers.router.Router`. Of experts that score alike, the one of the lowest number is taken. Knows no expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from frame import kernels
+from frame.kernels.launch import begin, options, wait_for_previous
+
+MAX_EXPERTS = 1024  # of a row, which one warp holds
+FEW_TOKENS = 16  # as many read the router's weight at the speed of memory by `few_logits`
+
+
+def route(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    top2: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [tokens, experts], contiguous rows -> (ids int64, weights float32), both [tokens, top_k], best first.
+
+    The meaning of the arguments is that of `RoutingRule`; `top2`: a group's score is the sum of its two best, not the best.
+    """
+    tokens, experts = logits.shape
+    ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    size = experts // groups
+    rows = triton.next_power_of_2(tokens) if kernels.INTERPRETED else 1
+    _route_kernel[(triton.cdiv(tokens, rows),)](
+        logits, logits if correction is None else correction, ids, weights, tokens, logits.stride(0), scale,
+        EXPERTS=experts, SIZE=size, GROUPS=groups, BLOCK_SIZE=triton.next_power_of_2(size),
+        BLOCK_GROUPS=triton.next_power_of_2(groups), TOP_GROUPS=top_groups, TOP2=top2, TOP_K=top_k,
+        BLOCK_K=triton.next_power_of_2(top_k), SIGMOID=sigmoid, RENORMALIZE=renormalize, CORRECTED=correction is not None, ROWS=rows,
+        **options(logits.device, 1),
+    )  # fmt: skip
+    return ids, weights
+
+
+def few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in the weight's type, for `FEW_TOKENS` tokens at most;
+    the weight, which no step writes, is read while the kernel ahead still runs."""
+    tokens, hidden = x.shape
+    experts = weight.shape[0]
+    logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
+    block = triton.next_power_of_2(hidden)
+    together = triton.next_power_of_2(experts) if kernels.INTERPRETED else 1
+    _few_logits_kernel[(triton.cdiv(experts, together),)](
+        x, weight, logits, tokens, x.stride(0), weight.stride(0), EXPERTS=experts, HIDDEN=hidden, BLOCK=block, TOGETHER=together,
+        **options(x.device, 4),
+    )  # fmt: skip
+    return logits
+
+
+@triton.jit
+def _few_logits_kernel(
+    x,
+    weight,
+    logits,
+    tokens,
+    x_stride,
+    weight_stride,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    columns = tl.arange(0, BLOCK)
+    inside = (experts < EXPERTS)[:, None] & (columns < HIDDEN)[None, :]
+    rows = tl.load(weight + experts[:, None] * weight_stride + columns[None, :], mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    for token in range(tokens):
+        row = tl.load(x + token * x_stride + columns, mask=columns < HIDDEN, other=0.0).to(rows.dtype)
+        total = tl.sum(rows.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+        tl.store(logits + token * EXPERTS + experts, total.to(logits.dtype.element_ty), mask=experts < EXPERTS)
+
+
+@triton.jit
+def _ordered(values, ids):
+    """int64 keys that sort like (value, lower id first)."""
+    bits = values.to(tl.int32, bitcast=True)
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ascending.to(tl.int64) << 32) | (0xFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _open_groups(choice, keys, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
+    """[rows, groups, experts of a group] -> whether each group is open: fewer than TOP_GROUPS others are better."""
+    best = tl.max(choice, 2)
+    if TOP2:
+        first = tl.max(keys, 2)
+        best += tl.max(tl.where(keys == first[:, :, None], float("-inf"), choice), 2)
+    groups = tl.arange(0, best.shape[1])[None, :]
+    best = tl.where(groups < GROUPS, best, float("-inf"))
+    better = tl.sum((best[:, None, :] > best[:, :, None]).to(tl.int32), 2)
+    return better < TOP_GROUPS
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    correction,
+    ids_out,
+    weights_out,
+    tokens,
+    stride,
+    scale,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,  # experts of a group
+    GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(number, tokens - 1).to(tl.int64)
+    groups = tl.arange(0, BLOCK_GROUPS)
+    places = tl.arange(0, BLOCK_SIZE)
+    ids = (groups[:, None] * SIZE + places[None, :])[None, :, :]
+    inside = ((groups < GROUPS)[:, None] & (places < SIZE)[None, :])[None, :, :]
+    if CORRECTED:
+        bias = tl.load(correction + ids, mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    values = tl.load(logits + row[:, None, None] * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    top = tl.max(tl.max(values, 2), 1)
+    if SIGMOID:
+        choice = tl.sigmoid(values)
+    elif RENORMALIZE and GROUPS == 1 and not CORRECTED:
+        choice = values  # a softmax over the chosen is the renormalised softmax over all
+    else:
+        powers = tl.exp(values - top[:, None, None])
+        choice = powers / tl.sum(tl.sum(powers, 2), 1)[:, None, None]
+    if CORRECTED:
+        choice += bias
+    choice = tl.where(inside, choice, float("-inf"))
+    keys = _ordered(choice, ids)
+    if GROUPS > 1:
+        is_open = _open_groups(choice, keys, ids, GROUPS, TOP_GROUPS, TOP2)
+        keys = _ordered(tl.where(is_open[:, :, None], choice, float("-inf")), ids)
+    keys = tl.where(inside, keys, -0x7FFFFFFFFFFFFFFF)
+    keys = tl.reshape(keys, [ROWS, BLOCK_GROUPS * BLOCK_SIZE])
+    slots = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([ROWS, BLOCK_K], tl.int64)
+    for slot in tl.static_range(TOP_K):
+        best = tl.max(keys, 1)
+        keys = tl.where(keys == best[:, None], -0x7FFFFFFFFFFFFFFF, keys)
+        chosen = tl.where(slots[None, :] == slot, (0xFFFF - (best & 0xFFFF))[:, None], chosen)
+    taken = (slots < TOP_K)[None, :]
+    scores = tl.load(logits + row[:, None] * stride + chosen, mask=taken, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = tl.where(taken, tl.sigmoid(scores), 0.0)
+    else:
+        scores = tl.where(taken, tl.exp(scores - top[:, None]), 0.0)
+        if not RENORMALIZE:
+            powers = tl.exp(values - top[:, None, None])
+            scores /= tl.sum(tl.sum(powers, 2), 1)[:, None]
+    if RENORMALIZE:
+        scores /= tl.sum(scores, 1)[:, None] + 1e-20
+    taken = taken & (number < tokens)[:, None]
+    places_out = row[:, None] * TOP_K + slots[None, :]
+    tl.store(ids_out + places_out, chosen, mask=taken)
+    tl.store(weights_out + places_out, scores * scale, mask=taken)

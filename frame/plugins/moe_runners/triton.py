@@ -1,0 +1,71 @@
+"""Expert multiplications by Triton kernels: nothing is read on the host, so that a step can be captured in a CUDA graph.
+
+A token or two go to kernels that read each expert at the speed of memory; a few more to programs that find their rows by themselves;
+the rest is sorted by expert. Knows no routing and no rank: it gets tokens with the ids and weights of their experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import nn
+
+from frame import kernels
+from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.kernels.align import align
+from frame.kernels.expert_products import Pairs, Weights, combine, down, gate_up, vector_down, vector_gate_up
+from frame.kernels.expert_tiles import VECTOR_TOKENS, VECTORS, Tile, choose_tiles
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.build import BuildContext
+
+_CPU_MEMORY = 1 << 20  # of the interpreter, which has no limit
+
+
+class Triton(MoERunner):
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous."""
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        if not kernels.usable(context.device):
+            raise ValueError("The triton MoE runner needs a GPU; on a CPU it runs only under TRITON_INTERPRET=1: use torch_native there.")
+        self._has_tma = context.device.type == "cpu" or torch.cuda.get_device_capability(context.device) >= (9, 0)
+        self._shared_memory = _shared_memory(context.device)
+
+    def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+        x, top = tokens.x, tokens.ids.shape[1]
+        first, second = _weights(experts, "gate_up"), _weights(experts, "down")
+        pairs = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous())
+        if len(x) == 0:
+            return x.clone()
+        if len(x) <= VECTOR_TOKENS:
+            return vector_down(vector_gate_up(x, first, pairs, VECTORS[0]), second, pairs.ids, VECTORS[1])
+        num_experts = len(first.values)
+        tiles = choose_tiles(pairs.count, num_experts)
+        if tiles.sorts:
+            pairs = Pairs(pairs.ids, pairs.weights, align(pairs.ids, num_experts, tiles.first.bm))
+        act = gate_up(x, first, pairs, self._fitted(tiles.first, first, x.dtype, 2))
+        return combine(down(act, second, pairs, self._fitted(tiles.second, second, x.dtype, 1)), top)
+
+    def _fitted(self, tile: Tile, weights: Weights, dtype: torch.dtype, width: int) -> Tile:
+        """The tile for these weights, on this device."""
+        values = weights.values
+        _, outputs, inputs = values.shape
+        tma = tile.tma and self._has_tma and values.stride(0) == outputs * values.stride(1) and inputs * values.element_size() % 16 == 0
+        return tile.fitted(outputs // width, inputs, dtype.itemsize, width, self._shared_memory, tma=tma)
+
+
+def _weights(experts: nn.Module, name: str) -> Weights:
+    scale: torch.Tensor | None = getattr(experts, f"{name}_scale_inv", None)
+    return Weights(getattr(experts, name), scale)
+
+
+def _shared_memory(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _CPU_MEMORY
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

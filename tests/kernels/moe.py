@@ -1,0 +1,144 @@
+"""Routing, sorting and expert products against float64 and PyTorch, over routings, shapes and types.
+
+Collected by `tests/gpu/test_moe.py`, and by `test_moe.py` beside this file in a process whose Triton is interpreted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.moe import Dispatched
+from frame.core.parallel import LocalGroup
+from frame.kernels import align as align_module
+from frame.kernels.align import align
+from frame.kernels.expert_products import Pairs, Weights, combine, down, gate_up, vector_down, vector_gate_up
+from frame.kernels.expert_tiles import BY_ROWS, FEW, Tile, Vector, choose_tiles
+from frame.kernels.router import few_logits
+from frame.models.layers.router import Router, RoutingRule
+from frame.plugins.moe_runners.triton import Triton
+from frame.testing.conformance_moe import PlainExperts, reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest value; the interpreter cuts off instead of rounding
+CONTEXT = BuildContext(device=DEVICE, dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
+RULES = [
+    (RoutingRule(8, renormalize=True), 128),
+    (RoutingRule(4), 60),
+    (RoutingRule(2, renormalize=True), 8),
+    (RoutingRule(1), 8),
+    (RoutingRule(8, "sigmoid", True, 2.5, groups=8, top_groups=4, group_score="top2", correction=True), 256),
+    (RoutingRule(6, "softmax", False, 16.0, groups=8, top_groups=3), 160),
+    (RoutingRule(10, "softmax", True, groups=4, top_groups=2), 512),
+]
+
+
+@pytest.mark.parametrize(("rule", "experts"), RULES, ids=[f"{experts}-{rule.scoring}-{rule.groups}" for rule, experts in RULES])
+@pytest.mark.parametrize("tokens", [3, 21])
+def test_the_kernel_chooses_what_pytorch_chooses(rule: RoutingRule, experts: int, tokens: int) -> None:
+    router = Router(CONTEXT, "gate", experts, 64, rule).to(DEVICE)
+    router.weight.data.normal_()
+    if rule.correction:
+        router.correction.data.normal_(std=0.1)
+    x = torch.randn(tokens, 64, device=DEVICE)
+    ids, weights = router(x)
+    want_ids, want = router.choose((x.double() @ router.weight.double().T).float())
+    assert ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, rtol=1e-4, atol=1e-6)
+
+
+def test_of_equal_experts_the_first_are_taken() -> None:
+    router = Router(CONTEXT, "gate", 12, 16, RoutingRule(3, renormalize=True)).to(DEVICE)
+    router.weight.data.zero_()
+    ids, weights = router(torch.randn(5, 16, device=DEVICE))
+    assert ids.tolist() == [[0, 1, 2]] * 5
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
+
+
+@pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])
+def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
+    x = torch.randn(5, 2 * hidden, device=DEVICE)[:, :hidden]
+    weight = torch.randn(experts, hidden, device=DEVICE)
+    torch.testing.assert_close(few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one program", "several"])
+@pytest.mark.parametrize(("tokens", "experts", "top", "block"), [(1, 8, 1, 16), (40, 6, 3, 16), (500, 64, 4, 32)])
+def test_every_pair_is_in_a_block_of_its_expert(
+    tokens: int, experts: int, top: int, block: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not alone:
+        monkeypatch.setattr(align_module, "_ONE_PROGRAM", 0)
+    spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
+    for ids in (spread, torch.full_like(spread, experts - 1)):
+        found = align(ids, experts, block)
+        used = int(found.used)
+        rows = found.pairs[: used * block].view(used, block)
+        pads = rows == ids.numel()
+        assert sorted(rows[~pads].tolist()) == list(range(ids.numel()))
+        assert (~pads[:, 0]).all(), "a block in use has a row"
+        owners = ids.flatten()[rows.clamp_max(ids.numel() - 1).long()]
+        assert (pads | (owners == found.experts[:used, None])).all()
+
+
+def drawn(tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, ids, weights, gate_up, down for (experts, top, hidden, inner)."""
+    experts, top, hidden, inner = sizes
+    x = torch.randn(tokens, hidden).to(DEVICE, dtype)
+    ids = torch.rand(tokens, experts).topk(top).indices.to(DEVICE)
+    gate_up_ = (torch.randn(experts, 2 * inner, hidden) * hidden**-0.5).to(DEVICE, dtype)
+    down_ = (torch.randn(experts, hidden, inner) * inner**-0.5).to(DEVICE, dtype)
+    return x, ids, torch.rand(tokens, top).to(DEVICE), gate_up_, down_
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = float((got.double() - want).abs().max() / want.abs().max())
+    assert error < TOLERANCE[got.dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["few", "sorted", "vector"])
+@pytest.mark.parametrize("sizes", [(8, 2, 64, 32), (5, 3, 48, 40), (4, 1, 32, 24)], ids=str)
+def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype) -> None:
+    x, ids, weights, first, second = drawn(2 if way == "vector" else 9, sizes, dtype)
+    want = reference(x, ids, weights, first, second)
+    if way == "vector":
+        act = vector_gate_up(x, Weights(first), Pairs(ids, weights), Vector(16, 32, 4))
+        check(vector_down(act, Weights(second), ids, Vector(16, 32, 4, 2)), want)
+        return
+    pairs = Pairs(ids, weights, align(ids, sizes[0], 16) if way == "sorted" else None)
+    for tile in (Tile(16, 32, 16, 4, 2), Tile(16, 64, 32, 4, 2, swap=True), Tile(16, 64, 32, 4, 2, swap=True, tma=True)):
+        rows = down(gate_up(x, Weights(first), pairs, tile), Weights(second), pairs, replace(tile, swap=False))
+        check(combine(rows, sizes[1]), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_order_of_tokens_changes_nothing(tokens: int) -> None:
+    x, ids, weights, first, second = drawn(tokens, (16, 4, 32, 16), torch.float32)
+    runner, experts = Triton(CONTEXT), PlainExperts(first, second, hidden_first=False)
+    out = runner.run(Dispatched(x, ids, weights), experts)
+    order = torch.randperm(tokens, device=DEVICE)
+    torch.testing.assert_close(runner.run(Dispatched(x[order], ids[order], weights[order]), experts), out[order], rtol=0, atol=0)
+
+
+def test_no_tokens() -> None:
+    x, ids, weights, first, second = drawn(0, (4, 2, 32, 16), torch.float32)
+    assert Triton(CONTEXT).run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False)).shape == (0, 32)
+
+
+def test_tiles_fit_the_device_and_the_sizes() -> None:
+    for tiles in (FEW, *(tiles for _, tiles in BY_ROWS)):
+        for tile, width in ((tiles.first, 2), (tiles.second, 1)):
+            for itemsize in (1, 2, 4):
+                for memory in (227 << 10, 99 << 10):
+                    fitted = tile.fitted(768, 2048, itemsize, width, memory, tma=False)
+                    assert fitted.stages * (fitted.bm + width * fitted.bn) * fitted.bk * itemsize <= memory
+                    assert fitted.bk >= 16
+            assert tile.fitted(24, 40, 4, width, 227 << 10, tma=False).bn <= 32
+    assert not choose_tiles(128, 128).sorts
+    assert choose_tiles(1 << 20, 128).first.bm > choose_tiles(256, 128).first.bm
