@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _COLUMNS = 1024  # of a program
 
@@ -19,9 +19,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up for [rows, gate | up], each `inner` wide -> contiguous [rows, inner], float32 inside. Rows may have gaps."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(_COLUMNS, triton.next_power_of_2(inner))
+    block = min(_COLUMNS, power_of_2(inner))
     together = rows_per_program(rows, _COLUMNS // block)
-    _silu_mul[(triton.cdiv(rows, together), triton.cdiv(inner, block))](
+    _silu_mul[(blocks_of(rows, together), blocks_of(inner, block))](
         gate_up, out, rows, gate_up.stride(0), INNER=inner, BLOCK=block, ROWS=together,
         **options(gate_up.device, warps_for(block * together)),
     )  # fmt: skip

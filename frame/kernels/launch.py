@@ -30,15 +30,25 @@ def options(device: torch.device, warps: int) -> dict[str, Any]:
     return {"num_warps": warps, "PDL": False}
 
 
+def power_of_2(number: int) -> int:
+    """The least power of two that is not below `number`; Triton's own takes a microsecond or more, as does its `cdiv`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def blocks_of(number: int, size: int) -> int:
+    """How many blocks of `size` hold `number`."""
+    return -(-number // size)
+
+
 def warps_for(elements: int) -> int:
     """Warps of a program over as many elements, such that a thread holds one load's worth of them, if the program is small enough."""
-    wanted: int = triton.next_power_of_2(max(1, elements // (32 * _ELEMENTS_PER_THREAD)))
+    wanted = power_of_2(max(1, elements // (32 * _ELEMENTS_PER_THREAD)))
     return min(wanted, _MAX_WARPS)
 
 
 def rows_per_program(rows: int, most: int) -> int:
     """How many of `rows` short rows share a program, a power of two: `most` on a device, where that is more than none."""
-    wanted: int = triton.next_power_of_2(rows)
+    wanted = power_of_2(rows)
     return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, most))
 
 

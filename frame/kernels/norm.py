@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _ELEMENTS = 1024  # of a program at least, so that short rows share one
 
@@ -27,10 +27,10 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     together = rows_per_program(rows, _ELEMENTS // block)
     stream = x if residual is None else residual
-    _add_rms_norm[(triton.cdiv(rows, together),)](
+    _add_rms_norm[(blocks_of(rows, together),)](
         x, stream, weight, out, rows, x.stride(0), stream.stride(0), eps,
         SIZE=size, BLOCK=block, ROWS=together, ADDS=residual is not None, **options(x.device, warps_for(block * together)),
     )  # fmt: skip

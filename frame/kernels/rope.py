@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _ELEMENTS = 2048  # of a program over heads
 _HEADS = 8  # of a program, of one token
@@ -58,18 +58,18 @@ def norm_rope_store(
     """
     tokens = qkv.shape[0]
     q = torch.empty((tokens, heads.num_heads, heads.dim), dtype=qkv.dtype, device=qkv.device)
-    half = triton.next_power_of_2(heads.rotated // 2)
+    half = power_of_2(heads.rotated // 2)
     tail = heads.dim - heads.rotated
-    together = min(_HEADS, triton.next_power_of_2(max(heads.num_heads, heads.num_kv_heads)))
-    elements = together * triton.next_power_of_2(heads.dim)
+    together = min(_HEADS, power_of_2(max(heads.num_heads, heads.num_kv_heads)))
+    elements = together * power_of_2(heads.dim)
     block = rows_per_program(tokens, _ELEMENTS // elements)
-    q_blocks, kv_blocks = triton.cdiv(heads.num_heads, together), triton.cdiv(heads.num_kv_heads, together)
+    q_blocks, kv_blocks = blocks_of(heads.num_heads, together), blocks_of(heads.num_kv_heads, together)
     weights, eps = norm if norm is not None else (table, 0.0)
     slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else HeadsCache(positions, q, q)
-    _norm_rope_store[(triton.cdiv(tokens, block), q_blocks + kv_blocks * (1 if cache is None else 2))](
+    _norm_rope_store[(blocks_of(tokens, block), q_blocks + kv_blocks * (1 if cache is None else 2))](
         qkv, positions, table, weights, slots, k_cache, v_cache, q, tokens, qkv.stride(0), eps, 1.0 / k_scale, 1.0 / v_scale,
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, DIM=heads.dim, ROTATED=heads.rotated,
-        INTERLEAVED=heads.interleaved, BLOCK_HALF=half, BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
+        INTERLEAVED=heads.interleaved, BLOCK_HALF=half, BLOCK_TAIL=power_of_2(max(tail, 1)),
         HEADS=together, TOKENS=block, NORM=norm is not None, STORE=cache is not None,
         **options(qkv.device, warps_for(elements * block)),
     )  # fmt: skip
@@ -79,11 +79,11 @@ def norm_rope_store(
 def rotate_(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> None:
     """Rotate x [tokens, heads, rotated] in place; its last dimension is contiguous, the others may have gaps."""
     tokens, heads, rotated = x.shape
-    half = triton.next_power_of_2(rotated // 2)
-    together = min(2 * _HEADS, triton.next_power_of_2(heads))
+    half = power_of_2(rotated // 2)
+    together = min(2 * _HEADS, power_of_2(heads))
     elements = together * half * 2
     block = rows_per_program(tokens, _ELEMENTS // elements)
-    _rotate[(triton.cdiv(tokens, block), triton.cdiv(heads, together))](
+    _rotate[(blocks_of(tokens, block), blocks_of(heads, together))](
         x, positions, table, tokens, x.stride(0), x.stride(1), HEADS=heads, ROTATED=rotated, INTERLEAVED=interleaved,
         BLOCK_HALF=half, BLOCK_HEADS=together, TOKENS=block, **options(x.device, warps_for(elements * block)),
     )  # fmt: skip
@@ -108,12 +108,12 @@ def latent_norm_rope_store(
     q_rank = 0 if q_weight is None else q_weight.shape[0]
     q = None if q_weight is None else torch.empty((tokens, q_rank), dtype=x.dtype, device=x.device)
     slots, rows, scale = cache if cache is not None else (positions, x, 1.0)
-    block = triton.next_power_of_2(rank)
+    block = power_of_2(rank)
     _latent_norm_rope_store[(tokens, 1 if q is None else 2)](
         x, positions, table, weight, weight if q_weight is None else q_weight, slots, rows, x if q is None else q,
         x.stride(0), eps, 1.0 / scale,
         Q_RANK=q_rank, RANK=rank, ROPE=rope, INTERLEAVED=interleaved, STORE=cache is not None,
-        BLOCK_Q=triton.next_power_of_2(max(q_rank, 1)), BLOCK=block, BLOCK_HALF=triton.next_power_of_2(rope // 2),
+        BLOCK_Q=power_of_2(max(q_rank, 1)), BLOCK=block, BLOCK_HALF=power_of_2(rope // 2),
         **options(x.device, warps_for(max(block, q_rank))),
     )  # fmt: skip
     return q
