@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -37,6 +38,37 @@ def _full_type_name(value: Any) -> Any:
 
 Auto = BeforeValidator(_auto_is_none)
 TypeName = BeforeValidator(_full_type_name)  # `bf16` means bfloat16 wherever a type is named
+
+
+def phase_backends(text: str | None) -> dict[str, str]:
+    """`attention.backend` by phase ("prefill", "decode"): a single name stands for both, what is open is left out.
+    Raises ValueError for what is neither a name nor such a pair."""
+    if text is None or "=" not in text:
+        return {} if text is None else dict.fromkeys(PHASES, text)
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        phase, _, name = (piece.strip() for piece in part.partition("="))
+        if phase not in PHASES or not name or phase in found:
+            raise ValueError(f"a backend's name, or prefill=NAME,decode=NAME, not {text!r}")
+        if name != "auto":
+            found[phase] = name
+    return found
+
+
+def _phases_as_text(value: Any) -> Any:
+    """A mapping of phases as the one text that files, flags and variables share."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{phase}={name}" for phase, name in value.items() if name is not None) or None
+    if not isinstance(value, str):
+        return value
+    found = phase_backends(value)
+    if len(set(found.values())) == 1 and len(found) == len(PHASES):
+        return found["decode"]
+    return ",".join(f"{phase}={found[phase]}" for phase in PHASES if phase in found) or None
+
+
+PHASES = ("prefill", "decode")
+Phases = BeforeValidator(_phases_as_text)  # one attention backend, or one a phase
 
 
 def setting(default: Any, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
@@ -88,7 +120,11 @@ class ParallelSection(Section):
 class AttentionSection(Section):
     """Which kernels compute attention."""
 
-    backend: Annotated[str | None, Auto] = setting(None, "Attention backend, by plugin name.", flag="attention-backend")
+    backend: Annotated[str | None, Auto, Phases] = setting(
+        None,
+        "Attention backend, by plugin name; prefill=X,decode=Y (a mapping in YAML) takes one for prompts and one for decodes.",
+        flag="attention-backend",
+    )
 
 
 class CacheSection(Section):

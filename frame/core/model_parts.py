@@ -12,6 +12,7 @@ import torch
 
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.memory_pool import DTYPES
+from frame.core.paired_attention import PairedAttention
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -40,6 +41,7 @@ class Parts:
 
     model: type[Model]
     attention: Loaded[AttentionBackend]
+    decode_attention: Loaded[AttentionBackend] | None = None  # where decodes have a backend of their own, `attention` is for prompts
     quantization: Loaded[QuantizationMethod] | None = None
     moe_runner: Loaded[MoERunner] | None = None
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
@@ -59,7 +61,7 @@ def limits_of(resolved: Resolved) -> Limits:
 def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
     """The context of one rank, with its backend, quantization method, MoE runner and dispatcher built."""
     base = BuildContext(device=device, dtype=DTYPES[resolved.dtype], tp=tp, limits=limits_of(resolved), task=resolved.task)
-    built: dict[str, Any] = {"attention": parts.attention.target(base, parts.attention.options)}
+    built: dict[str, Any] = {"attention": _build_attention(parts, base)}
     if parts.quantization is not None:
         checkpoint_config = resolved.facts.config.get("quantization_config")
         built["quantization"] = parts.quantization.target(checkpoint_config, parts.quantization.options)
@@ -67,6 +69,13 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torc
         if part is not None:
             built[name] = part.target(base, part.options)
     return replace(base, **built)
+
+
+def _build_attention(parts: Parts, base: BuildContext) -> AttentionBackend:
+    built = parts.attention.target(base, parts.attention.options)
+    if parts.decode_attention is None:
+        return built
+    return PairedAttention(built, parts.decode_attention.target(base, parts.decode_attention.options))
 
 
 def build_processors(parts: Parts, facts: ModelFacts, num_slots: int, device: torch.device) -> list[LogitsProcessor]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from frame.core.config import FrameConfig
+from frame.core.config import PHASES, FrameConfig
 from frame.core.hardware import Hardware
 from frame.core.interfaces.attention import AttentionNeeds
 from frame.core.interfaces.model import ModelCapabilities, ModelFacts, ModelNeeds, Pooling, Task
@@ -19,6 +19,7 @@ from frame.core.interfaces.moe import MoENeeds
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.quantization import QuantizationNeeds
 from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.resolve_attention import choose_attention, shared_page_sizes
 from frame.core.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
 from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, graph_obstacle, plugin_choice
 from frame.core.resolve_task import check_step, choose_pooling, choose_task
@@ -55,6 +56,8 @@ def pinned(resolved: Resolved) -> FrameConfig:
     user = resolved.user
     single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if kind in KEYS and choices}
     values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
+    if len(pair := resolved.plugins["attention_backend"]) > 1:
+        values[KEYS["attention_backend"]] = dict(zip(PHASES, (choice.name for choice in pair), strict=True))
     values |= {
         "model.path": resolved.model_path,
         "model.served_name": resolved.served_name,
@@ -231,16 +234,18 @@ class _Solver:
             f"No attention backend serves {facts.kind} attention with head size {facts.head_dim} on {self.device} in {self.dtype} "
             f"with a {kv_dtype} KV cache{page}"
         )
-        self._select("attention_backend", needs, self.config.attention.backend, subject)
+        choose_attention(self.chosen, self.records, self.config.attention.backend, needs, subject)
 
     def _page_size(self) -> int:
-        record = self.chosen.selected["attention_backend"][0].record
-        sizes = getattr(record.capabilities, "page_sizes", None)
+        records = [found.record for found in self.chosen.selected["attention_backend"]]
+        sizes = shared_page_sizes(records)
         if sizes is None or PREFERRED_PAGE_SIZE in sizes:
             size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
         else:
             size = min(sizes, key=lambda size: (abs(size - PREFERRED_PAGE_SIZE), size))
-            why = f"of the page sizes {list(sizes)} of {record.name} the nearest to {PREFERRED_PAGE_SIZE}"
+            why = (
+                f"of the page sizes {list(sizes)} of {' and '.join(record.name for record in records)} the nearest to {PREFERRED_PAGE_SIZE}"
+            )
         return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
 
     def _policies(self, task: Task) -> None:

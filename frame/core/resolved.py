@@ -28,7 +28,8 @@ class PluginChoice(BaseModel):
 
 class Resolved(BaseModel):
     """Every value that a process needs to start. `reasons` maps a key (`cache.page_size`) to one sentence for each value that
-    the user left open. `plugins` maps a kind to the choices of that kind (one, but for logits processors). `rejected` maps
+    the user left open. `plugins` maps a kind to the choices of that kind (one,
+    but for logits processors, and attention backends where prompts and decodes have one each, in this order). `rejected` maps
     a key to the plugins that were turned down, each with its reasons."""
 
     model_config = ConfigDict(frozen=True)

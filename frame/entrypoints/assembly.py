@@ -49,9 +49,11 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         choices = resolved.plugins.get(kind)
         return Loaded(*registry.choose(choices[0])) if choices else None
 
+    attention: list[Loaded[Any]] = [Loaded(*registry.choose(choice)) for choice in resolved.plugins["attention_backend"]]
     return Parts(
         model=registry.choose(resolved.choice("model"))[0],
-        attention=Loaded(*registry.choose(resolved.choice("attention_backend"))),
+        attention=attention[0],
+        decode_attention=attention[1] if len(attention) > 1 else None,
         quantization=only("quantization_method"),
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),

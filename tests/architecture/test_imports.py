@@ -19,6 +19,7 @@ CONFIGURATION = (
     "frame.core.plugin_options",
     "frame.core.resolve",
     "frame.core.resolve_machine",
+    "frame.core.resolve_attention",
     "frame.core.resolve_plugins",
     "frame.core.resolve_task",
     "frame.core.resolved",

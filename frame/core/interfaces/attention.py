@@ -7,7 +7,9 @@ it sees one `ForwardBatch` a step, and one layer's queries at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from frame.core.interfaces.plugin import Reason
@@ -44,6 +46,20 @@ class AttentionNeeds:
     bidirectional: bool = False  # an encoder: every token sees the whole row
     graphs: bool = False  # CUDA-graph capture of decode
     batch_invariant: bool = False
+    phases: tuple[Phase, ...] = ("extend", "decode")  # one of them where another backend has the other
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How fast a backend was in one phase on one chip: what `auto` compares when several backends fit.
+
+    `speed` is in TFLOP/s of extends and in TB/s of decodes; backends are comparable that were measured with the same shapes.
+    """
+
+    compute_capability: tuple[int, int]
+    kind: AttentionKind
+    phase: Phase
+    speed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,14 @@ class AttentionCapabilities:
     batch_invariant: bool = False
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
+    measured: tuple[Measured, ...] = ()
+
+    def speed(self, needs: AttentionNeeds, phase: Phase) -> float | None:
+        """As measured on such a card, in the phase's unit; None where nobody did."""
+        for found in self.measured:
+            if (found.compute_capability, found.kind, found.phase) == (needs.compute_capability, needs.kind, phase):
+                return found.speed
+        return None
 
     def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
         """Every reason why these capabilities do not serve `needs`."""
@@ -120,7 +144,9 @@ class AttentionCapabilities:
         return reasons
 
     def _features(self, needs: AttentionNeeds) -> list[Reason]:
+        missing = [_PHASE_WORDS[phase] for phase in needs.phases if phase not in self.phases]
         wanted = (
+            (bool(missing), f"does not compute {' and '.join(missing)}; name another for these beside it"),
             (needs.sliding_window and not self.sliding_window, "has no sliding window"),
             (needs.soft_cap and not self.soft_cap, "has no logit soft cap"),
             (needs.sinks and not self.sinks, "has no attention sinks"),
@@ -226,6 +252,11 @@ class AttentionBackend(ABC):
         """q_nope [tokens, heads, nope], q_rope [tokens, heads, rope] (rotated), latent [tokens, rank + rope] of this step
         (normed latent, then rotated key) -> [tokens, heads, v_head_dim]. Only for backends whose kinds include "mla"."""
         raise TypeError(f"{type(self).__name__} does not compute multi-head latent attention")
+
+
+_PHASE_WORDS: Mapping[Phase, str] = MappingProxyType(
+    {"extend": "prompts", "decode": "decodes", "mixed": "mixed steps", "verify": "drafted tokens"}
+)
 
 
 def _one_of(values: tuple[str, ...]) -> str:
