@@ -5,9 +5,10 @@ Runs where the model runs, so it imports torch; `frame.entrypoints.launch` decid
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from frame.core.model_parts import Loaded, Parts
 from frame.core.model_runner import TorchModelRunner, build_runner
 from frame.entrypoints.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.scheduling import build_scheduler
+from frame.kernels.cache import KernelCache, counting, kernel_folder
 from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
@@ -63,15 +65,39 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
 
 def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:
     """Join the other ranks, load this rank's share of the model and its part of the cache."""
-    from frame.core.parallel import connect
+    return _build_rank(resolved, registry, place or Place())[0]
 
-    place = place or Place()
-    parts = load_parts(resolved, registry)
+
+def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
+    """The runner, and on a GPU what the start had to compile."""
     import torch
 
+    from frame.core.parallel import connect
+
     device = torch.device("cuda", place.rank) if resolved.device == "cuda" else torch.device("cpu")
-    tp = connect(place.rank, place.size, place.folder or Path(), device)
-    return build_runner(resolved, parts, tp)
+    if device.type == "cpu":
+        parts = load_parts(resolved, registry)
+        return build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device)), None
+    clock = time.perf_counter()
+    kernels = kernel_cache(resolved, torch.cuda.get_device_name(device))
+    was_warm = kernels.is_warm
+    with counting() as counts:
+        parts = load_parts(resolved, registry)
+        plugins = time.perf_counter() - clock
+        runner = build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device))
+    runner.capacity.phases["plugins"] = plugins
+    kernels.complete(counts)
+    return runner, {"cache": "warm" if was_warm else "cold", "folder": str(kernels.folder), **asdict(counts)}
+
+
+def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
+    """Where the kernels of this configuration are kept on this chip, and the name of what a start compiles for."""
+    plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
+    facts = resolved.facts
+    shape = (facts.architecture, facts.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
+    sizes = (resolved.user.parallel.tp, resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
+    key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
+    return KernelCache(kernel_folder(chip), key)
 
 
 def with_profiles(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:
@@ -115,7 +141,7 @@ def build_engine(
 ) -> tuple[Engine, dict[str, Any]]:
     """Rank 0's engine, ready to run, and the data of its `Ready` message."""
     clock = time.perf_counter()
-    rank = build_rank(resolved, registry, place)
+    rank, kernels = _build_rank(resolved, registry, place or Place())
     capacity = rank.capacity
     runner = with_profiles(resolved, rank, place)
     if followers is not None:
@@ -126,6 +152,8 @@ def build_engine(
     if tracing is not None:
         ends.append(tracing.add_engine_spans)
     info = {**describe(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
+    if kernels is not None:
+        info["kernels"] = kernels
     options = EngineOptions(
         overlap=resolved.overlap, check_integrity=resolved.user.execution.check_integrity, heartbeat=heartbeat, info=info
     )
@@ -162,6 +190,7 @@ def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
         "max_total_tokens": capacity.max_total_tokens,
         "page_size": capacity.page_size,
         "overlap": resolved.overlap,
+        "cuda_graph_max_bs": resolved.cuda_graph_max_bs,
         "plugins": {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()},
         "phases": {name: round(seconds, 3) for name, seconds in capacity.phases.items()},
     }

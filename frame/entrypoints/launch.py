@@ -91,10 +91,13 @@ class ThreadSession:
         atexit.register(self.close)  # a thread in the middle of a step must not meet a dying interpreter
 
     def _run(self, prepared: Prepared, started: threading.Event) -> None:
+        clock = time.perf_counter()
         try:
             from frame.entrypoints.assembly import build_engine
 
+            imports = round(time.perf_counter() - clock, 3)
             engine, self.info = build_engine(prepared.resolved, prepared.registry, self._far)
+            self.info["phases"] = {"imports": imports, **self.info["phases"]}
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self._error = error
             return
@@ -178,8 +181,10 @@ def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str
 
 def _phases(data: dict[str, Any]) -> str:
     phases = data.get("phases") or {}
-    text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
-    return f" ({text}; {data['max_total_tokens']} tokens of KV cache)" if text else ""
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in phases.items()]
+    if kernels := data.get("kernels"):
+        parts.append(f"{kernels['cache']} kernel cache: {kernels['loaded']} loaded, {kernels['compiled']} compiled")
+    return f" ({', '.join(parts)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""
 
 
 def configure(config: Any, keywords: dict[str, Any]) -> Prepared:

@@ -77,13 +77,16 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
 
 
 def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    clock = time.perf_counter()
     from frame.entrypoints.assembly import Place, build_engine
 
+    imports = round(time.perf_counter() - clock, 3)
     sockets = SocketDirectory(options.sockets)
     followers = BatchSender([sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]) if options.tp > 1 else None
     place = Place(0, options.tp, Path(options.sockets))
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
+    info["phases"] = {"imports": imports, **info["phases"]}
     engine.scheduler.publish_roster(sockets.path / ROSTER)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()

@@ -52,7 +52,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
     ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),
-    ("frame.entrypoints", ("frame.core", "frame.plugins")),
+    ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame", ("frame",)),
 )
 

@@ -33,6 +33,7 @@ ORDINARY = {"none", "random", "priority", "plain", "standard", "transformers", "
 NAMED_ELSEWHERE = {
     "frame/core/config.py: lru": "the schema's default eviction policy; a default has to name one",
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
+    "frame/kernels/cache.py: triton": "the library, whose cache it is",
     "frame/core/config.py: fcfs": "the schema's default scheduling policy; a default has to name one",
     **{
         f"frame/core/model_facts.py: {name}": "a model_type of config.json, whose silence on sliding windows has to be read rightly"

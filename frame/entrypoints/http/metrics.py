@@ -191,6 +191,14 @@ class ServerMetrics(Collector):
         for phase, seconds in (self._services.info.get("phases") or {}).items():
             family.add_metric([*self._labels, phase], seconds)
         yield family
+        kernels = self._services.info.get("kernels")
+        if kernels:
+            family = GaugeMetricFamily(
+                "frame_start_kernels", "Kernels that the engine's start compiled, or found compiled.", labels=["model_name", "source"]
+            )
+            family.add_metric([*self._labels, "compiled"], kernels["compiled"])
+            family.add_metric([*self._labels, "cache"], kernels["loaded"])
+            yield family
 
 
 def exposition(metrics: ServerMetrics) -> bytes:

@@ -1,0 +1,44 @@
+"""Where compiled kernels are kept, how a start knows that another went before it, and what it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from frame.kernels.cache import FOLDER, KernelCache, KernelCounts, counting, kernel_folder
+
+
+def test_the_users_folder_is_kept_and_another_is_named_by_chip(tmp_path: Path) -> None:
+    environ = {FOLDER: str(tmp_path / "mine")}
+    assert kernel_folder("NVIDIA H200", environ) == tmp_path / "mine"
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = kernel_folder("NVIDIA H200", environ)
+    assert folder.parent == tmp_path / "frame" / "triton"
+    assert folder.name.endswith("nvidia-h200")
+    assert environ[FOLDER] == str(folder)
+    assert kernel_folder("NVIDIA H200", {"HOME": "/root"}).is_relative_to("/root/.cache/frame/triton")
+
+
+def test_a_start_that_finished_makes_the_next_one_warm(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path, "a")
+    assert not cache.is_warm
+    cache.complete(KernelCounts(compiled=3, seconds=1.5))
+    assert cache.is_warm
+    assert not KernelCache(tmp_path, "b").is_warm
+    (tmp_path / "file").write_text("")
+    KernelCache(tmp_path / "file", "a").complete(KernelCounts())  # cannot be written: no failure
+
+
+def test_what_triton_compiles_is_counted() -> None:
+    knobs: Any = pytest.importorskip("triton").knobs
+    before = knobs.compilation.listener
+    with counting() as counts:
+        tell = knobs.compilation.listener
+        rest = {"src": None, "metadata": {}, "metadata_group": {}}
+        tell(**rest, times=SimpleNamespace(total=2_000_000), cache_hit=False)
+        tell(**rest, times=SimpleNamespace(total=10), cache_hit=True)
+    assert counts == KernelCounts(compiled=1, loaded=1, seconds=2.0)
+    assert knobs.compilation.listener is before
