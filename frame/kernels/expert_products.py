@@ -28,6 +28,14 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens, or what `gate_up` made of them; float8 ones come with a float32 `scale` [rows, inputs / 128], rows contiguous."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """ids int64 and weights float32, [tokens, k], contiguous; `alignment` where their pairs were sorted."""
 
@@ -40,17 +48,17 @@ class Pairs:
         return self.ids.numel()
 
 
-def gate_up(x: torch.Tensor, weights: Weights, pairs: Pairs, tile: Tile) -> torch.Tensor:
+def gate_up(x: Rows, weights: Weights, pairs: Pairs, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """SiLU(gate) * up of each row: x [tokens, hidden] -> [rows, inner]; a row is a pair, or a row of the alignment."""
     rows = pairs.count if pairs.alignment is None else len(pairs.alignment.pairs)
-    act = torch.empty((rows, weights.values.shape[1] // 2), dtype=x.dtype, device=x.device)
+    act = torch.empty((rows, weights.values.shape[1] // 2), dtype=dtype, device=x.values.device)
     _launch(x, weights, act, pairs, tile, gated=True)
     return act
 
 
-def down(act: torch.Tensor, weights: Weights, pairs: Pairs, tile: Tile) -> torch.Tensor:
+def down(act: Rows, weights: Weights, pairs: Pairs, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
-    rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=act.dtype, device=act.device)
+    rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
     _launch(act, weights, rows, pairs, tile, gated=False)
     return rows
 
@@ -92,8 +100,8 @@ def vector_down(act: torch.Tensor, weights: Weights, ids: torch.Tensor, size: Ve
     return out
 
 
-def _launch(x: torch.Tensor, weights: Weights, out: torch.Tensor, pairs: Pairs, tile: Tile, gated: bool) -> None:
-    values, scale, sorted_ = weights.values, weights.scale, pairs.alignment
+def _launch(rows: Rows, weights: Weights, out: torch.Tensor, pairs: Pairs, tile: Tile, gated: bool) -> None:
+    x, values, scale, sorted_ = rows.values, weights.values, weights.scale, pairs.alignment
     outputs, inputs = values.shape[1] // 2 if gated else values.shape[1], values.shape[2]
     blocks = pairs.count if sorted_ is None else len(sorted_.experts)
     w: Any = values
@@ -104,9 +112,10 @@ def _launch(x: torch.Tensor, weights: Weights, out: torch.Tensor, pairs: Pairs, 
     ids = pairs.ids
     pairs_of, experts_of, used = (ids, ids, ids) if sorted_ is None else (sorted_.pairs, sorted_.experts, sorted_.used)
     experts_kernel[(blocks * triton.cdiv(outputs, tile.bn),)](
-        x, w, out, ids, pairs.weights, pairs_of, experts_of, used, x, values if scale is None else scale,
-        pairs.count, x.stride(0), values.stride(0), values.stride(1),
+        x, w, out, ids, pairs.weights, pairs_of, experts_of, used, x if rows.scale is None else rows.scale,
+        values if scale is None else scale, pairs.count, x.stride(0), 0 if rows.scale is None else rows.scale.stride(1),
+        values.stride(0), values.stride(1),
         N=outputs, K=inputs, TOP=ids.shape[1], PAIRS=0 if sorted_ is not None else triton.next_power_of_2(pairs.count), GATED=gated,
-        SCALED=scale is not None, QUANTIZED=False, BM=tile.bm, BN=tile.bn, BK=tile.bk, TMA=tile.tma, SWAP=tile.swap,
+        SCALED=scale is not None, QUANTIZED=rows.scale is not None, BM=tile.bm, BN=tile.bn, BK=tile.bk, TMA=tile.tma, SWAP=tile.swap,
         UPCAST=kernels.INTERPRETED, num_stages=tile.stages, **options(x.device, tile.warps),
     )  # fmt: skip

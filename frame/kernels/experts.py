@@ -67,6 +67,19 @@ def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.conste
 
 
 @triton.jit
+def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Of the weights, of the ups, and of the rows [BM], for one block of inputs; numbers without meaning where there are none."""
+    scale, up_scale, row_scale = 0.0, 0.0, 0.0
+    if SCALED:
+        scale = tl.load(scales + step)
+        if GATED:
+            up_scale = tl.load(scales + up_offset + step)
+        if QUANTIZED:
+            row_scale = tl.load(x_scale + step * stride + source)
+    return scale, up_scale, row_scale
+
+
+@triton.jit
 def experts_kernel(
     x,  # [tokens, K], or from the first product [rows, K]
     w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
@@ -76,10 +89,11 @@ def experts_kernel(
     pairs_of,
     experts_of,
     used,
-    x_scale,  # float32 [tokens or rows, K / 128]
+    x_scale,  # float32 [K / 128, tokens or rows]
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]
     num_pairs,
     x_stride,
+    x_scale_stride,
     w_expert,
     w_row,
     N: tl.constexpr,
@@ -138,8 +152,10 @@ def experts_kernel(
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     acc = tl.zeros(shape, tl.float32)
     up_acc = tl.zeros(shape, tl.float32)
-    scale, up_scale, row_scale = 1.0, 1.0, 1.0
+    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, QUANTIZED)
     for k in range(0, K, BK):
+        ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK  # scales are read a step early: nothing else hides how long that takes
+        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, QUANTIZED)
         inputs = k + tl.arange(0, BK)
         if K % BK == 0:
             tile = tl.load(x_rows + inputs[None, :])
@@ -147,17 +163,12 @@ def experts_kernel(
             tile = tl.load(x_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0.0)
         if UPCAST:
             tile = tile.to(tl.float32)
-        if SCALED:
-            scale = tl.load(scales + k // SCALE_BLOCK)
-            if QUANTIZED:
-                row_scale = tl.load(x_scale + source * SCALES + k // SCALE_BLOCK)
-            if GATED:
-                up_scale = tl.load(scales + SCALE_ROWS * SCALES + k // SCALE_BLOCK)
         weights = _weights(w, row, k, rows, w_row, K, BN, BK, TMA, UPCAST)
         acc = _product(tile, weights, acc, row_scale, scale, SWAP, SCALED, QUANTIZED)
         if GATED:
             weights = _weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
             up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED, QUANTIZED)
+        scale, up_scale, row_scale = following
     if GATED:
         acc = acc * tl.sigmoid(acc) * up_acc
     else:

@@ -15,7 +15,7 @@ from frame.core.interfaces.moe import Dispatched
 from frame.core.parallel import LocalGroup
 from frame.kernels import align as align_module
 from frame.kernels.align import align
-from frame.kernels.expert_products import Pairs, Weights, combine, down, gate_up, vector_down, vector_gate_up
+from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
 from frame.kernels.expert_tiles import BY_ROWS, FEW, Tile, Vector, choose_tiles
 from frame.kernels.router import few_logits
 from frame.models.layers.router import Router, RoutingRule
@@ -113,8 +113,44 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
         return
     pairs = Pairs(ids, weights, align(ids, sizes[0], 16) if way == "sorted" else None)
     for tile in (Tile(16, 32, 16, 4, 2), Tile(16, 64, 32, 4, 2, swap=True), Tile(16, 64, 32, 4, 2, swap=True, tma=True)):
-        rows = down(gate_up(x, Weights(first), pairs, tile), Weights(second), pairs, replace(tile, swap=False))
-        check(combine(rows, sizes[1]), want)
+        act = gate_up(Rows(x), Weights(first), pairs, tile, dtype)
+        check(combine(down(Rows(act), Weights(second), pairs, replace(tile, swap=False), dtype), sizes[1]), want)
+
+
+def rounded(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
+    """Weights [experts, outputs, inputs] in float8 with a scale for each block of 128 x 128, and what they stand for."""
+    experts, outputs, inputs = weight.shape
+    blocks = weight.view(experts, outputs // 128, 128, inputs // 128, 128)
+    scale = blocks.abs().amax((2, 4)) / 448
+    values = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    stands_for = (values.float() * scale[:, :, None, :, None]).view(weight.shape)
+    return Weights(values.view(weight.shape), scale), stands_for
+
+
+def rounded_rows(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1) / 448
+    values = (groups / scale[..., None]).to(torch.float8_e4m3fn)
+    return Rows(values.view(x.shape), scale.t().contiguous().t()), (values.float() * scale[..., None]).view(x.shape)
+
+
+@pytest.mark.parametrize("way", ["few", "sorted", "vector"])
+def test_products_of_float8_blocks(way: str) -> None:
+    x, ids, weights, *plain = drawn(5, (4, 2, 256, 128), torch.float32)
+    (first, gate_up_), (second, down_) = (rounded(each) for each in plain)
+    if way == "vector":
+        act = vector_gate_up(x, first, Pairs(ids, weights), Vector(16, 256, 4))
+        check(vector_down(act, second, ids, Vector(32, 64, 4, 2)), reference(x, ids, weights, gate_up_, down_))
+        return
+    pairs = Pairs(ids, weights, align(ids, 4, 16) if way == "sorted" else None)
+    for tile in (Tile(16, 64, 64, 4, 2, swap=True, tma=True), Tile(16, 64, 128, 4, 2)):
+        act = gate_up(Rows(x), first, pairs, tile, torch.float32)
+        check(combine(down(Rows(act), second, pairs, tile, torch.float32), 2), reference(x, ids, weights, gate_up_, down_))
+        rows, stand_for = rounded_rows(x)
+        act = gate_up(rows, first, pairs, tile, torch.float32)
+        want = gate_up(Rows(stand_for), Weights(gate_up_), pairs, tile, torch.float32)
+        used = act.shape[0] if pairs.alignment is None else int(pairs.alignment.used) * 16
+        torch.testing.assert_close(act[:used], want[:used], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 40])

@@ -15,7 +15,7 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.align import align
-from frame.kernels.expert_products import Pairs, Weights, combine, down, gate_up, vector_down, vector_gate_up
+from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
 from frame.kernels.expert_tiles import VECTOR_TOKENS, VECTORS, Tile, choose_tiles
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Triton(MoERunner):
         tiles = choose_tiles(pairs.count, num_experts)
         if tiles.sorts:
             pairs = Pairs(pairs.ids, pairs.weights, align(pairs.ids, num_experts, tiles.first.bm))
-        act = gate_up(x, first, pairs, self._fitted(tiles.first, first, x.dtype, 2))
-        return combine(down(act, second, pairs, self._fitted(tiles.second, second, x.dtype, 1)), top)
+        act = gate_up(Rows(x), first, pairs, self._fitted(tiles.first, first, x.dtype, 2), x.dtype)
+        return combine(down(Rows(act), second, pairs, self._fitted(tiles.second, second, x.dtype, 1), x.dtype), top)
 
     def _fitted(self, tile: Tile, weights: Weights, dtype: torch.dtype, width: int) -> Tile:
         """The tile for these weights, on this device."""
