@@ -23,7 +23,8 @@ import torch
 
 from frame.plugins.loader import load_registry
 from frame.testing.attention_batch import PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
-from frame.testing.conformance_attention import DTYPES, Case, make_inputs, needs
+from frame.testing.attention_cases import DTYPES, Case, needs
+from frame.testing.conformance_attention import make_inputs
 
 LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
 DEEPSEEK: dict[str, Any] = {"rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
 from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
 from frame.core.interfaces.plugin import Reason
@@ -46,7 +48,17 @@ TRITON = KernelCapabilities(
     sliding_window=True,
     soft_cap=True,
     sinks=True,
+    kv_dtypes=("fp8_e4m3",),
+    graphs="decode",
 )
+
+
+class TritonOptions(BaseModel):
+    """Settings of the `triton` backend."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share_prefixes: bool = Field(True, description="Decode rows that share the beginning of their keys read it once, together.")
 
 
 @hookimpl
@@ -66,6 +78,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=20,
         requires=("triton>=3.4",),
+        options=TritonOptions,
         summary="Triton kernels that read the page table: split decode with grouped heads, flash extend, latent attention.",
     )
     registry.add(

@@ -97,8 +97,16 @@ class Pages:
     places: list[np.ndarray]  # int64 [length] for each row
 
 
-def lay_out(rows: Rows, page_size: int, rng: np.random.Generator, shuffled: bool = True, spare_pages: int = 5) -> Pages:
-    """Gives every row pages of its own, in any order, at request slots in any order; unused table entries are out of range."""
+def lay_out(
+    rows: Rows,
+    page_size: int,
+    rng: np.random.Generator,
+    shuffled: bool = True,
+    spare_pages: int = 5,
+    groups: Sequence[tuple[int, int]] = (),
+) -> Pages:
+    """Gives every row pages of its own, in any order, at request slots in any order; unused table entries are out of range.
+    `groups` of (rows, pages), from the first row on, have their first pages in common."""
     lengths = rows.lengths
     counts = -(-lengths // page_size)
     num_pages = int(counts.sum()) + spare_pages
@@ -111,9 +119,29 @@ def lay_out(rows: Rows, page_size: int, rng: np.random.Generator, shuffled: bool
         pages = order[taken : taken + count]
         taken += int(count)
         table[slots[row], :count] = pages
+        leader, shared = shared_with(groups, row)
+        table[slots[row], :shared] = table[slots[leader], :shared]
+        own = table[slots[row], :count].astype(np.int64)
         positions = np.arange(length)
-        places.append(pages[positions // page_size].astype(np.int64) * page_size + positions % page_size)
+        places.append(own[positions // page_size] * page_size + positions % page_size)
     return Pages(page_size, num_pages, table, slots, places)
+
+
+def shared_with(groups: Sequence[tuple[int, int]], row: int) -> tuple[int, int]:
+    """(first row of the group that this row belongs to, pages that it shares); (row, 0) for a row of no group."""
+    first = 0
+    for rows, pages in groups:
+        if first <= row < first + rows:
+            return first, pages
+        first += rows
+    return row, 0
+
+
+def widened(pages: Pages, num_pages: int, columns: int) -> Pages:
+    """The same with a cache and a page table of at least these sizes."""
+    table = np.full((pages.table.shape[0], max(columns, pages.table.shape[1])), 2**30, dtype=np.int32)
+    table[:, : pages.table.shape[1]] = pages.table
+    return replace(pages, num_pages=max(num_pages, pages.num_pages), table=table)
 
 
 def forward_batch(rows: Rows, pages: Pages, kv: PlainKVCache, device: torch.device | str) -> ForwardBatch:
@@ -158,6 +186,7 @@ class RandomProjections:
         """weight [heads, nope + v_head_dim, rank]: how a head's keys and values come of the latent."""
         self.spec = spec
         self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim = rank, nope, rope
+        self.weight = weight
         self.to_key, self.to_value = weight[:, :nope], weight[:, nope:]
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:

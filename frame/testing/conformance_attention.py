@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from functools import partial
 from typing import Any
 
@@ -16,35 +17,25 @@ import numpy as np
 import torch
 import torch.utils.deterministic
 
-from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionNeeds, AttentionSpec
-from frame.testing.attention_batch import Pages, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
+from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
+from frame.core.interfaces.batch import ForwardBatch
+from frame.testing.attention_batch import (
+    Pages,
+    PlainKVCache,
+    RandomProjections,
+    Rows,
+    build_context,
+    forward_batch,
+    lay_out,
+    planned,
+    shared_with,
+    widened,
+)
+from frame.testing.attention_cases import Case, Changes, cases, needs, replays
 from frame.testing.conformance import Check, Subject
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One batch and one layer. `rank` > 0 makes it latent attention with `head_dim` = nope + `rope`."""
-
-    rows: Rows
-    page_size: int = 16
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    v_head_dim: int = 32
-    rank: int = 0
-    rope: int = 0
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    causal: bool = True  # False: an encoder's layer, whose rows have no prefix
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    seed: int = 0
-    shuffled: bool = True
 
 
 @dataclass
@@ -92,8 +83,8 @@ def make_inputs(case: Case) -> Inputs:
     rng = np.random.default_rng(case.seed)
     generator = torch.Generator().manual_seed(case.seed)
 
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(case.dtype).double()
+    def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).double()
 
     if case.rank:
         shapes: tuple[tuple[int, ...], ...] = ((case.rank + case.rope,),)
@@ -111,11 +102,17 @@ def make_inputs(case: Case) -> Inputs:
         sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
         causal=case.causal,
     )
+    stored = case.kv_dtype or case.dtype
+    cached = [tuple(normal(int(length), *shape, dtype=stored) for shape in shapes) for length in case.rows.lengths]
+    for row, parts in enumerate(cached):
+        leader, pages = shared_with(case.groups, row)
+        for part, shared in zip(parts, cached[leader], strict=True):
+            part[: pages * case.page_size] = shared[: pages * case.page_size]
     return Inputs(
         spec=spec,
-        pages=lay_out(case.rows, case.page_size, rng, case.shuffled),
+        pages=lay_out(case.rows, case.page_size, rng, case.shuffled, groups=case.groups),
         queries=[normal(length, case.heads, case.head_dim) for length in case.rows.queries],
-        cached=[tuple(normal(int(length), *shape) for shape in shapes) for length in case.rows.lengths],
+        cached=cached,
         weight=normal(case.heads, case.head_dim - case.rope + case.v_head_dim, case.rank, scale=case.rank**-0.5) if case.rank else None,
         shapes=shapes,
     )
@@ -158,19 +155,37 @@ def _keys_and_values(case: Case, inputs: Inputs, cached: tuple[torch.Tensor, ...
     return torch.cat((both[..., :nope], rope), dim=-1), both[..., nope:]
 
 
-def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> torch.Tensor:
-    """The backend's result, float64 on the host. With `only`, all other rows' queries and cache are NaN."""
+@dataclass
+class Placed:
+    """A case on its device: what `run` is called with."""
+
+    q: torch.Tensor
+    own: list[torch.Tensor]  # this step's keys and values, or its latents
+    batch: ForwardBatch
+    layer: RandomProjections | None
+
+    def run(self, backend: AttentionBackend, spec: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        if self.layer is None:
+            return backend.run(spec, self.q, self.own[0], self.own[1], batch)
+        nope = self.layer.qk_nope_head_dim
+        return backend.run_mla(self.layer, self.q[..., :nope], self.q[..., nope:], self.own[0], batch)
+
+
+def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> Placed:
+    """The case's tensors on its device, without a plan. With `only`, all other rows' queries and cache are NaN."""
 
     def poison(row: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if only in (None, row) else torch.full_like(tensor, torch.nan)
 
     device, rows, pages = case.device, case.rows, inputs.pages
     parts = []
+    last = 0 if only is None else only  # what it shares with others stays its own
+    order = [*(row for row in range(len(pages.places)) if row != last), last]
     for index, shape in enumerate(inputs.shapes):
         part = torch.full((pages.num_pages * case.page_size, *shape), torch.nan, dtype=torch.float64)
-        for row, places in enumerate(pages.places):
-            part[torch.from_numpy(places)] = poison(row, inputs.cached[row][index])
-        parts.append(part.view(pages.num_pages, case.page_size, *shape).to(device=device, dtype=case.dtype))
+        for row in order:
+            part[torch.from_numpy(pages.places[row])] = poison(row, inputs.cached[row][index])
+        parts.append(part.view(pages.num_pages, case.page_size, *shape).to(dtype=case.kv_dtype or case.dtype).to(device))
     new = [tuple(poison(row, part[prefix:]) for part in inputs.cached[row]) for row, prefix in enumerate(rows.prefixes)]
     q = torch.cat([poison(row, query) for row, query in enumerate(inputs.queries)]).to(device=device, dtype=case.dtype)
     own = [torch.cat(row_parts).to(device=device, dtype=case.dtype) for row_parts in zip(*new, strict=True)]
@@ -183,17 +198,62 @@ def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | N
     if inputs.weight is not None:
         weight = inputs.weight.to(device=device, dtype=case.dtype)
         layer = RandomProjections(inputs.spec, case.rank, case.head_dim - case.rope, case.rope, weight)
-    with poisoned_memory(), no_waiting(device):
-        batch = planned(backend, batch)
-        if layer is None:
-            out = backend.run(inputs.spec, q, own[0], own[1], batch)
-        else:
-            nope = layer.qk_nope_head_dim
-            out = backend.run_mla(layer, q[..., :nope], q[..., nope:], own[0], batch)
-    expected = (q.shape[0], case.heads, case.v_head_dim)
+    return Placed(q, own, batch, layer)
+
+
+def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> torch.Tensor:
+    """The backend's result, float64 on the host. With `only`, all other rows' queries and cache are NaN."""
+    placed = place(backend, case, inputs, only)
+    with poisoned_memory(), no_waiting(case.device):
+        batch = planned(backend, placed.batch)
+        out = placed.run(backend, inputs.spec, batch)
+    expected = (placed.q.shape[0], case.heads, case.v_head_dim)
     assert tuple(out.shape) == expected, f"the result's shape is {tuple(out.shape)}, not {expected}"
     assert out.dtype == case.dtype, f"the result's dtype is {out.dtype}, not {case.dtype}"
     return out.double().cpu()
+
+
+def check_replays(make: Callable[[Case], AttentionBackend], case: Case, changes: Changes) -> None:
+    """Captures the case's decodes in a CUDA graph, then replays it for other lengths, pages, slots and groups of as many rows."""
+    cases = [case, *(replace(case, rows=rows, groups=groups, seed=case.seed + 1 + i) for i, (rows, groups) in enumerate(changes))]
+    found = [make_inputs(each) for each in cases]
+    num_pages = max(inputs.pages.num_pages for inputs in found)
+    columns = max(inputs.pages.table.shape[1] for inputs in found)
+    for inputs in found:
+        inputs.pages = widened(inputs.pages, num_pages, columns)
+    spec, backend = found[0].spec, make(case)
+    placed = [replace_layer(place(backend, each, inputs), spec) for each, inputs in zip(cases, found, strict=True)]
+    first = placed[0]
+    with poisoned_memory():
+        first.run(backend, spec, planned(backend, first.batch))  # what is made once is made outside of the capture
+        plan = backend.capture_plan(first.batch)
+        captured = replace(first.batch, plan=plan)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = first.run(backend, spec, captured)
+    for each, inputs, source in zip(cases, found, placed, strict=True):
+        for target, tensor in zip(_tensors(first), _tensors(source), strict=True):
+            target.view(torch.uint8).copy_(tensor.view(torch.uint8))
+        with no_waiting(case.device):
+            backend.replay_plan(plan, replace(captured, host=source.batch.host))
+            graph.replay()
+            graph.replay()  # nothing is left over from a replay
+        _compare(out.double().cpu(), reference(each, inputs), each, "replayed from a graph")
+
+
+def replace_layer(placed: Placed, spec: AttentionSpec) -> Placed:
+    """With the captured layer's facts: one layer's spec is one object."""
+    if placed.layer is not None:
+        placed.layer.spec = spec
+    return placed
+
+
+def _tensors(placed: Placed) -> list[torch.Tensor]:
+    """Everything of a placed case that a captured graph reads."""
+    batch, weight = placed.batch, [placed.layer.weight] if placed.layer else []
+    fields = [getattr(batch, field.name) for field in dataclass_fields(batch)]
+    return [placed.q, *placed.own, *weight, *(value for value in fields if isinstance(value, torch.Tensor)), *batch.kv.layer(0)]
 
 
 def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
@@ -211,6 +271,7 @@ def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
         _compare(alone, expected[part], case, f"row {row} while all others are NaN")
         if backend.capabilities.batch_invariant:
             lone = replace(case, rows=Rows((case.rows.prefixes[row],), (case.rows.queries[row],), int(row < decodes)))
+            lone = replace(lone, groups=())
             pages = replace(inputs.pages, slots=inputs.pages.slots[row : row + 1], places=[inputs.pages.places[row]])
             single = replace(inputs, pages=pages, queries=[inputs.queries[row]], cached=[inputs.cached[row]])
             assert torch.equal(compute(backend, lone, single), whole[part]), f"row {row} has other bits alone than in the batch ({case})"
@@ -231,137 +292,21 @@ def suite(subject: Subject) -> Iterator[Check]:
         return  # the plugin does not run here: nothing can be said
 
     def make(case: Case) -> AttentionBackend:
-        backend: AttentionBackend = subject.target(build_context(device, case.dtype, case.page_size), subject.options)
+        context = build_context(device, case.dtype, case.page_size, rows=max(64, len(case.rows.queries)))
+        backend: AttentionBackend = subject.target(context, subject.options)
         return backend
 
     yield Check("record_states_the_capabilities_of_the_class", partial(_same_capabilities, subject))
     for name, case in found:
         yield Check(name, partial(check_case, make, case))
+    if device.startswith("cuda"):
+        for name, case, changes in replays():
+            placed = replace(case, device=device)
+            if not capabilities.unsupported(needs(placed, graphs=True)):
+                yield Check(f"replayed-{name}", partial(check_replays, make, placed, changes))
 
 
 def _same_capabilities(subject: Subject) -> None:
     stated, real = subject.record.capabilities, getattr(subject.target, "capabilities", None)
     assert isinstance(stated, AttentionCapabilities), "the record states no AttentionCapabilities"
     assert stated == real, f"the record states {stated}, the class {real}"
-
-
-DECODES = Rows.of([5, 37, 300, 1])
-EXTENDS = Rows.of([], [(0, 21), (34, 9), (0, 1), (0, 18)])
-MIXED = Rows.of([5, 70], [(0, 21), (34, 9), (60, 1)])
-LATENT: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24, "heads": 4}
-
-
-def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
-    """Named cases that the capabilities cover."""
-    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases()]
-    if thorough:
-        candidates += [*_large_cases(), *_fuzzed_cases(60)]
-    names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
-    for index, (name, case) in enumerate(candidates):
-        # all dtypes where there is time for it; otherwise each case in one of them, in turn
-        for dtype in names if thorough else [names[index % len(names)]]:
-            found = replace(case, dtype=DTYPES[dtype], device=device, seed=index)
-            if not capabilities.unsupported(needs(found)):
-                yield f"{name}-{dtype}", found
-
-
-def needs(case: Case) -> AttentionNeeds:
-    """What a case asks of a backend."""
-    dtype = str(case.dtype).removeprefix("torch.")
-    return AttentionNeeds(
-        device="cuda" if case.device.startswith("cuda") else case.device,
-        compute_capability=torch.cuda.get_device_capability(case.device) if case.device.startswith("cuda") else None,
-        kind="mla" if case.rank else "mha",
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        latent=(case.rank, case.rope) if case.rank else None,
-        dtype=dtype,
-        kv_dtype=dtype,
-        page_size=case.page_size,
-        sliding_window=case.window is not None,
-        soft_cap=case.soft_cap is not None,
-        sinks=case.sinks,
-        bidirectional=not case.causal,
-    )
-
-
-def _heads_cases() -> Iterator[tuple[str, Case]]:
-    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
-        yield f"mha-{name}", Case(rows, head_dim=64, v_head_dim=64)
-        yield f"mha-{name}-pages-of-1", Case(rows, page_size=1, head_dim=64, v_head_dim=64)
-    yield "mha-pages-of-3", Case(MIXED, page_size=3)
-    yield "mha-pages-of-64", Case(MIXED, page_size=64, head_dim=128, v_head_dim=128)
-    yield "mha-pages-in-order", Case(MIXED, page_size=16, head_dim=64, v_head_dim=64, shuffled=False)
-    yield "mha-one-row", Case(Rows.of([129]), head_dim=64, v_head_dim=64)
-    yield "mha-seven-heads-a-key", Case(MIXED, heads=7, kv_heads=1, head_dim=64, v_head_dim=64)
-    yield "mha-as-many-keys-as-heads", Case(MIXED, heads=3, kv_heads=3, head_dim=64, v_head_dim=64)
-    yield "mha-odd-widths", Case(MIXED, head_dim=80, v_head_dim=80)
-    yield "mha-narrow-values", Case(MIXED, head_dim=48, v_head_dim=24)
-    yield "mha-wide-values", Case(MIXED, head_dim=24, v_head_dim=40)
-    yield "mha-window-decodes", Case(DECODES, window=33, head_dim=64, v_head_dim=64)
-    yield "mha-window-extends", Case(EXTENDS, window=8, head_dim=64, v_head_dim=64)
-    yield "mha-window-of-one", Case(MIXED, window=1, head_dim=64, v_head_dim=64)
-    yield "mha-soft-cap", Case(MIXED, soft_cap=1.5, head_dim=64, v_head_dim=64)
-    yield "mha-sinks", Case(MIXED, sinks=True, head_dim=64, v_head_dim=64)
-    yield "mha-sinks-decodes-window", Case(DECODES, sinks=True, window=40, head_dim=64, v_head_dim=64)
-
-
-def _latent_cases() -> Iterator[tuple[str, Case]]:
-    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
-        yield f"mla-{name}", Case(rows, **LATENT)
-    yield "mla-pages-of-1", Case(MIXED, page_size=1, **LATENT)
-    yield "mla-pages-of-64", Case(MIXED, page_size=64, **LATENT)
-    yield "mla-short-extends-of-long-rows", Case(Rows.of([40], [(250, 2), (200, 3)]), **LATENT)
-    yield "mla-window", Case(MIXED, window=12, **LATENT)
-    yield "mla-soft-cap", Case(MIXED, soft_cap=1.5, **LATENT)
-
-
-def _encoder_cases() -> Iterator[tuple[str, Case]]:
-    fresh = Rows.of([], [(0, 21), (0, 1), (0, 9), (0, 130), (0, 21), (0, 131)])
-    yield "encoder", Case(fresh, kv_heads=4, causal=False)
-    yield "encoder-equal-rows", Case(Rows.of([], [(0, 40)] * 3), kv_heads=4, head_dim=64, v_head_dim=64, causal=False)
-    yield "encoder-shared-keys", Case(fresh, heads=6, kv_heads=2, causal=False)
-    yield "encoder-soft-cap", Case(fresh, soft_cap=1.5, causal=False)
-
-
-def _large_cases() -> Iterator[tuple[str, Case]]:
-    long = Rows.of([3000, 17, 5000], [(1000, 513), (0, 700), (2047, 65)])
-    for width in (64, 128, 256):
-        yield f"mha-long-width-{width}", Case(long, heads=8, kv_heads=2, head_dim=width, v_head_dim=width)
-    yield "mha-long-width-192-values-128", Case(long, heads=4, kv_heads=4, head_dim=192, v_head_dim=128)
-    yield "mha-long-window", Case(long, heads=8, kv_heads=2, head_dim=128, v_head_dim=128, window=700)
-    many = Rows.of(list(range(1, 200)), [(n, n % 7 + 1) for n in range(40)])
-    yield "mha-many-rows", Case(many, heads=4, kv_heads=1, head_dim=64, v_head_dim=64)
-    deepseek: dict[str, Any] = {"heads": 16, "rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}
-    for page_size in (1, 64):
-        yield f"mla-512-64-pages-of-{page_size}", Case(long, page_size=page_size, **deepseek)
-    yield "mla-512-64-many-heads", Case(Rows.of([700, 90], [(50, 40)]), **{**deepseek, "heads": 128})
-    yield "mla-256-64", Case(long, heads=8, rank=256, rope=64, head_dim=128, v_head_dim=64)
-
-
-def _fuzzed_cases(count: int) -> Iterator[tuple[str, Case]]:
-    for seed in range(count):
-        rng = np.random.default_rng(seed)
-        kv_heads, group = int(rng.integers(1, 5)), int(rng.choice([1, 2, 3, 4, 5, 8]))
-        decodes = [int(n) for n in rng.integers(1, int(rng.choice([20, 600])), int(rng.integers(0, 9)))]
-        count_extends = int(rng.integers(not decodes, 6))
-        prefixes = rng.integers(0, 300, count_extends) * rng.integers(0, 2, count_extends)
-        extends = [(int(prefix), int(rng.integers(1, 150))) for prefix in prefixes]
-        shared: dict[str, Any] = {
-            "rows": Rows.of(decodes, extends),
-            "page_size": int(rng.choice([1, 2, 5, 16, 32, 64, 128])),
-            "window": int(rng.integers(1, 200)) if rng.random() < 0.3 else None,
-            "soft_cap": float(rng.uniform(1, 30)) if rng.random() < 0.2 else None,
-            "sinks": bool(rng.random() < 0.2),
-            "shuffled": bool(rng.random() < 0.8),
-        }
-        widths = [16, 32, 40, 64, 80, 96, 128, 192]
-        if seed % 3:
-            width = int(rng.choice(widths))
-            value = width if rng.random() < 0.7 else int(rng.choice(widths))
-            yield f"mha-fuzzed-{seed}", Case(heads=kv_heads * group, kv_heads=kv_heads, head_dim=width, v_head_dim=value, **shared)
-        else:
-            rope = int(rng.choice([8, 16, 32, 64]))
-            nope, value = (int(n) for n in rng.choice([16, 32, 64, 128], 2))
-            heads, rank = int(rng.choice([1, 3, 8, 16, 20])), int(rng.choice([32, 64, 96, 128, 256, 512]))
-            yield f"mla-fuzzed-{seed}", Case(heads=heads, rank=rank, rope=rope, head_dim=nope + rope, v_head_dim=value, **shared)

@@ -14,6 +14,7 @@ KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermed
 
 # "what path[:name]" -> why it may be larger.
 EXCEPTIONS: dict[str, str] = {
+    "function frame/attention_backends/triton/decode.py:decode_kernel": "two kinds of items, each a call with all that a scan needs",
     "methods frame/core/interfaces/cache.py:PrefixCache": "owned_pages lets a failed self-check be repaired; it is no part of a step",
 }
 
@@ -32,7 +33,7 @@ def long_functions(modules: Iterable[Module]) -> Iterator[Breach]:
         for node in functions(found.tree):
             first = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
             lines = (node.end_lineno or 0) - first + 1
-            cap = KERNEL if "triton.jit" in _decorators(node) else FUNCTION
+            cap = KERNEL if any(name.startswith("triton.jit") for name in _decorators(node)) else FUNCTION
             if lines > cap:
                 yield f"function {found.path}:{node.name}", f"{found.at(node)}: {node.name} has {lines} lines, {cap} is the cap"
 

@@ -22,19 +22,28 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 CPU = AttentionNeeds("cpu", None, "mha", 64, 64, None, "float32", "float32", 16)
 
 
-@pytest.mark.slow
-def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
-    """In a process of its own: kernels are interpreted, or not, from their definition on."""
-    verdict_file = tmp_path / "verdict.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--frame-conformance=attention:triton"]
-    command.append(f"--frame-conformance-json={verdict_file}")
+def interpreted(*arguments: str) -> None:
+    """pytest in a process where kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.slow
+def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
+    """In a process of its own: kernels are interpreted, or not, from their definition on."""
+    verdict_file = tmp_path / "verdict.json"
+    interpreted("--frame-conformance=attention:triton", f"--frame-conformance-json={verdict_file}")
     (verdict,) = json.loads(verdict_file.read_text())
     assert verdict["passed"]
     assert verdict["counts"]["passed"] >= 30
+
+
+@pytest.mark.slow
+def test_schedules_under_the_interpreter() -> None:
+    interpreted(str(Path(__file__).with_name("test_triton_schedule.py")))
 
 
 def test_runs_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +64,10 @@ def test_refuses_a_cpu_without_the_interpreter() -> None:
 
 def plan_of(rows: Rows):  # type: ignore[no-untyped-def]
     from frame.attention_backends.triton.plan import StepPlan
+    from frame.attention_backends.triton.prefixes import SharedPrefixes
 
     pages = lay_out(rows, 4, np.random.default_rng(0))
-    return StepPlan(forward_batch(rows, pages, PlainKVCache(4, []), "cpu")), pages
+    return StepPlan(forward_batch(rows, pages, PlainKVCache(4, []), "cpu"), SharedPrefixes(torch.device("cpu"), 64)), pages
 
 
 def test_tiles_hold_every_query_once_and_start_with_the_longest() -> None:
@@ -65,26 +75,6 @@ def test_tiles_hold_every_query_once_and_start_with_the_longest() -> None:
     rows, starts = plan.tiles(16).numpy()
     assert sorted(zip(rows.tolist(), starts.tolist(), strict=True)) == [(0, 0), (0, 16), (0, 32), (1, 0), (1, 16), (2, 0)]
     assert (rows[0], starts[0]) == (1, 16)
-
-
-def test_few_long_rows_are_split_and_many_are_not() -> None:
-    one, _ = plan_of(Rows.of([100_000]))
-    splits, keys = one.splits(None, blocks=8, part_bytes=4096, processors=132, multiple=64)
-    assert splits * keys >= 100_000 > (splits - 1) * keys
-    assert splits * 8 >= 132
-    many, _ = plan_of(Rows.of([1000] * 300))
-    assert many.splits(None, blocks=8, part_bytes=4096, processors=132, multiple=64)[0] == 1
-    windowed, _ = plan_of(Rows.of([100_000]))
-    assert windowed.splits(128, blocks=8, part_bytes=4096, processors=132, multiple=64)[0] == 1
-
-
-def test_split_parts_stay_within_their_memory() -> None:
-    from frame.attention_backends.triton.plan import PART_BYTES
-
-    plan, _ = plan_of(Rows.of([50_000] + [10] * 63))
-    part_bytes = 128 * 512 * 4
-    splits, _ = plan.splits(None, blocks=2, part_bytes=part_bytes, processors=132, multiple=32)
-    assert splits * 64 * part_bytes <= PART_BYTES
 
 
 def test_expanded_keys_lie_row_after_row() -> None:
@@ -102,7 +92,7 @@ def test_expanded_keys_lie_row_after_row() -> None:
     ("width", "parts"), [(64, (64, 0)), (192, (128, 64)), (576, (512, 64)), (80, (64, 16)), (24, (24, 0)), (96, (64, 32))]
 )
 def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int]) -> None:
-    from frame.attention_backends.triton.scan import split_width
+    from frame.attention_backends.triton.tiles import split_width
 
     assert split_width(width) == parts
 
@@ -111,7 +101,7 @@ def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("columns", [(64, 0, 64), (128, 0, 128), (256, 0, 256), (512, 64, 0), (128, 64, 128)])
 def test_tiles_fit_the_shared_memory(columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> None:
-    from frame.attention_backends.triton.scan import choose_tile
+    from frame.attention_backends.triton.tiles import choose_tile
 
     tile = choose_tile(16, columns, itemsize, shared_memory, is_decode=True)
     needed = 16 * (columns[0] + columns[1]) * itemsize + tile.stages * tile.keys * sum(columns) * itemsize

@@ -14,7 +14,7 @@ from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
-from frame.testing.conformance_attention import cases
+from frame.testing.attention_cases import cases
 
 
 class IgnoresTheWindow(TorchNativeBackend):

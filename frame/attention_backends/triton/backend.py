@@ -10,13 +10,17 @@ from typing import ClassVar
 import torch
 from pydantic import BaseModel
 
-from frame.attention_backends import TRITON
-from frame.attention_backends.triton.launch import Device, Operands, launch_decodes, launch_extends
+from frame.attention_backends import TRITON, TritonOptions
+from frame.attention_backends.triton.decodes import Decodes
+from frame.attention_backends.triton.extends import Extends
+from frame.attention_backends.triton.launch import Operands, dense
 from frame.attention_backends.triton.plan import StepPlan
-from frame.attention_backends.triton.scan import INTERPRETED, split_width
+from frame.attention_backends.triton.prefixes import SharedPrefixes
+from frame.attention_backends.triton.tiles import Device, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
+from frame.kernels import INTERPRETED
 
 EXPANDED_BYTES = 2 << 30  # latents that would expand to more than this stay absorbed
 
@@ -28,18 +32,36 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        if context.device.type == "cpu" and not INTERPRETED:
+        device, limits = context.device, context.limits
+        if device.type == "cpu" and not INTERPRETED:
             raise ValueError(
                 "Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend."
             )
-        self._device = Device.of(context.device)
+        shares = options.share_prefixes if isinstance(options, TritonOptions) else True
+        facts = Device.of(device)
+        self._prefixes = SharedPrefixes(device, limits.max_running_requests)
+        self._shares = shares
+        self._decodes = Decodes(device, facts, limits.max_running_requests, shares)
+        self._extends = Extends(device, facts)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
-        return StepPlan(batch)
+        self._share(batch)
+        return StepPlan(batch, self._prefixes)
+
+    def capture_plan(self, batch: ForwardBatch) -> StepPlan:
+        return self.plan(batch)
+
+    def replay_plan(self, plan: StepPlan, batch: ForwardBatch) -> None:
+        """Lengths, pages and slots are read from the batch by the kernels; what is left is which rows share a prefix."""
+        self._share(batch)
+
+    def _share(self, batch: ForwardBatch) -> None:
+        if self._shares:
+            self._prefixes.update(batch.host, batch.num_decodes, batch.kv.page_size)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
-        q = _dense(q)
+        q = dense(q)
         first, rest = split_width(spec.head_dim)
         operands = Operands(
             q1=q[..., :first],
@@ -64,8 +86,8 @@ class TritonBackend(AttentionBackend):
         decoded = None
         if absorbed:
             keys = cached[:, None]
-            q = _dense(layer.absorb(q_nope[:absorbed]))
-            operands = Operands(q, _dense(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
+            q = dense(layer.absorb(q_nope[:absorbed]))
+            operands = Operands(q, dense(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
             attended = q.new_empty(absorbed, spec.num_heads, rank)
             self._launch(spec, operands, attended, batch, extends=not expands)
             decoded = layer.unabsorb(attended)
@@ -80,9 +102,9 @@ class TritonBackend(AttentionBackend):
     def _launch(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, extends: bool) -> None:
         plan = _plan(batch)
         if plan.num_decodes:
-            launch_decodes(spec, operands, out, batch, plan, self._device)
+            self._decodes.run(spec, operands, out, batch, plan)
         if extends and len(plan.query_lens):
-            launch_extends(spec, operands, out, batch, plan, self._device)
+            self._extends.run(spec, operands, out, batch, plan)
 
     def _extend_expanded(
         self,
@@ -97,11 +119,11 @@ class TritonBackend(AttentionBackend):
         """All extends, over keys and values made of their latents side by side."""
         plan, rank = _plan(batch), layer.kv_lora_rank
         places, starts = plan.expanded_keys()
-        rows = latent[plan.num_decodes :] if places is None else cached.index_select(0, places)
+        rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
-        operands = Operands(_dense(q_nope), _dense(q_rope), _dense(k_nope), k_rope, _dense(v), page_size=0)
-        launch_extends(layer.spec, operands, out, batch, plan, self._device, key_starts=starts)
+        operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0)
+        self._extends.run(layer.spec, operands, out, batch, plan, key_starts=starts)
 
     def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:
         """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
@@ -120,5 +142,8 @@ def _plan(batch: ForwardBatch) -> StepPlan:
     return plan
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _gathered(cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of the cache in the computing dtype. An fp8 cache is gathered as bytes: PyTorch selects no fp8 by index."""
+    if cached.dtype == dtype:
+        return cached.index_select(0, places)
+    return cached.view(torch.uint8).index_select(0, places).view(cached.dtype).to(dtype)

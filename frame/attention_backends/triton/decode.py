@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The decode kernels: one query token a row, its keys split over programs, and the merge of the parts.
+"""The decode kernel: one query token a row, keys cut into the items of a schedule (`schedule.py`), and the merge of what items give.
 
-All heads that share keys are taken together, so that keys are read once. A split has a fixed number of keys, the launch's
-choice; a row uses as many splits as its keys need.
+All heads that share keys are taken together, so that keys are read once; a tile of rows that share a prefix reads it once as well.
+Of the programs that work on one row and its heads, the last to end merges their parts: no further launch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,159 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.scan import LOG2E, load_rows, scan_keys
+from frame.attention_backends.triton.scan import LOG2E, TAIL, load_rows, scan_keys
+from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW
 
 
 @triton.jit
-def first_key(seq_len, WINDOW: tl.constexpr):
-    """The first key that a row's new token sees."""
-    if WINDOW > 0:
-        return tl.maximum(0, seq_len - WINDOW)
+def part_line(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
+    """Where a row and head's `part`-th part lies: parts of shared prefixes (by item, row of the tile, head) behind own ones."""
+    own = (own_first + part) * NUM_HEADS + head
+    if TILE_ROWS > 0:
+        shared = own_lines + ((shared_first + part - own_count) * TILE_ROWS + within) * NUM_HEADS + head
+        return tl.where(part < own_count, own, shared).to(tl.int64)
     else:
-        return 0
+        return own.to(tl.int64)
+
+
+@triton.jit
+def merge_parts(
+    parts_pointer,
+    weights_pointer,
+    out_pointer,
+    row_part,
+    own_lines,
+    row,  # [N]
+    head,  # [N]
+    ready,  # [N] whether all parts are there
+    NUM_HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Weighs the parts of rows and heads that are ready, `AT_ONCE` at a time, and writes their result."""
+    info = row_part + row * ROW
+    own_first = tl.load(info, mask=ready, other=0)[None, :]
+    own_count = tl.load(info + 1, mask=ready, other=0)[None, :]
+    shared_first = tl.load(info + 2, mask=ready, other=0)[None, :]
+    count = own_count + tl.load(info + 3, mask=ready, other=0)[None, :]
+    within = tl.load(info + 4, mask=ready, other=0)[None, :]
+    columns = tl.arange(0, BLOCK_VALUE)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
+    for first in range(0, tl.max(tl.max(count, 1), 0), AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)[:, None]
+        used = (part < count) & ready[None, :]
+        line = part_line(own_first, own_count, shared_first, within, part, own_lines, head[None, :], TILE_ROWS, NUM_HEADS)
+        # other programs wrote them while this one ran: not from the first-level cache
+        weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(
+            parts_pointer + line[:, :, None] * VALUE + columns[None, None, :],
+            mask=used[:, :, None] & (columns < VALUE)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(weight, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        share = tl.exp2(weight - base[None, :])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(share, 0)
+        acc = acc * fade[:, None] + tl.sum(value * share[:, :, None], 0)
+        top = new_top
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
+    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=ready[:, None] & (columns < VALUE)[None, :])
+
+
+@triton.jit
+def arrive(arrivals, row, head, expected, valid, NUM_HEADS: tl.constexpr):
+    """Count this program among those that have written a part of the rows and heads -> [N] which of them are complete now."""
+    tl.debug_barrier()  # every thread's part is written before any thread counts
+    before = tl.atomic_add(arrivals + row * NUM_HEADS + head, 1, mask=valid, sem="acq_rel", scope="gpu")
+    ready = valid & (before == expected - 1)
+    tl.store(arrivals + row * NUM_HEADS + head, tl.zeros_like(before), mask=ready)  # for the next launch
+    tl.debug_barrier()
+    return ready
+
+
+@triton.jit
+def scan_item(
+    q1_pointer,
+    q2_pointer,
+    row,  # [M]
+    head,  # [M]
+    valid,
+    top,
+    total,
+    begin,
+    end,
+    scale,
+    table,
+    k1_pointer,
+    k2_pointer,
+    v_pointer,
+    Q1_STRIDE: tl.constexpr,
+    Q1_HEAD: tl.constexpr,
+    Q2_STRIDE: tl.constexpr,
+    Q2_HEAD: tl.constexpr,
+    K1_STRIDE: tl.constexpr,
+    K2_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK1: tl.constexpr,
+    BLOCK2: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SHARED: tl.constexpr,
+    LANES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One item's keys -> (result of each lane, logarithm (base 2) of its sum of weights)."""
+    row = row.to(tl.int64)
+    q1 = load_rows(q1_pointer, row * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
+    q2 = load_rows(q2_pointer, row * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
+    top, total, acc = scan_keys(
+        q1,
+        q2,
+        row,
+        top,
+        total,
+        tl.zeros([LANES, BLOCK_VALUE], tl.float32),
+        begin,
+        end,
+        scale,
+        table,
+        0,
+        k1_pointer,
+        k2_pointer,
+        v_pointer,
+        K1_STRIDE,
+        K2_STRIDE,
+        V_STRIDE,
+        PAGE_SIZE,
+        WIDTH1,
+        WIDTH2,
+        VALUE,
+        BLOCK1,
+        BLOCK2,
+        BLOCK_VALUE,
+        BLOCK_KEYS,
+        0,
+        SOFT_CAP,
+        SHARED,
+        TAIL,
+        UPCAST,
+    )
+    return acc / total[:, None], top + tl.log2(total)
 
 
 @triton.jit
@@ -29,30 +172,35 @@ def decode_kernel(
     k1_pointer,
     k2_pointer,
     v_pointer,
-    out_pointer,  # [rows, heads, value]; or, with splits, [rows, heads, splits, value] in float32
-    weight_pointer,  # float32 [rows, heads, splits]: logarithm (base 2) of each part's sum of weights
+    out_pointer,  # [rows, heads, value]
+    parts_pointer,  # float32 [lines, value]
+    weights_pointer,  # float32 [lines]
     sinks_pointer,
-    seq_lens,
-    request_slots,
+    schedule,
+    order_pointer,  # int32: rows that share prefixes
     page_table,
-    table_stride,
-    q1_stride,
-    q1_head,
-    q2_stride,
-    q2_head,
-    k1_stride,
-    k1_head,
-    k2_stride,
-    k2_head,
-    v_stride,
-    v_head,
-    out_stride,
-    out_head,
-    num_splits,
-    split_keys,
     scale,
+    TABLE_STRIDE: tl.constexpr,
+    Q1_STRIDE: tl.constexpr,
+    Q1_HEAD: tl.constexpr,
+    Q2_STRIDE: tl.constexpr,
+    Q2_HEAD: tl.constexpr,
+    K1_STRIDE: tl.constexpr,
+    K1_HEAD: tl.constexpr,
+    K2_STRIDE: tl.constexpr,
+    K2_HEAD: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    MAX_ITEMS: tl.constexpr,
+    OWN_ITEMS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # 0: no prefixes are shared
+    TILE_LANES: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
+    HEAD_LANES: tl.constexpr,  # HEADS, padded to a power of two
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH1: tl.constexpr,
@@ -63,87 +211,140 @@ def decode_kernel(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SHARED: tl.constexpr,
-    SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # parts that are merged at once
+    PDL: tl.constexpr,
 ):
-    """Grid: (kv heads * blocks of `HEADS` query heads, splits, rows)."""
+    """Grid: (kv heads * blocks of `HEADS` query heads, items)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.program_id(1)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
-    split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    seq_len = tl.load(seq_lens + row)
-    slot = tl.load(request_slots + row)
-    begin = first_key(seq_len, WINDOW) + split * split_keys
-    end = tl.minimum(seq_len, begin + split_keys)
-    if begin < end:
-        places = tl.arange(0, BLOCK_QUERIES)
-        in_group = tl.program_id(0) % blocks * HEADS + places
-        valid = (places < HEADS) & (in_group < GROUP)
+    first_head = tl.program_id(0) % blocks * HEADS
+    row_part = schedule + HEADER
+    item = row_part + CAPACITY * ROW + index * ITEM
+    arrivals = row_part + CAPACITY * ROW + MAX_ITEMS * ITEM
+    own_lines: tl.constexpr = OWN_ITEMS * NUM_HEADS  # lines of own parts; those of shared prefixes lie behind
+    columns = tl.arange(0, BLOCK_VALUE)
+    num_items = tl.load(schedule)
+    num_shared = tl.load(schedule + 1) if TILE_ROWS > 0 else 0
+    which = tl.load(item)
+    slot = tl.load(item + 1).to(tl.int64)
+    begin = tl.load(item + 2)
+    end = tl.load(item + 3)
+    if index < num_shared:
+        if TILE_ROWS > 0:
+            lane = tl.arange(0, TILE_LANES)
+            in_tile = lane // HEADS
+            in_group = first_head + lane % HEADS
+            valid = (in_tile < tl.load(item + 4)) & (in_group < GROUP) & (in_tile < TILE_ROWS)
+            head = kv_head * GROUP + in_group
+            row = tl.load(order_pointer + which + in_tile, mask=valid, other=0)
+            top = tl.full([TILE_LANES], float("-inf"), tl.float32)
+            total = tl.zeros([TILE_LANES], tl.float32)
+            out, weight = scan_item(
+                q1_pointer,
+                q2_pointer,
+                row,
+                head,
+                valid,
+                top,
+                total,
+                begin,
+                end,
+                scale,
+                page_table + slot * TABLE_STRIDE,
+                k1_pointer + kv_head * K1_HEAD,
+                k2_pointer + kv_head * K2_HEAD,
+                v_pointer + kv_head * V_HEAD,
+                Q1_STRIDE,
+                Q1_HEAD,
+                Q2_STRIDE,
+                Q2_HEAD,
+                K1_STRIDE,
+                K2_STRIDE,
+                V_STRIDE,
+                PAGE_SIZE,
+                WIDTH1,
+                WIDTH2,
+                VALUE,
+                BLOCK1,
+                BLOCK2,
+                BLOCK_VALUE,
+                BLOCK_KEYS,
+                SOFT_CAP,
+                SHARED,
+                TILE_LANES,
+                UPCAST,
+            )
+            line = own_lines + ((index * TILE_ROWS + in_tile) * NUM_HEADS + head).to(tl.int64)
+            mask = valid[:, None] & (columns < VALUE)[None, :]
+            tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
+            tl.store(weights_pointer + line, weight, mask=valid)
+            info = row_part + row * ROW
+            expected = tl.load(info + 1, mask=valid, other=0) + tl.load(info + 3, mask=valid, other=0)
+            ready = arrive(arrivals, row, head, expected, valid, NUM_HEADS)
+            if tl.max(ready.to(tl.int32), 0) == 1:
+                merge_parts(
+                    parts_pointer,
+                    weights_pointer,
+                    out_pointer,
+                    row_part,
+                    own_lines,
+                    row,
+                    head,
+                    ready,
+                    NUM_HEADS,
+                    VALUE,
+                    BLOCK_VALUE,
+                    TILE_ROWS,
+                    OUT_STRIDE,
+                    OUT_HEAD,
+                    TILE_LANES,
+                    1,
+                )
+    elif index < num_items:
+        lane = tl.arange(0, BLOCK_QUERIES)
+        in_group = first_head + lane
+        valid = (lane < HEADS) & (in_group < GROUP)
         head = kv_head * GROUP + in_group
-        q1 = load_rows(q1_pointer, row * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
-        q2 = load_rows(q2_pointer, row * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
+        row = tl.zeros([BLOCK_QUERIES], tl.int32) + which
+        info = row_part + which * ROW
+        own_first = tl.load(info)
+        expected = tl.load(info + 1) + tl.load(info + 3)
         top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
         if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation, then a value of the device
-            if split == 0:  # the sink belongs to the row, not to each of its parts
+            if index - num_shared == own_first:  # the sink belongs to the row, not to each of its parts
                 top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
-        acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
-        whole = begin + (end - begin) // BLOCK_KEYS * BLOCK_KEYS  # whole blocks need no mask
-        top, total, acc = scan_keys(
-            q1,
-            q2,
-            tl.zeros([BLOCK_QUERIES], tl.int32) + (seq_len - 1),
+        out, weight = scan_item(
+            q1_pointer,
+            q2_pointer,
+            row,
+            head,
+            valid,
             top,
             total,
-            acc,
             begin,
-            whole,
-            scale,
-            page_table + slot * table_stride,
-            0,
-            k1_pointer + kv_head * k1_head,
-            k2_pointer + kv_head * k2_head,
-            v_pointer + kv_head * v_head,
-            k1_stride,
-            k2_stride,
-            v_stride,
-            PAGE_SIZE,
-            WIDTH1,
-            WIDTH2,
-            VALUE,
-            BLOCK1,
-            BLOCK2,
-            BLOCK_VALUE,
-            BLOCK_KEYS,
-            WINDOW,
-            SOFT_CAP,
-            SHARED,
-            False,
-            UPCAST,
-        )
-        top, total, acc = scan_keys(
-            q1,
-            q2,
-            tl.zeros([BLOCK_QUERIES], tl.int32) + (seq_len - 1),
-            top,
-            total,
-            acc,
-            whole,
             end,
             scale,
-            page_table + slot * table_stride,
-            0,
-            k1_pointer + kv_head * k1_head,
-            k2_pointer + kv_head * k2_head,
-            v_pointer + kv_head * v_head,
-            k1_stride,
-            k2_stride,
-            v_stride,
+            page_table + slot * TABLE_STRIDE,
+            k1_pointer + kv_head * K1_HEAD,
+            k2_pointer + kv_head * K2_HEAD,
+            v_pointer + kv_head * V_HEAD,
+            Q1_STRIDE,
+            Q1_HEAD,
+            Q2_STRIDE,
+            Q2_HEAD,
+            K1_STRIDE,
+            K2_STRIDE,
+            V_STRIDE,
             PAGE_SIZE,
             WIDTH1,
             WIDTH2,
@@ -152,57 +353,40 @@ def decode_kernel(
             BLOCK2,
             BLOCK_VALUE,
             BLOCK_KEYS,
-            WINDOW,
             SOFT_CAP,
             SHARED,
-            True,
+            BLOCK_QUERIES,
             UPCAST,
         )
-        columns = tl.arange(0, BLOCK_VALUE)
-        out = acc / total[:, None]
         mask = valid[:, None] & (columns < VALUE)[None, :]
-        if SPLIT:
-            part = (row * NUM_HEADS + head) * num_splits + split
-            tl.store(out_pointer + part[:, None] * VALUE + columns[None, :], out, mask=mask)
-            tl.store(weight_pointer + part, top + tl.log2(total), mask=valid)
-        else:
-            places = (row * out_stride + head * out_head)[:, None] + columns[None, :]
+        if expected == 1:
+            places = (which.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
             tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def merge_kernel(
-    parts_pointer,
-    weight_pointer,
-    out_pointer,
-    seq_lens,
-    out_stride,
-    out_head,
-    num_splits,
-    split_keys,
-    NUM_HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Grid: (rows, heads). Weighs the parts that the row used; the others were never written."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    seq_len = tl.load(seq_lens + row)
-    used = tl.cdiv(seq_len - first_key(seq_len, WINDOW), split_keys)
-    columns = tl.arange(0, BLOCK_VALUE)
-    part = (row * NUM_HEADS + head) * num_splits
-    top = tl.load(weight_pointer + part)
-    acc = tl.load(parts_pointer + part * VALUE + columns, mask=columns < VALUE, other=0.0)
-    total = 1.0
-    for split in range(1, used):
-        weight = tl.load(weight_pointer + part + split)
-        value = tl.load(parts_pointer + (part + split) * VALUE + columns, mask=columns < VALUE, other=0.0)
-        new_top = tl.maximum(top, weight)
-        fade = tl.exp2(top - new_top)
-        share = tl.exp2(weight - new_top)
-        acc = acc * fade + value * share
-        total = total * fade + share
-        top = new_top
-    out = acc / total
-    tl.store(out_pointer + row * out_stride + head * out_head + columns, out.to(out_pointer.dtype.element_ty), mask=columns < VALUE)
+        else:
+            line = ((index - num_shared) * NUM_HEADS + head).to(tl.int64)
+            tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
+            tl.store(weights_pointer + line, weight, mask=valid)
+            few = tl.arange(0, HEAD_LANES)
+            valid_few = (few < HEADS) & (first_head + few < GROUP)
+            head_few = kv_head * GROUP + first_head + few
+            row_few = tl.zeros([HEAD_LANES], tl.int32) + which
+            ready = arrive(arrivals, row_few, head_few, expected, valid_few, NUM_HEADS)
+            if tl.max(ready.to(tl.int32), 0) == 1:
+                merge_parts(
+                    parts_pointer,
+                    weights_pointer,
+                    out_pointer,
+                    row_part,
+                    own_lines,
+                    row_few,
+                    head_few,
+                    ready,
+                    NUM_HEADS,
+                    VALUE,
+                    BLOCK_VALUE,
+                    TILE_ROWS,
+                    OUT_STRIDE,
+                    OUT_HEAD,
+                    HEAD_LANES,
+                    AT_ONCE,
+                )

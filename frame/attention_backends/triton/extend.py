@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.scan import LOG2E, load_rows, scan_keys
+from frame.attention_backends.triton.scan import CAUSAL, LOG2E, NONE, load_rows, scan_keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "first_row"])
 def extend_kernel(
     q1_pointer,
     q2_pointer,
@@ -22,27 +22,28 @@ def extend_kernel(
     v_pointer,
     out_pointer,
     sinks_pointer,
-    tile_rows,  # int32 [tiles]: row of each tile
-    tile_starts,  # int32 [tiles]: first query of each tile within its row
+    tiles,  # int32 [2, num_tiles]: extend row of each tile, its first query within the row
     query_starts,  # int32 [rows + 1]
     seq_lens,  # int32 [rows]
     request_slots,  # int64 [rows]
     page_table,
-    key_starts,  # int32 [rows]: where each row's keys begin, when they lie side by side
-    table_stride,
-    q1_stride,
-    q1_head,
-    q2_stride,
-    q2_head,
-    k1_stride,
-    k1_head,
-    k2_stride,
-    k2_head,
-    v_stride,
-    v_head,
-    out_stride,
-    out_head,
+    key_starts,  # int32 [extend rows]: where each row's keys begin, when they lie side by side
+    num_tiles,
+    first_row,  # of the extends among all rows
     scale,
+    TABLE_STRIDE: tl.constexpr,
+    Q1_STRIDE: tl.constexpr,
+    Q1_HEAD: tl.constexpr,
+    Q2_STRIDE: tl.constexpr,
+    Q2_HEAD: tl.constexpr,
+    K1_STRIDE: tl.constexpr,
+    K1_HEAD: tl.constexpr,
+    K2_STRIDE: tl.constexpr,
+    K2_HEAD: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share keys
     HEADS: tl.constexpr,  # how many of them one program takes
     PAGE_SIZE: tl.constexpr,
@@ -59,29 +60,37 @@ def extend_kernel(
     HAS_SINKS: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Grid: (tiles, kv heads * blocks of `HEADS` query heads)."""
-    tile = tl.program_id(0)
+    """Grid: (kv heads * blocks of `HEADS` query heads, tiles), so that the tiles with most keys begin first on all heads."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(1)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(1) // blocks
-    row = tl.load(tile_rows + tile)
-    first_query = tl.load(tile_starts + tile)
+    kv_head = tl.program_id(0) // blocks
+    extend = tl.load(tiles + tile)
+    first_query = tl.load(tiles + num_tiles + tile)
+    row = first_row + extend
     token_start = tl.load(query_starts + row)
     query_len = tl.load(query_starts + row + 1) - token_start
     seq_len = tl.load(seq_lens + row)
-    slot = tl.load(request_slots + row)
+    table = page_table + tl.load(request_slots + row) * TABLE_STRIDE
+    key_start = 0
+    if PAGE_SIZE == 0:
+        key_start = tl.load(key_starts + extend)
     prefix = seq_len - query_len
 
     places = tl.arange(0, BLOCK_QUERIES)
     per_tile: tl.constexpr = BLOCK_QUERIES // HEADS
     query = first_query + places // HEADS
-    in_group = tl.program_id(1) % blocks * HEADS + places % HEADS
+    in_group = tl.program_id(0) % blocks * HEADS + places % HEADS
     valid = (places // HEADS < per_tile) & (query < query_len) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     token = (token_start + query).to(tl.int64)
 
-    q1 = load_rows(q1_pointer, token * q1_stride + head * q1_head, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
-    q2 = load_rows(q2_pointer, token * q2_stride + head * q2_head, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
+    q1 = load_rows(q1_pointer, token * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
+    q2 = load_rows(q2_pointer, token * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
     if HAS_SINKS:  # one more logit without a value
         top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
@@ -107,14 +116,14 @@ def extend_kernel(
         first,
         whole,
         scale,
-        page_table + slot * table_stride,
-        tl.load(key_starts + row),
-        k1_pointer + kv_head * k1_head,
-        k2_pointer + kv_head * k2_head,
-        v_pointer + kv_head * v_head,
-        k1_stride,
-        k2_stride,
-        v_stride,
+        table,
+        key_start,
+        k1_pointer + kv_head * K1_HEAD,
+        k2_pointer + kv_head * K2_HEAD,
+        v_pointer + kv_head * V_HEAD,
+        K1_STRIDE,
+        K2_STRIDE,
+        V_STRIDE,
         PAGE_SIZE,
         WIDTH1,
         WIDTH2,
@@ -126,7 +135,7 @@ def extend_kernel(
         WINDOW,
         SOFT_CAP,
         SHARED,
-        False,
+        NONE,
         UPCAST,
     )
     top, total, acc = scan_keys(
@@ -139,14 +148,14 @@ def extend_kernel(
         whole,
         last,
         scale,
-        page_table + slot * table_stride,
-        tl.load(key_starts + row),
-        k1_pointer + kv_head * k1_head,
-        k2_pointer + kv_head * k2_head,
-        v_pointer + kv_head * v_head,
-        k1_stride,
-        k2_stride,
-        v_stride,
+        table,
+        key_start,
+        k1_pointer + kv_head * K1_HEAD,
+        k2_pointer + kv_head * K2_HEAD,
+        v_pointer + kv_head * V_HEAD,
+        K1_STRIDE,
+        K2_STRIDE,
+        V_STRIDE,
         PAGE_SIZE,
         WIDTH1,
         WIDTH2,
@@ -158,10 +167,10 @@ def extend_kernel(
         WINDOW,
         SOFT_CAP,
         SHARED,
-        True,
+        CAUSAL,
         UPCAST,
     )
     columns = tl.arange(0, BLOCK_VALUE)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    places = (token * out_stride + head * out_head)[:, None] + columns[None, :]
+    places = (token * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
     tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])

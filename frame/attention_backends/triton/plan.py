@@ -1,7 +1,7 @@
-"""Host part of a step: tile lists for extends, split sizes for decodes, key places for expanded latents.
+"""What one step's launches share: tile lists for extends, schedules for decodes, key places for expanded latents.
 
 Reads `batch.host` only and copies from pinned memory, so it never waits for the device. Knows no layer; what depends on a
-layer's shape is made when the first layer of that shape asks, and in the plan itself from the next step on.
+layer's shape is made when the first layer of that shape asks.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from frame.attention_backends.triton.prefixes import SharedPrefixes
+from frame.attention_backends.triton.schedule import Cut, make_schedule
 from frame.core.interfaces.batch import ForwardBatch
-
-MIN_SPLIT = 256  # keys: shorter splits spend more on their merge than they gain
-PROGRAMS_PER_PROCESSOR = 4
-PART_BYTES = 256 << 20  # most memory for the parts of split decodes
 
 
 class StepPlan:
     """What the kernels of one step need, by row: decodes are rows 0 … num_decodes - 1, extends the rest."""
 
-    def __init__(self, batch: ForwardBatch) -> None:
+    def __init__(self, batch: ForwardBatch, prefixes: SharedPrefixes) -> None:
         host = batch.host
         self.num_decodes = batch.num_decodes
         self._device = batch.token_ids.device
         self._page_size = batch.kv.page_size
         self._host = host
         lengths = host.seq_lens.astype(np.int64)
-        self.decode_lengths = lengths[: self.num_decodes]
+        self.prefixes = prefixes
         self.query_lens = host.query_lens[self.num_decodes :].astype(np.int64)
         self.key_lens = lengths[self.num_decodes :]
         self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2  # query-key pairs of extends
+        self.longest_query = int(self.query_lens.max(initial=0))
+        self._schedules: dict[Cut, torch.Tensor] = {}
         self._tiles: dict[int, torch.Tensor] = {}
         self._expanded: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
@@ -45,16 +45,13 @@ class StepPlan:
             self._tiles[queries] = found
         return found
 
-    def splits(self, window: int | None, blocks: int, part_bytes: int, processors: int, multiple: int) -> tuple[int, int]:
-        """(number of splits, keys of each) for decodes with `blocks` programs a row and split, whose parts take `part_bytes`
-        a row. Work is spread over the device; one split when there are rows enough."""
-        lengths = self.decode_lengths if window is None else np.minimum(self.decode_lengths, window)
-        longest = int(lengths.max())
-        share = int(lengths.sum()) * blocks // (PROGRAMS_PER_PROCESSOR * processors)
-        most = max(1, PART_BYTES // (len(lengths) * part_bytes))
-        keys = max(MIN_SPLIT, share, -(-longest // most))
-        keys = -(-keys // multiple) * multiple
-        return -(-longest // keys), keys
+    def schedule(self, cut: Cut, batch: ForwardBatch, pdl: bool) -> torch.Tensor:
+        """How this step's decodes are cut, made on the device when the first layer that is cut so asks."""
+        found = self._schedules.get(cut)
+        if found is None:
+            found = make_schedule(cut, self.num_decodes, batch.seq_lens, batch.request_slots, self.prefixes.tensor, pdl)
+            self._schedules[cut] = found
+        return found
 
     def expanded_keys(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(cache places int64 of all extends' keys, int32 start of each row among them); places None: the step's own tokens

@@ -7,13 +7,13 @@ that no part is padded to twice its size. Knows neither rows nor splits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
+# which scores a scan takes out: none, those past the last key, or those that a query's position or window hides as well
+NONE, TAIL, CAUSAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -42,21 +42,21 @@ def soft_capped(scores, SOFT_CAP: tl.constexpr):
 def scan_keys(
     q1,
     q2,
-    query_at,  # [M] position of each query; keys up to it are seen
+    query_at,  # [M] position of each query, for MASK == CAUSAL
     top,
     total,
     acc,
     first,  # keys first … last - 1 are read
     last,
-    scale,
+    scale,  # > 0
     table,  # this row's entries of the page table
     key_start,  # where its keys begin, when they lie side by side
     k1_pointer,
     k2_pointer,
     v_pointer,
-    k1_stride,
-    k2_stride,
-    v_stride,
+    K1_STRIDE: tl.constexpr,
+    K2_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: side by side
     WIDTH1: tl.constexpr,
     WIDTH2: tl.constexpr,
@@ -68,7 +68,7 @@ def scan_keys(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SHARED: tl.constexpr,  # the values are the first part of the keys
-    MASKED: tl.constexpr,  # False: all keys are there in whole blocks, and all queries see them
+    MASK: tl.constexpr,  # NONE, TAIL or CAUSAL
     UPCAST: tl.constexpr,
 ):
     """-> (top, total, acc): running maximum (base 2), sum of weights, weighted sum of values."""
@@ -78,78 +78,39 @@ def scan_keys(
     value_columns = tl.arange(0, BLOCK_VALUE)
     for start in range(first, last, BLOCK_KEYS):
         keys = start + steps
-        valid = keys < last
+        # past the last key that one is read again: no load needs a mask, and what has no weight is finite all the same
+        read = keys if MASK == NONE else tl.minimum(keys, last - 1)
         if PAGE_SIZE > 0:
-            if MASKED:
-                page = tl.load(table + keys // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
-            else:
-                page = tl.load(table + keys // PAGE_SIZE).to(tl.int64)
-            places = page * PAGE_SIZE + keys % PAGE_SIZE
+            page = tl.load(table + read // PAGE_SIZE).to(tl.int64)
+            places = page * PAGE_SIZE + read % PAGE_SIZE
         else:
-            places = (key_start + keys).to(tl.int64)
-        k1 = load_rows(k1_pointer, places, k1_stride, columns1, WIDTH1, valid, MASKED, UPCAST)
+            places = (key_start + read).to(tl.int64)
+        k1 = load_rows(k1_pointer, places, K1_STRIDE, columns1, WIDTH1, None, False, UPCAST).to(q1.dtype)
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if WIDTH2 > 0:
-            k2 = load_rows(k2_pointer, places, k2_stride, columns2, WIDTH2, valid, MASKED, UPCAST)
-            scores += tl.dot(q2, tl.trans(k2), input_precision="ieee")
+            k2 = load_rows(k2_pointer, places, K2_STRIDE, columns2, WIDTH2, None, False, UPCAST).to(q1.dtype)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
         if SOFT_CAP > 0:
-            scores = soft_capped(scores * scale, SOFT_CAP) * LOG2E
-        else:
-            scores *= scale * LOG2E
-        if MASKED:
-            seen = valid[None, :] & (keys[None, :] <= query_at[:, None])
+            scores = soft_capped(scores * scale, SOFT_CAP)
+        if MASK == TAIL:
+            scores = tl.where((keys < last)[None, :], scores, float("-inf"))
+        elif MASK == CAUSAL:
+            seen = (keys < last)[None, :] & (keys[None, :] <= query_at[:, None])
             if WINDOW > 0:
                 seen &= keys[None, :] > query_at[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E  # one multiplication, fused with the subtraction in the exponent
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
         base = new_top
-        if MASKED:
+        if MASK == CAUSAL:
             base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query that has seen no key yet
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         if SHARED:
             v = k1
         else:
-            v = load_rows(v_pointer, places, v_stride, value_columns, VALUE, valid, MASKED, UPCAST)
+            v = load_rows(v_pointer, places, V_STRIDE, value_columns, VALUE, None, False, UPCAST).to(q1.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = new_top
     return top, total, acc
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Sizes of one launch."""
-
-    queries: int  # BLOCK_QUERIES
-    keys: int  # BLOCK_KEYS
-    warps: int
-    stages: int
-
-
-def padded(width: int) -> int:
-    """The tile width of `width` columns: a power of two that `tl.dot` takes."""
-    return max(16, triton.next_power_of_2(width))
-
-
-def split_width(width: int) -> tuple[int, int]:
-    """A width as a power of two and a rest, so that 192 costs 128 + 64 instead of 256."""
-    if padded(width) == width or width < 32:
-        return width, 0
-    largest: int = triton.next_power_of_2(width) // 2
-    return largest, width - largest
-
-
-def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, is_decode: bool) -> Tile:
-    """The first of the tile sizes, fastest first as measured on an H200, that fits the device's shared memory.
-
-    `columns` are the padded widths of both key parts and of values that are loaded besides (0: they are the keys' first part).
-    """
-    key_bytes = sum(columns) * itemsize
-    query_bytes = queries * (columns[0] + columns[1]) * itemsize
-    warps = 8 if queries >= 64 and queries * max(columns) >= 128 * 128 else 4
-    wide = [(128, 3), (64, 3)] if queries >= 128 and not is_decode else []
-    for keys, stages in (*wide, (64, 2), (32, 2), (64, 1), (32, 1)):
-        if query_bytes + stages * keys * key_bytes <= shared_memory:
-            return Tile(queries, keys, warps, stages)
-    return Tile(queries, 16, warps, 1)

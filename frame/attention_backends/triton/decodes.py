@@ -1,0 +1,110 @@
+"""The decode rows of a step: cuts, launches and the space for parts, made once for a layer's shape. Knows no request and no cascade."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frame.attention_backends.triton.decode import decode_kernel
+from frame.attention_backends.triton.launch import Launch, Operands, other, power_of_two
+from frame.attention_backends.triton.prefixes import MIN_ROWS
+from frame.attention_backends.triton.schedule import Cut
+from frame.attention_backends.triton.tiles import DecodeSizes, Device, choose_decode
+from frame.core.interfaces.attention import AttentionSpec
+from frame.kernels import pdl
+
+if TYPE_CHECKING:
+    from frame.attention_backends.triton.plan import StepPlan
+    from frame.core.interfaces.batch import ForwardBatch
+
+SHARING_ROWS = 2 * MIN_ROWS  # smaller batches are not compiled for shared prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """What one layer's decodes need besides its tensors."""
+
+    spec: AttentionSpec
+    cut: Cut
+    blocks: int  # programs an item
+    launch: Launch
+    parts: torch.Tensor  # float32 [lines, value]
+    weights: torch.Tensor  # float32 [lines]
+
+
+class Decodes:
+    """Launches the decode kernel. `capacity`: most rows of a step; `shares`: whether rows read a common prefix together."""
+
+    def __init__(self, device: torch.device, facts: Device, capacity: int, shares: bool) -> None:
+        self._facts, self._capacity, self._shares = facts, capacity, shares
+        self._pdl = pdl(device)
+        self._launches: dict[tuple[Any, ...], DecodeLaunch] = {}  # by layer and strides of its queries
+        self._space: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by lines and width, used by one layer after another
+
+    def run(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, plan: StepPlan) -> None:
+        """All decode rows: row r is token r of queries and `out` [tokens, heads, value width]."""
+        rows = plan.num_decodes
+        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None
+        q2 = operands.q2
+        key = (spec.layer, shares, operands.q1.stride(), None if q2 is None else q2.stride())
+        found = self._launches.get(key)
+        if found is None or found.spec is not spec:
+            sizes = choose_decode(operands.group, operands.loaded, operands.q1.element_size(), self._facts.shared_memory)
+            found = self._prepare(spec, operands, out, batch, sizes, shares)
+            self._launches[key] = found
+        schedule = plan.schedule(found.cut, batch, self._pdl)
+        arguments = (
+            *operands.pointers(),
+            out,
+            found.parts,
+            found.weights,
+            other(spec.sinks, out),
+            schedule,
+            plan.prefixes.order,
+            batch.page_table,
+            spec.scale,
+        )
+        found.launch((found.blocks, found.cut.items(rows), 1), arguments)
+
+    def _prepare(
+        self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, sizes: DecodeSizes, shares: bool
+    ) -> DecodeLaunch:
+        tile, group, heads = sizes.tile, operands.group, operands.q1.shape[1]
+        taken = min(group, tile.queries)
+        blocks = operands.k1.shape[1] * -(-group // taken)
+        tile_rows = sizes.tile_lanes // taken
+        cut = Cut(
+            capacity=self._capacity,
+            heads=heads,
+            target=max(1, self._facts.processors * sizes.programs // blocks),
+            min_keys=sizes.min_keys,
+            block_keys=tile.keys,
+            window=spec.sliding_window or 0,
+            tile_rows=tile_rows if shares and tile_rows > 1 else 0,
+        )
+        constants = {
+            **operands.constants(spec, tile, out),
+            "TABLE_STRIDE": batch.page_table.stride(0),
+            "CAPACITY": cut.capacity,
+            "MAX_ITEMS": cut.items(cut.capacity),
+            "OWN_ITEMS": cut.own_items,
+            "TILE_ROWS": cut.tile_rows,
+            "TILE_LANES": sizes.tile_lanes,
+            "HEAD_LANES": power_of_two(taken),
+            "NUM_HEADS": heads,
+            "AT_ONCE": sizes.at_once,
+            "PDL": self._pdl,
+        }
+        launch = Launch(decode_kernel, constants, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=self._pdl)
+        parts, weights = self._space_for(cut, operands.value_width, out.device)
+        return DecodeLaunch(spec, cut, blocks, launch, parts, weights)
+
+    def _space_for(self, cut: Cut, value: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        lines = (cut.own_items + cut.shared_items * cut.tile_rows) * cut.heads
+        found = self._space.get((lines, value))
+        if found is None:
+            found = torch.empty(lines, value, device=device), torch.empty(lines, device=device)
+            self._space[lines, value] = found
+        return found

@@ -1,0 +1,129 @@
+"""Which decode rows share the beginning of their keys, found on the host from the pages that they have in common.
+
+Two rows have a page in common only by way of the prefix cache, hence at the same index and after equal tokens. So a column of
+the page table tells how rows fall into groups, and a group's common length is found by bisection; no row is compared page by
+page. What was found is kept until the rows change. Knows no layer, no head and no kernel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import HostView
+
+MIN_ROWS = 4  # of a group
+MIN_KEYS = 256  # of a shared prefix
+MIN_SAVED = 4096  # keys that a group's rows would else read again; fewer come from the second-level cache anyway
+ROUNDS = 3  # of finding groups among the rows that are in none yet
+FIELDS = 5
+
+
+def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | None:
+    """int32 [5, rows]: shared keys, place in the order of shared rows, position within the group, rows of the group, and the
+    order itself (a row at each place); None when no prefix is worth sharing. Every row keeps a key of its own at least."""
+    pages = (host.seq_lens[:rows].astype(np.int64) - 1) // page_size  # that a row can share
+    found = np.zeros((FIELDS, rows), np.int32)
+    free, taken = np.arange(rows), 0
+    for _ in range(ROUNDS):
+        level = _best_level(host, free, pages, page_size)
+        if level is None:
+            break
+        depth, order, starts = level
+        free = np.setdiff1d(free, order, assume_unique=True)
+        lengths = _common_pages(host, pages, depth, order, starts)
+        sizes = np.diff(np.append(starts, len(order)))
+        keep = (sizes - 1) * lengths * page_size >= MIN_SAVED
+        order, sizes, lengths = order[np.repeat(keep, sizes)], sizes[keep], lengths[keep]
+        places = np.arange(len(order))
+        found[0, order] = np.repeat(lengths * page_size, sizes)
+        found[1, order] = taken + places
+        found[2, order] = places - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        found[3, order] = np.repeat(sizes, sizes)
+        found[4, taken : taken + len(order)] = order
+        taken += len(order)
+    return found if taken else None
+
+
+def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: int) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """-> (pages in common at least, rows sorted by group, start of each group among them) at the depth where groups save most."""
+    best, most = None, 0
+    longest = int(pages[rows].max(initial=0))
+    depth = -(-MIN_KEYS // page_size)
+    while depth <= longest:
+        able = rows[pages[rows] >= depth]
+        column = host.page_table[host.slots[able], depth - 1]
+        order = np.argsort(column, kind="stable")
+        column = column[order]
+        starts = np.flatnonzero(np.append(True, column[1:] != column[:-1]))
+        sizes = np.diff(np.append(starts, len(column)))
+        large = sizes >= MIN_ROWS
+        if not large.any():
+            break  # deeper groups are parts of these
+        saved = int((sizes[large] - 1).sum()) * depth
+        if saved > most:
+            kept = sizes[large]
+            most, best = saved, (depth, able[order[np.repeat(large, sizes)]], np.cumsum(kept) - kept)
+        depth *= 2
+    return best
+
+
+def _common_pages(host: HostView, pages: np.ndarray, depth: int, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """How many pages the rows of each group have in common (int64), by bisection."""
+    slots = host.slots[order]
+    sizes = np.diff(np.append(starts, len(order)))
+    leaders = np.repeat(slots[starts], sizes)
+    low, high = np.full(len(starts), depth), np.minimum.reduceat(pages[order], starts)
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        at = np.repeat(middle, sizes) - 1
+        equal = host.page_table[slots, at] == host.page_table[leaders, at]
+        common = np.logical_and.reduceat(equal, starts)
+        low, high = np.where(common, middle, low), np.where(common, high, middle - 1)
+    return low
+
+
+class SharedPrefixes:
+    """The groups of the latest step on the device, at a fixed address: int32 [5, capacity] as `group_prefixes` gives them."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        pinned = device.type == "cuda"
+        self.tensor = torch.zeros(FIELDS, capacity, dtype=torch.int32, device=device)
+        self._staged = [torch.zeros(FIELDS, capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._staged] if pinned else None
+        self._turn = 0
+        self._are_shared = False
+        self._slots, self._seq_lens = np.zeros(0, np.int32), np.zeros(0, np.int32)
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int32 [capacity]: the rows that share, group by group."""
+        return self.tensor[FIELDS - 1]
+
+    def update(self, host: HostView, rows: int, page_size: int) -> None:
+        """Describe the first `rows` rows, by a copy on the current stream if they are other ones than those of the step before."""
+        slots, seq_lens = host.slots[:rows], host.seq_lens[:rows]
+        # a slot that another request has by now shows: between two steps of one request its length grows by one, padding's never
+        goes_on = len(slots) == len(self._slots) and bool(
+            (slots == self._slots).all() and ((seq_lens == self._seq_lens + 1) | (seq_lens == 1)).all()
+        )
+        self._slots, self._seq_lens = slots.copy(), seq_lens.copy()
+        if goes_on:
+            return
+        found = group_prefixes(host, rows, page_size)
+        if found is not None:
+            self._put(found)
+        elif self._are_shared:
+            self._put(np.zeros((FIELDS, self.tensor.shape[1]), np.int32))
+        self._are_shared = found is not None
+
+    def _put(self, found: np.ndarray) -> None:
+        self._turn = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].synchronize()  # of two changes ago
+        staged = self._staged[self._turn]
+        staged.zero_()
+        staged.numpy()[:, : found.shape[1]] = found
+        self.tensor.copy_(staged, non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()

@@ -1,0 +1,174 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""How the decodes of one step are cut into items of about equal cost, computed on the device from the rows' lengths.
+
+Since the device cuts, a captured graph serves rows of any length: its grid has room for the most items that there can be, and
+what is left over ends at once. An item is a run of one row's own keys, or of a prefix that a tile of rows shares. A step's
+schedule serves all layers that have the same shape and window. Knows no tensor of queries, keys or values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.attention_backends.triton.prefixes import MIN_ROWS
+
+# A schedule is one int32 tensor:
+#     header      items, shared items
+#     rows        8 a row: first own item, own items, first shared item, shared items, place within its tile
+#     items       8 an item: row (or first place in the order of shared rows), page-table row, first key, last key + 1, rows of the tile
+#     arrivals    1 a row and query head: how many of the row's items have come to their end; zero between launches
+HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a schedule depends on besides the batch: how one layer shape's decodes are cut."""
+
+    capacity: int  # most rows; parts of the tensor lie where they would for as many
+    heads: int  # query heads
+    target: int  # pieces that the keys of all rows are cut into, about
+    min_keys: int  # of a piece
+    block_keys: int  # pieces begin at multiples of it
+    window: int
+    tile_rows: int  # rows that one tile of a shared prefix takes; 0: prefixes are not shared
+
+    def tiles(self, rows: int) -> int:
+        """Most tiles of rows that share a prefix."""
+        return rows // self.tile_rows + rows // MIN_ROWS if self.tile_rows else 0
+
+    def items(self, rows: int) -> int:
+        """Most items: every row and tile has one, and each piece beyond takes a share of the keys."""
+        return rows + self.tiles(rows) + self.target
+
+    @property
+    def own_items(self) -> int:
+        return self.capacity + self.target
+
+    @property
+    def shared_items(self) -> int:
+        return self.tiles(self.capacity) + self.target if self.tile_rows else 0
+
+
+@triton.jit
+def pieces_of(keys, split, BLOCK_KEYS: tl.constexpr):
+    """-> (pieces, keys of each but the last). A piece may be a quarter longer than `split` rather than leave a short one over."""
+    pieces = tl.maximum(1, tl.cdiv(keys - split // 4, split))
+    length = tl.maximum(1, tl.cdiv(tl.cdiv(keys, pieces), BLOCK_KEYS)) * BLOCK_KEYS
+    return tl.cdiv(keys, length), length
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def schedule_kernel(
+    schedule,
+    seq_lens,
+    request_slots,
+    prefixes,  # int32 [5, CAPACITY], see `prefixes.py`
+    num_rows,
+    BLOCK_ROWS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    MAX_ITEMS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TARGET: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_ARRIVALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    rows = tl.arange(0, BLOCK_ROWS)
+    valid = rows < num_rows
+    seq_len = tl.load(seq_lens + rows, mask=valid, other=0)
+    slot = tl.load(request_slots + rows, mask=valid, other=0).to(tl.int32)
+    begin = tl.zeros([BLOCK_ROWS], tl.int32)
+    if WINDOW > 0:
+        begin = tl.maximum(0, seq_len - WINDOW)
+    total = tl.sum(seq_len - begin, 0)
+    row_part = schedule + HEADER + rows * ROW
+    item_part = schedule + HEADER + CAPACITY * ROW
+    num_shared = 0
+    if TILE_ROWS > 0:
+        begin = tl.load(prefixes + rows, mask=valid, other=0)
+        place = tl.load(prefixes + CAPACITY + rows, mask=valid, other=0)
+        position = tl.load(prefixes + 2 * CAPACITY + rows, mask=valid, other=0)
+        group = tl.load(prefixes + 3 * CAPACITY + rows, mask=valid, other=0)
+        within = position % TILE_ROWS
+        leads = (begin > 0) & (within == 0)
+        total += tl.sum(tl.where(leads, begin, 0) - begin, 0)
+        split = tl.maximum(MIN_KEYS, tl.cdiv(total, TARGET))
+        count, length = pieces_of(begin, split, BLOCK_KEYS)
+        counts = tl.where(leads, count, 0)
+        first = tl.cumsum(counts, 0) - counts
+        num_shared = tl.sum(counts, 0)
+        tl.store(row_part + 2, first, mask=valid)
+        tl.debug_barrier()
+        leader = tl.load(prefixes + 4 * CAPACITY + place - within, mask=valid & (begin > 0), other=0)
+        tl.debug_barrier()
+        tl.store(row_part + 2, tl.load(schedule + HEADER + leader * ROW + 2, mask=valid, other=0), mask=valid & ~leads)
+        tl.store(row_part + 3, tl.where(begin > 0, count, 0), mask=valid)
+        tl.store(row_part + 4, within, mask=valid)
+        for piece in range(tl.max(counts, 0)):
+            used = leads & (piece < counts)
+            item = item_part + (first + piece) * ITEM
+            tl.store(item, place, mask=used)
+            tl.store(item + 1, slot, mask=used)
+            tl.store(item + 2, piece * length, mask=used)
+            tl.store(item + 3, tl.minimum(begin, (piece + 1) * length), mask=used)
+            tl.store(item + 4, tl.minimum(group - position, TILE_ROWS), mask=used)
+    else:
+        split = tl.maximum(MIN_KEYS, tl.cdiv(total, TARGET))
+        tl.store(row_part + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
+    count, length = pieces_of(seq_len - begin, split, BLOCK_KEYS)
+    count = tl.where(valid, count, 0)
+    first = tl.cumsum(count, 0) - count
+    tl.store(row_part, first, mask=valid)
+    tl.store(row_part + 1, count, mask=valid)
+    for piece in range(tl.max(count, 0)):
+        used = piece < count
+        item = item_part + (num_shared + first + piece) * ITEM
+        tl.store(item, rows, mask=used)
+        tl.store(item + 1, slot, mask=used)
+        tl.store(item + 2, begin + piece * length, mask=used)
+        tl.store(item + 3, tl.minimum(seq_len, begin + (piece + 1) * length), mask=used)
+    tl.store(schedule, num_shared + tl.sum(count, 0))
+    tl.store(schedule + 1, num_shared)
+    for start in range(0, num_rows * HEADS, BLOCK_ARRIVALS):
+        arrivals = start + tl.arange(0, BLOCK_ARRIVALS)
+        tl.store(item_part + MAX_ITEMS * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * HEADS)
+
+
+def make_schedule(
+    cut: Cut, rows: int, seq_lens: torch.Tensor, request_slots: torch.Tensor, prefixes: torch.Tensor, pdl: bool
+) -> torch.Tensor:
+    """The schedule of the first `rows` rows. seq_lens int32, request_slots int64, prefixes int32 [5, capacity]."""
+    most = cut.items(cut.capacity)
+    size = HEADER.value + cut.capacity * (ROW.value + cut.heads) + most * ITEM.value
+    schedule = torch.empty(size, dtype=torch.int32, device=seq_lens.device)
+    schedule_kernel[(1,)](
+        schedule,
+        seq_lens,
+        request_slots,
+        prefixes,
+        rows,
+        BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
+        CAPACITY=cut.capacity,
+        MAX_ITEMS=most,
+        HEADS=cut.heads,
+        TARGET=cut.target,
+        MIN_KEYS=cut.min_keys,
+        BLOCK_KEYS=cut.block_keys,
+        WINDOW=cut.window,
+        TILE_ROWS=cut.tile_rows,
+        BLOCK_ARRIVALS=1024,
+        PDL=pdl,
+        launch_pdl=pdl,
+    )
+    return schedule

@@ -1,0 +1,95 @@
+"""Sizes of launches: how many queries, keys and programs a kernel takes, from the shapes of a layer and the facts of a device.
+
+The figures are what was fastest on an H200 (`benchmarks/attention.py`). Knows no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sizes of one launch."""
+
+    queries: int  # BLOCK_QUERIES
+    keys: int  # BLOCK_KEYS
+    warps: int
+    stages: int
+
+
+def padded(width: int) -> int:
+    """The tile width of `width` columns: a power of two that `tl.dot` takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """A width as a power of two and a rest, so that 192 costs 128 + 64 instead of 256."""
+    if padded(width) == width or width < 32:
+        return width, 0
+    largest: int = triton.next_power_of_2(width) // 2
+    return largest, width - largest
+
+
+def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, is_decode: bool) -> Tile:
+    """The first of the tile sizes, fastest first as measured on an H200, that fits the device's shared memory.
+
+    `columns` are the padded widths of both key parts and of values that are loaded besides (0: they are the keys' first part).
+    """
+    key_bytes = sum(columns) * itemsize
+    query_bytes = queries * (columns[0] + columns[1]) * itemsize
+    warps = 8 if queries >= 64 and queries * max(columns) >= 128 * 128 else 4
+    wide = [(128, 3), (64, 3)] if queries >= 128 and not is_decode else []
+    for keys, stages in (*wide, (64, 2), (32, 2), (64, 1), (32, 1)):
+        if query_bytes + stages * keys * key_bytes <= shared_memory:
+            return Tile(queries, keys, warps, stages)
+    return Tile(queries, 16, warps, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What tile and split sizes depend on."""
+
+    processors: int
+    shared_memory: int  # bytes that one program may use
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        if device.type != "cuda":
+            return cls(processors=2, shared_memory=128 << 10)
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        facts = triton.runtime.driver.active.utils.get_device_properties(index)
+        return cls(processors=facts["multiprocessor_count"], shared_memory=facts["max_shared_mem"])
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSizes:
+    """Sizes of one layer shape's decodes."""
+
+    tile: Tile  # its queries are the heads that one program takes, padded
+    tile_lanes: int  # rows times heads that read a shared prefix together
+    programs: int  # a processor, about
+    min_keys: int  # of one program; shorter runs spend more on their merge than they gain
+    at_once: int  # parts merged at once
+
+
+def extend_queries(group: int, widest: int, itemsize: int, longest: int) -> int:
+    """Queries times heads that one program of the extend kernel takes, when rows have at most `longest` queries."""
+    most = 64 if widest > 128 or itemsize == 4 else 128
+    return max(16, min(most, triton.next_power_of_2(longest * group)))
+
+
+def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
+    """Sizes for `group` heads that share keys of these padded widths."""
+    queries = max(16, min(64, triton.next_power_of_2(group)))
+    tile = choose_tile(queries, columns, itemsize, shared_memory, is_decode=True)
+    return DecodeSizes(
+        tile,
+        tile_lanes=64,
+        programs=4,
+        min_keys=64,
+        at_once=max(1, min(8, 4096 // (triton.next_power_of_2(min(group, queries)) * (columns[2] or columns[0])))),
+    )

@@ -1,0 +1,209 @@
+"""The cases of the attention conformance suite: batches and layers, drawn within what a backend says of itself. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.attention import AttentionNeeds
+from frame.testing.attention_batch import Rows
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KV_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch and one layer. `rank` > 0 makes it latent attention with `head_dim` = nope + `rope`."""
+
+    rows: Rows
+    page_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    v_head_dim: int = 32
+    rank: int = 0
+    rope: int = 0
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    causal: bool = True  # False: an encoder's layer, whose rows have no prefix
+    groups: tuple[tuple[int, int], ...] = ()  # (rows, pages): rows that have their first pages in common, from the first row on
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None  # of the cache, if another one
+    device: str = "cpu"
+    seed: int = 0
+    shuffled: bool = True
+
+
+Changes = tuple[tuple[Rows, tuple[tuple[int, int], ...]], ...]  # rows and groups to replay a captured case for
+
+DECODES = Rows.of([5, 37, 300, 1])
+EXTENDS = Rows.of([], [(0, 21), (34, 9), (0, 1), (0, 18)])
+MIXED = Rows.of([5, 70], [(0, 21), (34, 9), (60, 1)])
+LATENT: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24, "heads": 4}
+
+
+def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
+    """Named cases that the capabilities cover."""
+    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases()]
+    if thorough:
+        candidates += [*_large_cases(), *_fuzzed_cases(60)]
+    names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
+    for index, (name, case) in enumerate(candidates):
+        # all dtypes where there is time for it; otherwise each case in one of them, in turn
+        for dtype in names if thorough else [names[index % len(names)]]:
+            found = replace(case, dtype=DTYPES[dtype], device=device, seed=index)
+            if not capabilities.unsupported(needs(found)):
+                yield f"{name}-{dtype}", found
+
+
+def needs(case: Case, graphs: bool = False) -> AttentionNeeds:
+    """What a case asks of a backend; `graphs`: captured."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    return AttentionNeeds(
+        device="cuda" if case.device.startswith("cuda") else case.device,
+        compute_capability=torch.cuda.get_device_capability(case.device) if case.device.startswith("cuda") else None,
+        kind="mla" if case.rank else "mha",
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        latent=(case.rank, case.rope) if case.rank else None,
+        dtype=dtype,
+        kv_dtype=dtype if case.kv_dtype is None else KV_DTYPES[case.kv_dtype],
+        page_size=case.page_size,
+        sliding_window=case.window is not None,
+        soft_cap=case.soft_cap is not None,
+        sinks=case.sinks,
+        bidirectional=not case.causal,
+        graphs=graphs,
+    )
+
+
+def _heads_cases() -> Iterator[tuple[str, Case]]:
+    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
+        yield f"mha-{name}", Case(rows, head_dim=64, v_head_dim=64)
+        yield f"mha-{name}-pages-of-1", Case(rows, page_size=1, head_dim=64, v_head_dim=64)
+    yield "mha-pages-of-3", Case(MIXED, page_size=3)
+    yield "mha-pages-of-64", Case(MIXED, page_size=64, head_dim=128, v_head_dim=128)
+    yield "mha-pages-in-order", Case(MIXED, page_size=16, head_dim=64, v_head_dim=64, shuffled=False)
+    yield "mha-one-row", Case(Rows.of([129]), head_dim=64, v_head_dim=64)
+    yield "mha-seven-heads-a-key", Case(MIXED, heads=7, kv_heads=1, head_dim=64, v_head_dim=64)
+    yield "mha-as-many-keys-as-heads", Case(MIXED, heads=3, kv_heads=3, head_dim=64, v_head_dim=64)
+    yield "mha-odd-widths", Case(MIXED, head_dim=80, v_head_dim=80)
+    yield "mha-narrow-values", Case(MIXED, head_dim=48, v_head_dim=24)
+    yield "mha-wide-values", Case(MIXED, head_dim=24, v_head_dim=40)
+    yield "mha-window-decodes", Case(DECODES, window=33, head_dim=64, v_head_dim=64)
+    yield "mha-window-extends", Case(EXTENDS, window=8, head_dim=64, v_head_dim=64)
+    yield "mha-window-of-one", Case(MIXED, window=1, head_dim=64, v_head_dim=64)
+    yield "mha-soft-cap", Case(MIXED, soft_cap=1.5, head_dim=64, v_head_dim=64)
+    yield "mha-sinks", Case(MIXED, sinks=True, head_dim=64, v_head_dim=64)
+    yield "mha-sinks-decodes-window", Case(DECODES, sinks=True, window=40, head_dim=64, v_head_dim=64)
+
+
+def _latent_cases() -> Iterator[tuple[str, Case]]:
+    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
+        yield f"mla-{name}", Case(rows, **LATENT)
+    yield "mla-pages-of-1", Case(MIXED, page_size=1, **LATENT)
+    yield "mla-pages-of-64", Case(MIXED, page_size=64, **LATENT)
+    yield "mla-short-extends-of-long-rows", Case(Rows.of([40], [(250, 2), (200, 3)]), **LATENT)
+    yield "mla-window", Case(MIXED, window=12, **LATENT)
+    yield "mla-soft-cap", Case(MIXED, soft_cap=1.5, **LATENT)
+
+
+SHARED_ROWS = Rows.of([600, 593, 640, 700, 594, 601, 602, 603, 604, 30])
+SHARED_GROUPS = ((9, 37),)  # 592 tokens
+
+
+def _shared_cases() -> Iterator[tuple[str, Case]]:
+    """Decodes of rows that have the beginning of their keys in common."""
+    yield "mha-shared-prefix", Case(SHARED_ROWS, groups=SHARED_GROUPS)
+    yield "mha-shared-prefix-eight-heads-a-key", Case(SHARED_ROWS, groups=SHARED_GROUPS, heads=8, kv_heads=1)
+    two = Rows.of([840, 850, 833, 900, 834, 20, 1300, 1025, 1030, 1040, 1026], [(5, 9)])
+    yield "mha-two-shared-prefixes", Case(two, groups=((5, 52), (1, 0), (5, 64)), heads=3, kv_heads=1)
+    yield "mha-shared-prefix-sinks", Case(SHARED_ROWS, groups=SHARED_GROUPS, sinks=True)
+    yield "mha-shared-prefix-window", Case(SHARED_ROWS, groups=SHARED_GROUPS, window=50)
+    yield "mha-shared-prefix-soft-cap", Case(SHARED_ROWS, groups=SHARED_GROUPS, soft_cap=1.5)
+    yield "mla-shared-prefix", Case(SHARED_ROWS, groups=SHARED_GROUPS, **LATENT)
+
+
+def _fp8_cases() -> Iterator[tuple[str, Case]]:
+    fp8 = torch.float8_e4m3fn
+    for rows, name in ((DECODES, "decodes"), (MIXED, "mixed")):
+        yield f"mha-fp8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=fp8)
+        yield f"mla-fp8-{name}", Case(rows, kv_dtype=fp8, **LATENT)
+
+
+def replays() -> Iterator[tuple[str, Case, Changes]]:
+    """Cases to capture, and the rows and groups to replay them for."""
+    bf16, few, many = torch.bfloat16, Rows.of([5, 37, 300, 1]), Rows.of([3000, 1, 17, 64])
+    heads = Case(few, heads=8, kv_heads=2, head_dim=128, v_head_dim=128, dtype=bf16)
+    yield "mha", heads, ((many, ()), (few, ()))
+    yield "mha-fp8", replace(heads, kv_dtype=torch.float8_e4m3fn), ((many, ()),)
+    yield "mha-window", replace(heads, window=100), ((many, ()),)
+    yield "mla", Case(few, dtype=bf16, heads=16, rank=512, rope=64, head_dim=192, v_head_dim=128), ((many, ()), (few, ()))
+    one = Rows.of([7])
+    yield "mha-one-row", replace(heads, rows=one), ((Rows.of([40_000]), ()), (one, ()))
+    shared = replace(heads, rows=SHARED_ROWS)
+    longer = Rows.of([length + 1 for length in SHARED_ROWS.lengths.tolist()])
+    yield (
+        "mha-shared-prefix",
+        shared,
+        ((SHARED_ROWS, SHARED_GROUPS), (longer, SHARED_GROUPS), (SHARED_ROWS, ()), (longer, ((4, 37), (5, 37)))),
+    )
+    alike = Rows.of([4200 + row for row in range(64)])
+    yield "mha-shared-prefix-64-rows", replace(heads, rows=alike, groups=((64, 256),)), ((alike, ()), (alike, ((30, 256), (34, 250))))
+
+
+def _encoder_cases() -> Iterator[tuple[str, Case]]:
+    fresh = Rows.of([], [(0, 21), (0, 1), (0, 9), (0, 130), (0, 21), (0, 131)])
+    yield "encoder", Case(fresh, kv_heads=4, causal=False)
+    yield "encoder-equal-rows", Case(Rows.of([], [(0, 40)] * 3), kv_heads=4, head_dim=64, v_head_dim=64, causal=False)
+    yield "encoder-shared-keys", Case(fresh, heads=6, kv_heads=2, causal=False)
+    yield "encoder-soft-cap", Case(fresh, soft_cap=1.5, causal=False)
+
+
+def _large_cases() -> Iterator[tuple[str, Case]]:
+    long = Rows.of([3000, 17, 5000], [(1000, 513), (0, 700), (2047, 65)])
+    for width in (64, 128, 256):
+        yield f"mha-long-width-{width}", Case(long, heads=8, kv_heads=2, head_dim=width, v_head_dim=width)
+    yield "mha-long-width-192-values-128", Case(long, heads=4, kv_heads=4, head_dim=192, v_head_dim=128)
+    yield "mha-long-window", Case(long, heads=8, kv_heads=2, head_dim=128, v_head_dim=128, window=700)
+    many = Rows.of(list(range(1, 200)), [(n, n % 7 + 1) for n in range(40)])
+    yield "mha-many-rows", Case(many, heads=4, kv_heads=1, head_dim=64, v_head_dim=64)
+    deepseek: dict[str, Any] = {"heads": 16, "rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}
+    for page_size in (1, 64):
+        yield f"mla-512-64-pages-of-{page_size}", Case(long, page_size=page_size, **deepseek)
+    yield "mla-512-64-many-heads", Case(Rows.of([700, 90], [(50, 40)]), **{**deepseek, "heads": 128})
+    yield "mla-256-64", Case(long, heads=8, rank=256, rope=64, head_dim=128, v_head_dim=64)
+
+
+def _fuzzed_cases(count: int) -> Iterator[tuple[str, Case]]:
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        kv_heads, group = int(rng.integers(1, 5)), int(rng.choice([1, 2, 3, 4, 5, 8]))
+        decodes = [int(n) for n in rng.integers(1, int(rng.choice([20, 600])), int(rng.integers(0, 9)))]
+        count_extends = int(rng.integers(not decodes, 6))
+        prefixes = rng.integers(0, 300, count_extends) * rng.integers(0, 2, count_extends)
+        extends = [(int(prefix), int(rng.integers(1, 150))) for prefix in prefixes]
+        shared: dict[str, Any] = {
+            "rows": Rows.of(decodes, extends),
+            "page_size": int(rng.choice([1, 2, 5, 16, 32, 64, 128])),
+            "window": int(rng.integers(1, 200)) if rng.random() < 0.3 else None,
+            "soft_cap": float(rng.uniform(1, 30)) if rng.random() < 0.2 else None,
+            "sinks": bool(rng.random() < 0.2),
+            "shuffled": bool(rng.random() < 0.8),
+        }
+        widths = [16, 32, 40, 64, 80, 96, 128, 192]
+        if seed % 3:
+            width = int(rng.choice(widths))
+            value = width if rng.random() < 0.7 else int(rng.choice(widths))
+            yield f"mha-fuzzed-{seed}", Case(heads=kv_heads * group, kv_heads=kv_heads, head_dim=width, v_head_dim=value, **shared)
+        else:
+            rope = int(rng.choice([8, 16, 32, 64]))
+            nope, value = (int(n) for n in rng.choice([16, 32, 64, 128], 2))
+            heads, rank = int(rng.choice([1, 3, 8, 16, 20])), int(rng.choice([32, 64, 96, 128, 256, 512]))
+            yield f"mla-fuzzed-{seed}", Case(heads=heads, rank=rank, rope=rope, head_dim=nope + rope, v_head_dim=value, **shared)

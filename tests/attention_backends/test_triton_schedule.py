@@ -1,0 +1,102 @@
+"""Schedules of the `triton` backend: every key of every row in one item or one shared item. Interpreted, so in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_triton.py under the interpreter"),
+]
+
+
+def items_of(lengths, cut, groups=()):  # type: ignore[no-untyped-def]
+    """(items [n, 8], shared items, rows [n, 8]) of a schedule; `groups` of (rows, shared keys) from the first row on."""
+    from frame.attention_backends.triton.prefixes import FIELDS
+    from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW, make_schedule
+
+    rows = len(lengths)
+    prefixes = torch.zeros(FIELDS, cut.capacity, dtype=torch.int32)
+    at = 0
+    for size, shared in groups:
+        there = torch.arange(at, at + size, dtype=torch.int32)
+        prefixes[0, at : at + size] = shared
+        prefixes[1, at : at + size] = there
+        prefixes[2, at : at + size] = there - at
+        prefixes[3, at : at + size] = size
+        prefixes[4, at : at + size] = there
+        at += size
+    slots = torch.arange(rows) + 5
+    found = make_schedule(cut, rows, torch.tensor(lengths, dtype=torch.int32), slots, prefixes, pdl=False).numpy()
+    info = found[HEADER.value :][: cut.capacity * ROW.value].reshape(-1, ROW.value)[:rows]
+    items = found[HEADER.value + cut.capacity * ROW.value :][: cut.items(cut.capacity) * ITEM.value].reshape(-1, ITEM.value)
+    assert found[0] <= cut.items(rows), "more items than the grid has room for"
+    assert (found[len(found) - cut.capacity * cut.heads :][: rows * cut.heads] == 0).all()
+    return items[: found[0]], int(found[1]), info
+
+
+def cut_of(**values):  # type: ignore[no-untyped-def]
+    from frame.attention_backends.triton.schedule import Cut
+
+    return Cut(**{"capacity": 300, "heads": 4, "target": 33, "min_keys": 64, "block_keys": 64, "window": 0, "tile_rows": 0, **values})
+
+
+@pytest.mark.parametrize("lengths", [[1], [512], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])
+@pytest.mark.parametrize("window", [0, 128])
+def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
+    items, shared, info = items_of(lengths, cut_of(window=window))
+    assert shared == 0
+    longest = 0
+    for row, length in enumerate(lengths):
+        own = items[info[row, 0] : info[row, 0] + info[row, 1]]
+        assert (own[:, 0] == row).all()
+        assert (own[:, 1] == row + 5).all()
+        first = max(0, length - window) if window else 0
+        assert own[0, 2] == first
+        assert own[-1, 3] == length
+        assert (own[1:, 2] == own[:-1, 3]).all()
+        assert (own[:, 3] > own[:, 2]).all()
+        longest = max(longest, int((own[:, 3] - own[:, 2]).max()))
+    total = sum(min(length, window) if window else length for length in lengths)
+    assert longest <= max(64, 1.25 * total / 33) + 64
+
+
+def test_a_long_row_takes_the_whole_device() -> None:
+    items, _, _ = items_of([50_000, *[10] * 100], cut_of())
+    assert len(items) >= 100 + 26
+
+
+def test_shared_items_hold_a_prefix_once_for_each_tile_of_rows() -> None:
+    lengths = [700, 650, 641, 900, 660, 20, 3000, 2100, 2049]
+    items, shared, info = items_of(lengths, cut_of(tile_rows=2, target=9), groups=((5, 640), (1, 0), (3, 2048)))
+    for row, (prefix, tile, within, rows) in enumerate(
+        [
+            (640, 0, 0, 2),
+            (640, 0, 1, 2),
+            (640, 2, 0, 2),
+            (640, 2, 1, 2),
+            (640, 4, 0, 1),
+            (0, 0, 0, 0),
+            (2048, 6, 0, 2),
+            (2048, 6, 1, 2),
+            (2048, 8, 0, 1),
+        ]
+    ):
+        own = items[shared + info[row, 0] :][: info[row, 1]]
+        assert (own[0, 2], own[-1, 3]) == (prefix, lengths[row])
+        if not prefix:
+            assert info[row, 3] == 0
+            continue
+        parts = items[info[row, 2] : info[row, 2] + info[row, 3]]
+        assert info[row, 2] + info[row, 3] <= shared
+        assert (parts[:, 0] == tile).all()
+        assert (parts[:, 4] == rows).all()
+        assert info[row, 4] == within
+        assert (parts[0, 2], parts[-1, 3]) == (0, prefix)
+        assert (parts[1:, 2] == parts[:-1, 3]).all()
+    assert int(np.sum(info[[0, 2, 4, 6, 8], 3])) == shared
