@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from frame import kernels
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.model import ModelFacts
@@ -152,6 +154,19 @@ def test_norm_adds_the_residual() -> None:
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(norm(stream), want)
     assert norm.add(x, None)[1] is x
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_are_chosen_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole models with them: tests/core/interpreted_greedy.py."""
+    plain = RMSNorm(CONTEXT, "norm", 8, 1e-5)
+    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    fused = RMSNorm(CONTEXT, "norm", 8, 1e-5)
+    fused.finish()
+    assert (plain.kernel is not None) == kernels.INTERPRETED
+    assert fused.kernel is not None
+    assert fused.scale is not None
+    assert rotary({}).fused
 
 
 def test_block_scales_are_cut_with_their_weight() -> None:
