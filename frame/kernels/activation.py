@@ -12,15 +12,17 @@ import triton.language as tl
 
 from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
 
-_COLUMNS = 1024  # of a program
+_COLUMNS = 1024  # of a program, while rows are few; then twice as many, as programs that wait for one another start slowly
+_FEW_ROWS = 64
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up for [rows, gate | up], each `inner` wide -> contiguous [rows, inner], float32 inside. Rows may have gaps."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(_COLUMNS, power_of_2(inner))
-    together = rows_per_program(rows, _COLUMNS // block)
+    columns = _COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS
+    block = min(columns, power_of_2(inner))
+    together = rows_per_program(rows, columns // block)
     _silu_mul[(blocks_of(rows, together), blocks_of(inner, block))](
         gate_up, out, rows, gate_up.stride(0), INNER=inner, BLOCK=block, ROWS=together,
         **options(gate_up.device, warps_for(block * together)),

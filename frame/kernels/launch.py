@@ -17,7 +17,7 @@ import triton.language as tl
 
 from frame import kernels
 
-_ELEMENTS_PER_THREAD = 8  # 16 bytes of the narrow types: one load
+_ELEMENTS_PER_LOAD = 8  # 16 bytes of the narrow types
 _MAX_WARPS = 16
 _INTERPRETED_ROWS = 64  # the interpreter takes about a millisecond a program, whatever its size
 
@@ -40,9 +40,9 @@ def blocks_of(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def warps_for(elements: int) -> int:
-    """Warps of a program over as many elements, such that a thread holds one load's worth of them, if the program is small enough."""
-    wanted = power_of_2(max(1, elements // (32 * _ELEMENTS_PER_THREAD)))
+def warps_for(elements: int, loads: int = 1) -> int:
+    """Warps of a program over as many elements, such that a thread holds as many loads' worth of them, if the program is small enough."""
+    wanted = power_of_2(max(1, elements // (32 * _ELEMENTS_PER_LOAD * loads)))
     return min(wanted, _MAX_WARPS)
 
 

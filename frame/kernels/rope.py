@@ -71,7 +71,7 @@ def norm_rope_store(
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, DIM=heads.dim, ROTATED=heads.rotated,
         INTERLEAVED=heads.interleaved, BLOCK_HALF=half, BLOCK_TAIL=power_of_2(max(tail, 1)),
         HEADS=together, TOKENS=block, NORM=norm is not None, STORE=cache is not None,
-        **options(qkv.device, warps_for(elements * block)),
+        **options(qkv.device, warps_for(elements * block, loads=2)),
     )  # fmt: skip
     return q
 
@@ -114,7 +114,7 @@ def latent_norm_rope_store(
         x.stride(0), eps, 1.0 / scale,
         Q_RANK=q_rank, RANK=rank, ROPE=rope, INTERLEAVED=interleaved, STORE=cache is not None,
         BLOCK_Q=power_of_2(max(q_rank, 1)), BLOCK=block, BLOCK_HALF=power_of_2(rope // 2),
-        **options(x.device, warps_for(max(block, q_rank))),
+        **options(x.device, warps_for(max(block, q_rank), loads=2)),
     )  # fmt: skip
     return q
 
