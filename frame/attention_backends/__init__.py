@@ -30,6 +30,9 @@ TORCH_NATIVE = AttentionCapabilities(
 )
 
 
+FLEX_ATTENTION = replace(TORCH_NATIVE, compute_capability=((8, 0), (12, 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities(AttentionCapabilities):
     """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
@@ -90,4 +93,12 @@ def register_attention_backends(registry: KindRegistry) -> None:
         rank=15,
         requires=("flashinfer-python>=0.6.12,<0.8",),
         summary="FlashInfer's paged prefill and decode, latent attention and ragged prefill (FlashAttention-2 and -3 kernels).",
+    )
+    registry.add(
+        "flex_attention",
+        "frame.attention_backends.flex_attention:FlexAttentionBackend",
+        capabilities=FLEX_ATTENTION,
+        api=API,
+        rank=5,
+        summary="PyTorch's flex_attention over gathered pages: compiled on a GPU, its plain form on a CPU.",
     )

@@ -138,11 +138,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         planned = self.planned
         assert tuple(q.shape[1:]) == (planned["heads"][0], planned["heads"][2]) and q.dtype == planned["dtype"] and q.stride(-1) == 1
         assert out is not None and paged_kv_cache[0].shape[1] == planned["page_size"]
-        starts, last_page = self.lists("starts"), self.lists("last_page")
+        starts, last_page, scale = self.lists("starts"), self.lists("last_page"), planned["scale"] * (k_scale or 1.0)
         for row in range(q.shape[0]):
             k, v = self.keys(paged_kv_cache, row, last_page, starts)
-            out[row : row + 1] = attend(q[row : row + 1], k, v, planned["scale"], False, planned["window"], planned["soft_cap"])
-        return out
+            out[row : row + 1] = attend(q[row : row + 1], k, v, scale, False, planned["window"], planned["soft_cap"])
+        return out.mul_(v_scale or 1.0)
 
 
 def fast_decode_plan(
@@ -259,8 +259,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         for row in range(len(queries) - 1):
             k, v = self.keys(paged_kv_cache, row, planned["last_page"], planned["starts"])
             part = slice(int(queries[row]), int(queries[row + 1]))
-            out[part] = attend(q[part], k, v, planned["scale"], planned["causal"], planned["window"], planned["soft_cap"])
-        return out
+            scale = planned["scale"] * (k_scale or 1.0)
+            out[part] = attend(q[part], k, v, scale, planned["causal"], planned["window"], planned["soft_cap"])
+        return out.mul_(v_scale or 1.0)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):

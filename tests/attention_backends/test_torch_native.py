@@ -113,9 +113,9 @@ def test_long_extends_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch, ki
 def test_both_forms_of_latent_attention_agree(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Expanded keys that do not fit stay absorbed."""
     calls: list[str] = []
-    original = native._expanded
+    original = TorchNativeBackend._expanded
     monkeypatch.setattr(native, "EXPANDED_BYTES", limit)
-    monkeypatch.setattr(native, "_expanded", lambda *arguments: (calls.append("expanded"), original(*arguments))[1])
+    monkeypatch.setattr(TorchNativeBackend, "_expanded", lambda *arguments: (calls.append("expanded"), original(*arguments))[1])
     check_case(make, Case(Rows.of([], [(0, 30), (64, 40)]), **LATENT))
     assert bool(calls) == bool(limit)
 

@@ -93,9 +93,9 @@ class FlashInferBackend(AttentionBackend):
         shape = Heads(*sizes, window, spec.soft_cap or 0.0, spec.scale, q.dtype, cache[0].dtype)
         plan: StepPlan = batch.plan
         if shape in plan.heads:
-            return _attend(*plan.heads[shape], q, cache, plan.num_decodes)
+            return _attend(plan, shape, spec, q, cache)
         with self._learning(shape, plan):
-            return _attend(*plan.heads[shape], q, cache, plan.num_decodes)
+            return _attend(plan, shape, spec, q, cache)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -182,15 +182,15 @@ class FlashInferBackend(AttentionBackend):
             yield
 
 
-def _attend(
-    decodes: Wrapper | None, extends: Wrapper | None, q: torch.Tensor, cache: tuple[torch.Tensor, ...], num_decodes: int
-) -> torch.Tensor:
+def _attend(plan: StepPlan, shape: Heads, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    (decodes, extends), first = plan.heads[shape], plan.num_decodes
+    scales = {} if shape.kv_dtype == shape.dtype else {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
     q = _dense(q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if decodes is not None:
-        decodes.run(q[:num_decodes], cache, out=out[:num_decodes])
+        decodes.run(q[:first], cache, out=out[:first], **scales)
     if extends is not None:
-        extends.run(q[num_decodes:], cache, out=out[num_decodes:])
+        extends.run(q[first:], cache, out=out[first:], **scales)
     return out
 
 

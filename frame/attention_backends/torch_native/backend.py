@@ -67,7 +67,7 @@ class TorchNativeBackend(AttentionBackend):
         groups = self._groups(spec, batch)
         if not spec.causal:
             each = groups.extends
-            return _assemble(q.shape[0], each, [attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
+            return _assemble(q.shape[0], each, [self.attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
         work = [*groups.decodes, *groups.extends]
         if cached_k.dtype == FP8 and any(group.own_keys for group in work):  # this step's keys as every later step reads them
@@ -79,7 +79,7 @@ class TorchNativeBackend(AttentionBackend):
             else:
                 keys = _read(cached_k, group.keys, spec.k_scale, q.dtype)
                 values = _read(cached_v, group.keys, spec.v_scale, q.dtype)
-            results.append(attend(spec, group, _take(q, group.tokens), keys, values))
+            results.append(self.attend(spec, group, _take(q, group.tokens), keys, values))
         return _assemble(q.shape[0], work, results)
 
     def run_mla(
@@ -112,7 +112,7 @@ class TorchNativeBackend(AttentionBackend):
         """All decodes, absorbed and projected together -> [num_decodes, heads, v_head_dim]."""
         q = torch.cat((layer.absorb(q_nope[:num_decodes]), q_rope[:num_decodes]), dim=-1)
         scale = layer.spec.k_scale
-        results = [_absorbed(layer, group, _take(q, group.tokens), _read(cached, group.keys, scale, q.dtype)) for group in groups]
+        results = [self._absorbed(layer, group, _take(q, group.tokens), _read(cached, group.keys, scale, q.dtype)) for group in groups]
         return layer.unabsorb(_assemble(num_decodes, groups, results))
 
     def _extend_mla(
@@ -131,9 +131,25 @@ class TorchNativeBackend(AttentionBackend):
             keys = _read(cached, group.keys, layer.spec.k_scale, latent.dtype)
         nope, rope = _take(q_nope, group.tokens), _take(q_rope, group.tokens)
         if _expands(layer, group, latent.element_size()):
-            return _expanded(layer, group, torch.cat((nope, rope), dim=-1), keys)
-        attended = _absorbed(layer, group, torch.cat((layer.absorb(nope), rope), dim=-1), keys)
+            return self._expanded(layer, group, torch.cat((nope, rope), dim=-1), keys)
+        attended = self._absorbed(layer, group, torch.cat((layer.absorb(nope), rope), dim=-1), keys)
         return layer.unabsorb(attended.flatten(0, 1)).reshape(group.rows, group.query_len, *q_nope.shape[1:2], -1)
+
+    def _absorbed(self, layer: LatentProjections, group: Group, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Attention over the latent itself, as one key head whose values are its first `rank` numbers -> [rows, query_len, heads, rank]."""
+        keys = rows[:, None]
+        # the whole latent as values, cut afterwards: equal widths keep the fast kernel and spare a copy
+        return self.attend(layer.spec, group, q, keys, keys)[..., : layer.kv_lora_rank]
+
+    def _expanded(self, layer: LatentProjections, group: Group, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Attention over keys and values made of the latent, head by head -> [rows, query_len, heads, v_head_dim]."""
+        k_nope, v = layer.expand(rows[:, : layer.kv_lora_rank])
+        k_rope = rows[:, None, layer.kv_lora_rank :].expand(-1, layer.spec.num_heads, -1)
+        return self.attend(layer.spec, group, q, torch.cat((k_nope, k_rope), dim=-1), v)
+
+    def attend(self, spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] -> [rows, query_len, heads, dv]."""
+        return attend(spec, group, q, k, v)
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
         view = (spec.sliding_window, spec.causal)
@@ -223,20 +239,6 @@ def _plain(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         total = total + torch.exp(sinks - top)
     out = (weights @ v) / total
     return out.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1).to(dtype)
-
-
-def _absorbed(layer: LatentProjections, group: Group, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Attention over the latent itself, as one key head whose values are its first `rank` numbers -> [rows, query_len, heads, rank]."""
-    keys = rows[:, None]
-    # the whole latent as values, cut afterwards: equal widths keep the fast kernel and spare a copy
-    return attend(layer.spec, group, q, keys, keys)[..., : layer.kv_lora_rank]
-
-
-def _expanded(layer: LatentProjections, group: Group, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Attention over keys and values made of the latent, head by head -> [rows, query_len, heads, v_head_dim]."""
-    k_nope, v = layer.expand(rows[:, : layer.kv_lora_rank])
-    k_rope = rows[:, None, layer.kv_lora_rank :].expand(-1, layer.spec.num_heads, -1)
-    return attend(layer.spec, group, q, torch.cat((k_nope, k_rope), dim=-1), v)
 
 
 def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
