@@ -17,17 +17,19 @@ from frame.core.interfaces.model import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a machine reaches at best: bytes/s read, and operations/s of dense products (a multiplication and an addition are two)."""
+    """What a machine reaches at best: bytes/s read, operations/s of dense products (a multiplication and an addition are two), and
+    bytes/s read and written together, 0 where they were not measured."""
 
     read: float
     operations: float
+    copy: float = 0.0
 
     def seconds(self, read: float, operations: float) -> float:
         """Of work that reads and multiplies at once."""
         return max(read / self.read, operations / self.operations)
 
 
-H200 = Ceilings(4.39e12, 780e12)  # one card, bf16, as measured: docs/performance.md
+H200 = Ceilings(4.39e12, 780e12, 4.28e12)  # one card, bf16, as measured: docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)

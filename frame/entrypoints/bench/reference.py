@@ -1,16 +1,19 @@
 """The six fixed workloads that figures of different engines are compared by, token for token: lengths and ids come from one seed, and every
-round shifts the ids, so that no prompt of one round is found in the cache of another. Knows neither engine nor server.
+round shifts the ids, so that no prompt of one round is found in the cache of another. And the choice of a workload by its name, fixed or
+with changes. Knows neither engine nor server.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
-from frame.entrypoints.bench.workload import Job
+from frame.entrypoints.bench.workload import SHAPES, Arrivals, Job, Shape, changed, jobs
 
+ALL = "all"  # the six of them
 SEED = 0
 LOWEST, IDS = 10, 10_000  # the drawn ids: from LOWEST to IDS, both included; shifted ones from LOWEST on, IDS of them
 STRIDE = 17  # by which a round's ids are shifted against those of the round before
@@ -74,3 +77,44 @@ def reference_workloads() -> Mapping[str, Workload]:
             "longctx": Workload([tokens(16_000) for _ in range(4)], [128] * 4),
         }
     )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A workload that was asked for: one of the six as it stands, or drawn anew from a shape."""
+
+    shape: Shape
+    fixed: Workload | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return self.shape.longest if self.fixed is None else self.fixed.longest
+
+    @property
+    def shared(self) -> int:
+        """Tokens that stand in front of every prompt; those of several groups are not counted."""
+        if self.fixed is not None:
+            return self.fixed.shared
+        return self.shape.shared if self.shape.groups == 1 else 0
+
+    @property
+    def counts(self) -> str:
+        """Which tokens are its figure: prompt or output."""
+        return "output" if self.fixed is None else self.fixed.counts
+
+    def jobs(self, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
+        """The requests; another seed has other tokens."""
+        if self.fixed is None:
+            return jobs(self.shape, vocab_size, seed, arrivals)
+        found = self.fixed.jobs(vocab_size, seed)
+        times = (arrivals or Arrivals()).times(len(found), random.Random(seed))
+        return [replace(job, at=at) for job, at in zip(found, times, strict=True)]
+
+
+def chosen(names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, Chosen]:
+    """Workloads by name; with a change (that is not None) one of the six is drawn anew."""
+    fixed = reference_workloads()
+    every = [each for name in names or ("mixed",) for each in (fixed if name == ALL else (name,))]
+    is_changed = any(value is not None for value in changes.values())
+    return {name: Chosen(changed(SHAPES[name], **changes), None if is_changed else fixed.get(name)) for name in every}

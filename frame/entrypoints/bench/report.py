@@ -31,6 +31,8 @@ FIGURES: Mapping[str, str] = {
     "between_tokens_ms.p99": "ITL p99, ms",
     "end_to_end_ms.p99": "E2E p99, ms",
     "goodput_per_s": "goodput, requests/s",
+    "floor_seconds": "floor, seconds",
+    "share_of_floor": "share of the floor",
 }
 FORMAT = 1
 

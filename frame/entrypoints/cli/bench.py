@@ -6,14 +6,15 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.bench.workload import SHAPES, Arrivals, Job, Shape, Span, changed, jobs, span
+from frame.entrypoints.bench.reference import ALL, Chosen, chosen
+from frame.entrypoints.bench.workload import SHAPES, Arrivals, Shape, Span, jobs, span
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_sources import LoadedConfig
 
@@ -35,7 +36,9 @@ class SpanType(click.ParamType):
 def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that choose and change workloads."""
     options = (
-        click.option("--workload", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Several may be given [mixed]."),
+        click.option(
+            "--workload", "names", multiple=True, type=click.Choice([*SHAPES, ALL]), help="Several may be given [mixed]; all: the fixed six"
+        ),
         click.option("--requests", type=click.IntRange(min=1), help="Requests, instead of the workload's."),
         click.option("--input-len", "input", type=SpanType(), help="Prompt tokens, instead of the workload's."),
         click.option("--output-len", "output", type=SpanType(), help="Output tokens, instead of the workload's."),
@@ -58,18 +61,30 @@ def command() -> None:
 @config_command(help="Throughput of an engine in this process: every workload is run, and the best of its repeats is kept.")
 @workload_options
 @click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Counted runs of each workload.")
-def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, **changes: Any) -> None:
+@click.option(
+    "--ceilings", type=click.Choice(["measured", "h200", "none"]), default="measured", show_default=True,
+    help="What the floor under each workload is reckoned with: this machine, measured first; one H200; no floor.",
+)  # fmt: skip
+def offline(
+    loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, ceilings: str, **changes: Any
+) -> None:
+    from frame.entrypoints.bench.offline import floors, measure
     from frame.entrypoints.bench.report import report
     from frame.entrypoints.offline import Engine
 
+    wanted = chosen(names, changes)
+    under = None if ceilings == "none" else floors(loaded.config, ceilings)
     with Engine(config=loaded.config) as engine:
-        vocabulary, longest = engine.info["vocab_size"], engine.info["max_context"]
+        vocabulary = engine.info["vocab_size"]
+        _check_lengths(wanted, engine.info["max_context"])
+        measure(engine, jobs(WARM_UP, vocabulary, -1))
         rows = {}
-        _generate(engine, jobs(WARM_UP, vocabulary, -1))
-        for name, shape in _shapes(names, changes, longest).items():
-            runs = [_generate(engine, jobs(shape, vocabulary, seed + number)) for number in range(repeats)]
+        for name, workload in wanted.items():
+            runs = [measure(engine, workload.jobs(vocabulary, seed + number)) for number in range(repeats)]
             rows[name] = min(runs, key=lambda run: run["seconds"]) | {"all_seconds": [run["seconds"] for run in runs]}
-        _finish(report("offline", rows, engine=engine.info), path)
+            if under is not None:
+                rows[name] |= under.row(workload, vocabulary, rows[name]["seconds"])
+        _finish(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
 
 
 @click.command(help="Latency and throughput of a running server, as clients see them: requests leave when they are due.")
@@ -107,8 +122,8 @@ def serve(
     arrivals = Arrivals(math.inf if rate is None else rate, burstiness)
     asyncio.run(run(target, jobs(WARM_UP, vocabulary, -1)))
     rows = {
-        name: row(asyncio.run(run(target, jobs(shape, vocabulary, seed, arrivals), concurrency)), objective)
-        for name, shape in _shapes(names, rest, None).items()
+        name: row(asyncio.run(run(target, workload.jobs(vocabulary, seed, arrivals), concurrency)), objective)
+        for name, workload in chosen(names, rest).items()
     }
     _finish(report("serve", rows, server=base_url, model=target.model, rate=rate, burstiness=burstiness, concurrency=concurrency), path)
     if any(figures["failed"] for figures in rows.values()):
@@ -144,32 +159,13 @@ for _each in (offline, serve, startup, compare):
     command.add_command(_each)
 
 
-def _shapes(names: Sequence[str], changes: dict[str, Any], longest: int | None) -> dict[str, Shape]:
-    shapes = {name: changed(SHAPES[name], **changes) for name in names or ("mixed",)}
-    for name, shape in shapes.items():
-        if longest is not None and shape.longest > longest:
+def _check_lengths(wanted: Mapping[str, Chosen], longest: int) -> None:
+    for name, workload in wanted.items():
+        if workload.longest > longest:
             raise ConfigError(
-                f"The workload {name} has requests of up to {shape.longest} tokens, and the engine takes {longest};"
+                f"The workload {name} has requests of up to {workload.longest} tokens, and the engine takes {longest};"
                 " give a larger --max-model-len, or shorter ones with --input-len, --output-len or --shared-prefix."
             )
-    return shapes
-
-
-def _generate(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
-    from frame.core.sampling_params import SamplingParams
-
-    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
-    started = time.perf_counter()
-    outputs = engine.generate([job.prompt for job in wanted], params)
-    seconds = time.perf_counter() - started
-    tokens, prompts = sum(len(output.token_ids) for output in outputs), sum(len(job.prompt) for job in wanted)
-    return {
-        "requests": len(wanted),
-        "seconds": round(seconds, 3),
-        "output_tokens_per_s": round(tokens / seconds, 1),
-        "prompt_tokens_per_s": round(prompts / seconds, 1),
-        "output_tokens": tokens,
-    }
 
 
 def _first_model(base_url: str, api_key: str | None) -> str:

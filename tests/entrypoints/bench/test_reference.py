@@ -11,7 +11,8 @@ import pytest
 
 from frame.core.interfaces.model import ModelFacts
 from frame.entrypoints.bench.floors import H200, Ceilings, ModelCost, floor_seconds
-from frame.entrypoints.bench.reference import reference_workloads
+from frame.entrypoints.bench.reference import chosen, reference_workloads
+from frame.entrypoints.bench.workload import Arrivals
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QWEN3 = ModelFacts(
@@ -41,6 +42,17 @@ def test_a_round_shares_no_prompt_with_another_and_its_ids_exist() -> None:
     assert len({tuple(prompt[: workload.shared]) for prompt in first}) == 1
     assert first[0][0] != second[0][0]
     assert all(10 <= token < 300 for prompt in first + second for token in prompt)
+
+
+def test_a_change_makes_a_workload_anew_and_all_are_six() -> None:
+    nothing = {"requests": None, "input": None}
+    every = chosen(["all"], nothing)
+    assert every.keys() == reference_workloads().keys()
+    assert every["batch8"].jobs(20_000, 1) == reference_workloads()["batch8"].jobs(20_000, 1)
+    fewer = chosen(["batch8"], {"requests": 2, "input": (5, 5)})["batch8"]
+    assert [len(job.prompt) for job in fewer.jobs(500, 0)] == [5, 5]
+    later = chosen(["batch8"], nothing)["batch8"].jobs(500, 0, Arrivals(10.0))
+    assert later[-1].at > 0
 
 
 @pytest.mark.parametrize(("name", "facts"), [("Qwen3-0.6B", QWEN3), ("Qwen3-30B-A3B", QWEN3_MOE)])

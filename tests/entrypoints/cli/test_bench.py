@@ -41,6 +41,8 @@ def test_an_engine_and_its_start_are_measured(checkpoint: Path, tmp_path: Path) 
     row = read(path)["rows"]["mixed"]
     assert row["output_tokens"] == 20
     assert len(row["all_seconds"]) == 2
+    assert 0 < row["share_of_floor"] < 1
+    assert read(path)["ceilings"]["source"] == "measured"
     done = CliRunner().invoke(cli, ["bench", "offline", *engine, "--workload", "longctx"])
     assert done.exit_code == 78
     assert "the engine takes 512" in done.output
