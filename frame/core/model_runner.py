@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from frame import kernels
 from frame.core.batch_builder import BatchBuilder, count_rows
 from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.compiled import Forward, keep_out
@@ -75,9 +76,10 @@ class TorchModelRunner(ModelRunner):
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
         self.builder = BatchBuilder(table, pool, context.attention, make_staging(context.device, staged))
         self._masks = make_staging(context.device, 0)  # for those that come after their batch
-        self.sampling = SamplingTable(limits.max_running_requests)
+        by_kernels = kernels.usable(context.device)
+        self.sampling = SamplingTable(limits.max_running_requests, by_row=by_kernels)
         self._processors = processors
-        self.sampler = Sampler(processors)
+        self.sampler = Sampler(processors, by_kernels=by_kernels)
         self.graphs: DecodeGraphs | None = None
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:

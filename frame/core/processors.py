@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorPlan:
-    """Which processors a step calls. Their rows, slots and positions are in `arrays`, named `processor.INDEX.…`."""
+    """Which processors a step calls. Their rows, slots and positions are in `arrays`, named `processor.INDEX.…`; `processor.rows`
+    are all rows that one of them changes, and `processor.INDEX.places` where its own are among those."""
 
     indices: tuple[int, ...]
     arrays: dict[str, np.ndarray]
@@ -56,18 +57,23 @@ class Processors:
         indices = tuple(np.flatnonzero(wants.any(axis=1)).tolist())
         if not indices:
             return None
-        arrays: dict[str, np.ndarray] = {}
+        changed = np.flatnonzero(wants.any(axis=0))
+        arrays = {"processor.rows": changed}
         for index in indices:
             rows = np.flatnonzero(wants[index])
             arrays[f"processor.{index}.rows"] = rows
+            arrays[f"processor.{index}.places"] = np.searchsorted(changed, rows)
             arrays[f"processor.{index}.slots"] = slots[rows]
             arrays[f"processor.{index}.positions"] = positions[rows]
         return ProcessorPlan(indices, arrays)
 
-    def apply(self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Change logits [rows, vocab], float32, in place."""
+    def apply(
+        self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], *, changed_only: bool = False
+    ) -> None:
+        """Change logits [rows, vocab], float32, in place; with `changed_only` they are those of `processor.rows` alone."""
         for index in plan.indices:
-            rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in ("rows", "slots", "positions"))
+            names = ("places" if changed_only else "rows", "slots", "positions")
+            rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in names)
             self._processors[index].apply(logits, rows, slots, positions)
 
     def observe(self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:

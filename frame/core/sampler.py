@@ -26,6 +26,7 @@ _BLOCK = 128  # columns; large vocabularies are searched by blocks first
 _BLOCKS_PAY = 8192  # vocabulary from which a blocked maximum is faster than a plain one
 _NOTHING = -115.0  # powers of 2 below this are taken for 0: less than 1e-34 of the likeliest token's
 _FIRST_TOP_P = 256  # candidates tried for top-p,
+_PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # of every row, where kernels sample
 _MORE = 16  # times as many where these were not enough, and in the end all
 
 
@@ -43,12 +44,15 @@ class Sampled:
 class Sampler:
     """Turns a step's logits into tokens. Stateless but for its processors."""
 
-    def __init__(self, processors: Processors) -> None:
+    def __init__(self, processors: Processors, *, by_kernels: bool = False) -> None:
+        """`by_kernels`: on a device where kernels run, with plans of a `SamplingTable(by_row=True)`."""
         self._processors = processors
+        self._by_kernels = by_kernels
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
         """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their type."""
-        logits = logits.float()
+        if not self._by_kernels:
+            logits = logits.float()
         raw = None
         if plan.logprob_rows is not None:
             is_changed = processing is not None or "grammar_mask" in tensors
@@ -57,6 +61,16 @@ class Sampler:
                 raw = logits.index_select(0, tensors["logprob_rows"])
             elif is_changed:
                 raw = logits.clone()
+        choose = self._choose_by_kernels if self._by_kernels else self._choose
+        token_ids, best = choose(logits, plan, processing, tensors)
+        if raw is None:
+            return Sampled(token_ids, best)
+        chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
+        return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
+
+    def _choose(
+        self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if processing is not None:
             self._processors.apply(logits, processing, tensors)
         if "grammar_mask" in tensors:
@@ -66,10 +80,35 @@ class Sampler:
             rows = tensors.get("drawn_rows")
             drawn = draw(_weights(logits, best, rows, plan, tensors), tensors["uniform"])
             token_ids = drawn if rows is None else token_ids.index_copy(0, rows, drawn)
-        if raw is None:
-            return Sampled(token_ids, best)
-        chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
-        return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
+        return token_ids, best
+
+    def _choose_by_kernels(
+        self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks are exact in any type and are written into the logits; rows with processors are drawn from a float32 copy."""
+        from frame.kernels.logit_changes import ban
+
+        if "grammar_mask" in tensors:
+            ban(logits, tensors["grammar_rows"], tensors["grammar_mask"])
+        params = {name: tensors[name] for name in _PARAMETERS if name in tensors}
+        if processing is None:
+            return _drawn(logits, params)
+        rows = tensors["processor.rows"]
+        scores = logits.index_select(0, rows).float()
+        self._processors.apply(scores, processing, tensors, changed_only=True)
+        token_ids, best = _drawn(scores, {name: each.index_select(0, rows) for name, each in params.items()})
+        if len(rows) == plan.num_rows:
+            return token_ids, best
+        every_id, every_best = _drawn(logits, params)
+        return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
+
+
+def _drawn(logits: torch.Tensor, params: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, greatest logits) of all rows, whose `params` are by row, by kernels."""
+    from frame.kernels.filtering import Filters, sample_filtered
+    from frame.kernels.sampling import sample_simple
+
+    return sample_filtered(logits, Filters(**params)) if "top_k" in params else sample_simple(logits, **params)
 
 
 def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,6 +234,10 @@ def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top` likeliest) under logits [n, vocab]."""
+    if kernels.usable(logits.device):
+        from frame.kernels.likelihoods import likelihoods
+
+        return likelihoods(logits, token_ids, num_top)
     logits = logits.float()
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser

@@ -37,7 +37,7 @@ class SamplingPlan:
     """What the sampler does in one step; `arrays` travel to the device under the names that `Sampler` reads.
 
     Rows are sampling rows, in order. Rows are drawn (temperature above 0) or greedy; of the drawn ones some are filtered
-    by top-k or top-p.
+    by top-k or top-p. Parameters in `arrays` are those of the rows that have them, or where kernels sample, of every row.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -65,7 +65,9 @@ class SamplingPlan:
 class SamplingTable:
     """Sampling parameters by slot, on the host. `update` before a step's `plan`."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, by_row: bool = False) -> None:
+        """`by_row`: plans have each parameter for every row (`Sampler(by_kernels=True)`)."""
+        self._by_row = by_row
         self._rows = np.zeros(num_slots, _ROW)
         self._prompts: dict[int, np.ndarray] = {}
 
@@ -89,6 +91,8 @@ class SamplingTable:
 
     def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
         """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order."""
+        if self._by_row:
+            return {name: plan.arrays[name] for name in ("temperature", "uniform")}
         rows = self._rows[plan.slots]
         return {"temperature": rows["temperature"], "uniform": uniforms(rows["seed"], plan.positions)}
 
@@ -107,7 +111,9 @@ class SamplingTable:
         chosen = rows[drawn]
         filtered = np.flatnonzero((chosen["top_k"] > 0) | (chosen["top_p"] < 1.0))
         has_min_p = bool(len(drawn)) and bool(np.isfinite(chosen["log_min_p"]).any())
-        if len(drawn):
+        if self._by_row:
+            arrays |= _of_every_row(rows, positions, is_filtered=has_min_p or len(filtered) > 0)
+        elif len(drawn):
             arrays["temperature"] = np.ascontiguousarray(chosen["temperature"])
             arrays["uniform"] = uniforms(chosen["seed"], positions[drawn])
             if len(drawn) != len(slots):
@@ -115,7 +121,7 @@ class SamplingTable:
             if has_min_p:
                 arrays["log_min_p"] = np.ascontiguousarray(chosen["log_min_p"])
         top_k, top_p = chosen["top_k"][filtered], chosen["top_p"][filtered]
-        if len(filtered):
+        if len(filtered) and not self._by_row:
             arrays["top_k"] = top_k.astype(np.int64)
             arrays["top_p"] = top_p.astype(np.float64)
             if len(filtered) != len(drawn):
@@ -134,6 +140,13 @@ class SamplingTable:
             num_top_logprobs=int(rows["logprobs"].max(initial=0)),
             arrays=arrays,
         )
+
+
+def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool) -> dict[str, np.ndarray]:
+    names = ("temperature", "top_k", "top_p", "log_min_p") if is_filtered else ("temperature",)
+    arrays = {name: np.ascontiguousarray(rows[name]) for name in names}
+    arrays["uniform"] = uniforms(rows["seed"], positions)
+    return arrays
 
 
 def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -15,13 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, wait_for_previous
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
 from frame.kernels.sampling import BLOCK, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, survey
 
 CANDIDATES = 2048  # of a row, at most
 TILE = 8192  # columns at once where a row is searched whole
 LOWEST = tl.constexpr(-115.0)  # powers of 2 below this are taken for 0
 UNIT = tl.constexpr(float(2**40))  # weights as whole numbers: the greatest logit's
+_MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks in which one program gathers: more where rows keep the device busy
 _STEPS = 14  # halvings of the range in which candidates begin
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that are 0 in values of the type
 _WARPS, _SEARCH_WARPS = 4, 16
@@ -57,6 +58,7 @@ def bound_kernel(
     temperature,
     top_k,  # int32 [rows]
     top_p,  # float32 [rows]
+    log_min_p,  # float32 [rows], to base 2; minus infinity: off
     best,  # float32 [rows]
     tops,
     masses,
@@ -71,29 +73,34 @@ def bound_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """From which logit on a row surely has what its filters keep."""
+    """From which logit on a row has what its filters keep: surely for top-k and min-p, for top-p if it keeps few columns."""
     begin(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     top = tl.load(best + row)
-    k, p, is_filtered, _drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    k, p, is_filtered, is_drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    min_p = tl.load(log_min_p + row)
     bound = float("inf")
+    scale = scale_of(temperature, row)
     if is_filtered:
-        scale = scale_of(temperature, row)
-        goal = k.to(tl.float64)
-        if k == 0:
-            goal = p.to(tl.float64) * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS)
         groups = tl.arange(0, PEAKS)
         heights = tl.load(peaks + row * num_peaks + groups, mask=groups < num_peaks, other=NEVER)
-        weights = tl.where(k > 0, 1.0, tl.exp2((heights - top) * scale))
+        most = 0.75 * num_peaks  # so many groups' columns from their peaks on are, where they lie anywhere, as many again
+        weights, goal = tl.full([PEAKS], 1.0, tl.float32), k.to(tl.float32)
+        if k == 0:
+            weights = tl.exp2((heights - top) * scale)
+            goal = p * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS).to(tl.float32)
         low, high = top + LOWEST / scale, top
-        if tl.sum(tl.where(heights >= low, weights, 0.0), 0) >= goal:
-            for _step in range(STEPS):
-                middle = 0.5 * (low + high)
-                is_enough = tl.sum(tl.where(heights >= middle, weights, 0.0), 0) >= goal
-                low = tl.where(is_enough, middle, low)
-                high = tl.where(is_enough, high, middle)
-            bound = low
+        for _step in range(STEPS):
+            middle = 0.5 * (low + high)
+            is_from = heights >= middle
+            is_enough = tl.sum(tl.where(is_from, weights, 0.0), 0) >= goal
+            is_enough |= (k == 0) & (tl.sum(is_from.to(tl.float32), 0) >= most)
+            low = tl.where(is_enough, middle, low)
+            high = tl.where(is_enough, high, middle)
+        bound = low
+    elif is_drawn & (min_p > NEVER):
+        bound = top + (min_p - 0.001) / scale  # a little less: what is kept is decided by distances
     tl.store(bounds + row, bound)
     tl.store(counts + row, 0)
 
@@ -108,24 +115,27 @@ def gather_kernel(
     values_out,  # float32 [rows, CANDIDATES]
     columns_out,  # int32 [rows, CANDIDATES]
     vocab,
+    num_blocks,
+    span,
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The candidates of one block of one row, in whatever order."""
+    """The candidates of `span` blocks of one row, in whatever order."""
     begin(PDL)
     wait_for_previous(PDL)
-    block, row = tl.program_id(0), tl.program_id(1)
+    first, row = tl.program_id(0) * span, tl.program_id(1)
     bound = tl.load(bounds + row)
-    if tl.load(tops + row * tl.num_programs(0) + block) >= bound:
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        values = load_logits(logits, row, stride, columns, vocab)
-        taken = values >= bound
-        ranks = tl.cumsum(taken.to(tl.int32), 0)
-        places = tl.atomic_add(counts + row, tl.max(ranks, 0)) + ranks - 1
-        taken &= places < CANDIDATES
-        tl.store(values_out + row * CANDIDATES + places, values, mask=taken)
-        tl.store(columns_out + row * CANDIDATES + places, columns, mask=taken)
+    for block in range(first, tl.minimum(first + span, num_blocks)):
+        if tl.load(tops + row * num_blocks + block) >= bound:
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            values = load_logits(logits, row, stride, columns, vocab)
+            taken = values >= bound
+            ranks = tl.cumsum(taken.to(tl.int32), 0)
+            places = tl.atomic_add(counts + row, tl.max(ranks, 0)) + ranks - 1
+            taken &= places < CANDIDATES
+            tl.store(values_out + row * CANDIDATES + places, values, mask=taken)
+            tl.store(columns_out + row * CANDIDATES + places, columns, mask=taken)
 
 
 @triton.jit
@@ -145,7 +155,7 @@ def pick_kernel(
     uniform,
     top_k,
     top_p,
-    log_min_p,  # float32 [rows], to base 2; minus infinity: off
+    log_min_p,
     best,
     tops,
     masses,
@@ -171,7 +181,7 @@ def pick_kernel(
     min_p = tl.load(log_min_p + row)
     left = (is_filtered | (is_drawn & (min_p > NEVER))).to(tl.int32)
     bound, count = tl.load(bounds + row), tl.load(counts + row)
-    if is_filtered & (bound < float("inf")) & (count <= CANDIDATES):
+    if (left > 0) & (count <= CANDIDATES):
         scale = scale_of(temperature, row)
         places = tl.arange(0, CANDIDATES)
         there = places < count
@@ -181,17 +191,16 @@ def pick_kernel(
         weights = (tl.exp2(distances) * UNIT).to(tl.int64)
         orders = order_of(values, LOW_BITS)
         low, high = order_of(bound, LOW_BITS), order_of(top, LOW_BITS) + 1
-        found = tl.sum(weights, 0).to(tl.float64)
+        goal = tl.zeros([], tl.float64)
         if k > 0:
             low = limit_among(orders, there.to(tl.int32), low, high, k)
             above = orders > low
             least = tl.max(tl.where(orders == low, weights, 0), 0)
             rest = k - tl.sum(above.to(tl.int32), 0)
-            whole = (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
-        else:
-            whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
-        goal = p.to(tl.float64) * whole
-        if found >= goal:
+            goal = p.to(tl.float64) * (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
+        elif p < 1.0:
+            goal = p.to(tl.float64) * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
+        if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
             if p < 1.0:
                 low = limit_among(orders, weights, low, high, goal)
             weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
@@ -335,9 +344,7 @@ class Candidates:
     columns: torch.Tensor  # int32 [rows, CANDIDATES]
 
 
-def candidates(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, best: torch.Tensor, seen: Survey
-) -> Candidates:
+def candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, seen: Survey) -> Candidates:
     """What may pass the rows' filters, of logits [rows, vocab] that were surveyed with their peaks."""
     if seen.peaks is None:
         raise ValueError("candidates are looked for among peaks; survey with them")
@@ -348,14 +355,16 @@ def candidates(
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     num_peaks = seen.peaks.shape[1]
     bound_kernel[(rows,)](
-        temperature, top_k, top_p, best, seen.tops, seen.masses, seen.peaks, bounds, counts, vocab, seen.num_blocks, num_peaks,
-        triton.next_power_of_2(seen.num_blocks), triton.next_power_of_2(num_peaks), _STEPS, **launch,
+        filters.temperature, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses, seen.peaks, bounds, counts,
+        vocab, seen.num_blocks, num_peaks, power_of_2(seen.num_blocks), power_of_2(num_peaks), _STEPS, **launch,
     )  # fmt: skip
     values = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
     columns = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
-    gather_kernel[(seen.num_blocks, rows)](
-        logits, logits.stride(0), seen.tops, bounds, counts, values, columns, vocab, BLOCK, CANDIDATES, **launch
-    )
+    span = min(_MOST_BLOCKS, 1 + rows // _ROWS_PER_SPAN)
+    gather_kernel[(blocks_of(seen.num_blocks, span), rows)](
+        logits, logits.stride(0), seen.tops, bounds, counts, values, columns,
+        vocab, seen.num_blocks, span, BLOCK, CANDIDATES, **launch,
+    )  # fmt: skip
     return Candidates(bounds, counts, values, columns)
 
 
@@ -365,9 +374,9 @@ def sample_filtered(logits: torch.Tensor, filters: Filters) -> tuple[torch.Tenso
     device = logits.device
     seen = survey(logits, filters.temperature, with_peaks=True)
     token_ids, best = draw(logits, filters.temperature, filters.uniform, seen)
-    found = candidates(logits, filters.temperature, filters.top_k, filters.top_p, best, seen)
+    found = candidates(logits, filters, best, seen)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
-    blocks, low_bits = triton.next_power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]
+    blocks, low_bits = power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]
     pick_kernel[(rows,)](
         filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses,
         found.bounds, found.counts, found.values, found.columns, pending, token_ids, vocab, seen.num_blocks,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, wait_for_previous
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
 
 BLOCK = 2048  # columns of one program of the survey
 GROUP = 128  # columns whose greatest value the survey can keep, for filters
@@ -151,7 +151,7 @@ class Survey:
 def survey(logits: torch.Tensor, temperature: torch.Tensor, *, with_peaks: bool = False) -> Survey:
     """Read all logits [rows, vocab] once. temperature float32 [rows], times ln 2; 0 is taken for ln 2."""
     rows, vocab = logits.shape
-    num_blocks = triton.cdiv(vocab, BLOCK)
+    num_blocks = blocks_of(vocab, BLOCK)
     tops, masses = torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device).unbind()
     firsts = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
     group = GROUP if with_peaks else 0
@@ -170,7 +170,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor,
     best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     draw_kernel[(rows,)](
         logits, logits.stride(0), temperature, uniform, seen.tops, seen.firsts, seen.masses, token_ids, best, vocab, seen.num_blocks,
-        BLOCK, triton.next_power_of_2(seen.num_blocks), **options(logits.device, _WARPS),
+        BLOCK, power_of_2(seen.num_blocks), **options(logits.device, _WARPS),
     )  # fmt: skip
     return token_ids, best
 

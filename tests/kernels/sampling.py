@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from frame.core.batch_builder import count_rows
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+from frame.core.processors import Processors
+from frame.core.sampler import Sampled, Sampler
+from frame.core.sampling_params import SamplingParams
+from frame.core.sampling_table import SamplingTable
 from frame.kernels import filtering
 from frame.kernels.filtering import Filters, sample_filtered
+from frame.kernels.likelihoods import likelihoods
+from frame.kernels.logit_changes import ban
 from frame.kernels.sampling import sample_simple
+from frame.plugins.loader import load_registry
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LN2 = math.log(2.0)
@@ -47,7 +56,7 @@ def drawn(weights: torch.Tensor, uniform: float) -> tuple[int, int]:
 
 
 @each_type
-@pytest.mark.parametrize("vocab", [1, 31, 2048, 5003])
+@pytest.mark.parametrize("vocab", [1, 31, 5003])
 def test_plain_draws(vocab: int, dtype: torch.dtype) -> None:
     temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 3.0], device=DEVICE) * LN2
     logits = random_logits(5, vocab + 5, 3.0, dtype).to(DEVICE)[:, :vocab]
@@ -95,7 +104,7 @@ def test_columns_without_weight_are_never_drawn() -> None:
     uniform = torch.tensor([1e-300, 0.7, 1.0 - 2.0**-53], dtype=torch.float64, device=DEVICE)
     every = torch.ones(3, device=DEVICE)
     assert sample_simple(logits, temperature, uniform)[0].tolist() == [130, 130, 4999]
-    for top_k, top_p in ((5, 1.0), (0, 0.999), (2, 0.999), (5000, 1.0)):
+    for top_k, top_p in ((5, 1.0), (0, 0.999), (5000, 1.0)):
         filters = Filters(temperature, uniform, every.int() * top_k, every * top_p, every * -math.inf)
         assert sample_filtered(logits, filters)[0].tolist() == [130, 130, 4999]
 
@@ -145,7 +154,7 @@ def test_ties_at_the_limit_stay(room: int, monkeypatch: pytest.MonkeyPatch) -> N
     logits[:, :4] = 1.0
     uniform = ((torch.arange(rows, dtype=torch.float64) + 0.5) / rows).to(DEVICE)
     every = torch.ones(rows, device=DEVICE)
-    for top_k, top_p, min_p in ((3, 1.0, 0.0), (0, 0.005, 0.0), (0, 1.0, 0.999), (3, 0.5, 0.0)):
+    for top_k, top_p, min_p in ((3, 1.0, 0.0), (0, 1.0, 0.999), (3, 0.005, 0.0)):
         log_min_p = every * (math.log2(min_p) if min_p else -math.inf)
         token_ids, _ = sample_filtered(logits, Filters(every * LN2, uniform, every.int() * top_k, every * top_p, log_min_p))
         assert token_ids.bincount(minlength=300).tolist() == [2] * 4 + [0] * 296
@@ -164,3 +173,99 @@ def test_company_changes_nothing() -> None:
         one = slice(row, row + 1)
         alone, _ = sample_filtered(logits[one], Filters(temperature[one], uniform[one], top_k[one], top_p[one], log_min_p[one]))
         assert alone.item() == together[row]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "room"), [(3, torch.float32, 2048), (5003, torch.bfloat16, 2048), (300, torch.float32, 8)], ids=str
+)
+@pytest.mark.parametrize("num_top", [0, 5])
+def test_likelihoods(vocab: int, dtype: torch.dtype, room: int, num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filtering, "CANDIDATES", room)
+    logits = random_logits(4, vocab, 3.0, dtype)
+    logits[2] = logits[2].round()  # equals
+    token_ids = torch.arange(4) % vocab
+    chosen, top_ids, top = (each.cpu() for each in likelihoods(logits.to(DEVICE), token_ids.to(DEVICE), num_top))
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(chosen.double(), expected.gather(1, token_ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    for row in range(4):
+        ranked = sorted(range(vocab), key=lambda column: (-float(logits[row, column]), column))[:num_top]
+        assert top_ids[row].tolist() == ranked
+        torch.testing.assert_close(top[row].double(), expected[row, ranked], rtol=1e-5, atol=1e-5)
+
+
+@each_type
+def test_masks_ban_where_a_bit_is_not_set(dtype: torch.dtype) -> None:
+    logits = random_logits(4, 2100, 3.0, dtype)
+    mask = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (2, 66)).astype(np.int32))
+    rows = torch.tensor([3, 1])
+    masked = logits.to(DEVICE, copy=True)
+    ban(masked, rows.to(DEVICE), mask.to(DEVICE))
+    allowed = (mask[:, torch.arange(2100) // 32] >> (torch.arange(2100) % 32)) & 1
+    logits[rows] = logits[rows].masked_fill(allowed == 0, -math.inf)
+    assert torch.equal(masked.cpu(), logits)
+
+
+def sample_step(by_kernels: bool, logits: torch.Tensor, params: list[SamplingParams], mask: np.ndarray | None, steps: int) -> list[Sampled]:
+    """Some steps of decodes over the same logits, with the built-in processors."""
+    rows, vocab = logits.shape
+    registry = load_registry(installed=False)
+    made = [registry.load(record)(vocab, rows, DEVICE, None) for record in registry.records("logits_processor")]
+    for processor in made:
+        processor.eos_token_ids = (3,)
+    processors, table = Processors(made, rows), SamplingTable(rows, by_row=by_kernels)
+    sampler = Sampler(processors, by_kernels=by_kernels)
+    setups = [SlotSetup(row, each, row, 5, np.arange(5, dtype=np.int32)) for row, each in enumerate(params)]
+    table.update(setups, [])
+    processors.update(setups, [])
+    results = []
+    for step in range(steps):
+        batch = ScheduledBatch(
+            step=step,
+            num_decodes=rows,
+            slots=np.arange(rows, dtype=np.int32),
+            num_computed=np.full(rows, 4 + step, np.int32),
+            num_scheduled=np.ones(rows, np.int32),
+            token_ids=np.empty(0, np.int32),
+            samples=np.ones(rows, np.bool_),
+            new_pages=np.empty((0, 3), np.int32),
+            grammar_mask=mask,
+        )
+        plan = table.plan(batch, count_rows(batch))
+        processing = processors.plan(plan.slots, plan.positions)
+        arrays = plan.arrays if processing is None else {**plan.arrays, **processing.arrays}
+        tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
+        results.append(sampler.sample(logits.to(DEVICE, copy=True), plan, processing, tensors))
+        if processing is not None:
+            processors.observe(results[-1].token_ids, processing, tensors)
+    return results
+
+
+@pytest.mark.parametrize("every_row_is_changed", [False, True])
+def test_the_sampler_by_kernels_equals_the_one_without(every_row_is_changed: bool) -> None:
+    rows, vocab = 8, 1000
+    changes = [
+        {"frequency_penalty": 2.0, "presence_penalty": 1.0},
+        {"repetition_penalty": 3.0, "logit_bias": {7: 20.0, 8: 19.5}},
+        {"min_tokens": 2, "logit_bias": {3: 30.0}},
+        {"bad_words_ids": ((5,), (9, 6))},
+    ]
+    params = [
+        SamplingParams(
+            temperature=(0.0, 1.0, 0.7)[row % 3],
+            top_p=(1.0, 0.8)[row // 3 % 2],
+            top_k=(-1, 40)[row // 2 % 2],
+            logprobs=(None, 2)[row % 2],
+            **(changes[row % 4] if every_row_is_changed or row < 4 else {}),
+        )
+        for row in range(rows)
+    ]
+    mask = np.full((rows, -(-vocab // 32)), -1, np.int32)
+    mask[5:7] = np.random.default_rng(0).integers(-(2**31), 2**31, mask[5:7].shape)
+    logits = random_logits(rows, vocab, 2.0, torch.bfloat16)
+    pairs = zip(*(sample_step(by_kernels, logits, params, mask, 4) for by_kernels in (True, False)), strict=True)
+    for by_kernels, without in pairs:
+        assert by_kernels.token_ids.tolist() == without.token_ids.tolist()
+        torch.testing.assert_close(by_kernels.best, without.best)
+        assert by_kernels.logprobs is not None and by_kernels.top_ids is not None
+        torch.testing.assert_close(by_kernels.logprobs, without.logprobs)
+        assert by_kernels.top_ids.tolist() == without.top_ids.tolist()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.addition import add_to
 from frame.plugins.logits_processors.slot_state import Column, SlotState
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class BadWords(LogitsProcessor):
         fits = (before == _ANY) | (before == history[:, : before.shape[1]].unsqueeze(2))
         banned = fits.all(dim=1) & (last >= 0)
         change = logits.new_zeros(last.shape).masked_fill_(banned, -torch.inf)
-        logits.index_put_((rows.unsqueeze(1), last.clamp(min=0)), change, accumulate=True)
+        add_to(logits, rows, last.clamp(min=0), change)
 
     def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         history = self._state["history"]

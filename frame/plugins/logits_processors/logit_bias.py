@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.addition import add_to
 from frame.plugins.logits_processors.slot_state import Column, SlotState
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class LogitBias(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         at = self._state.rows(slots)
-        logits.index_put_((rows.unsqueeze(1), self._state["ids"][at]), self._state["values"][at], accumulate=True)
+        add_to(logits, rows, self._state["ids"][at], self._state["values"][at])
 
     def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         return

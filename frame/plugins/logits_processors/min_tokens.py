@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.logits_processors.addition import add_to
 from frame.plugins.logits_processors.slot_state import Column, SlotState
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class MinTokens(LogitsProcessor):
         ids = self._state["ids"][at]
         banned = (ids >= 0) & (positions < self._state["until"][at]).unsqueeze(1)
         change = logits.new_zeros(ids.shape).masked_fill_(banned, -torch.inf)
-        logits.index_put_((rows.unsqueeze(1), ids.clamp(min=0)), change, accumulate=True)
+        add_to(logits, rows, ids.clamp(min=0), change)
 
     def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from frame import kernels
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.plugins.logits_processors.slot_state import Column, SlotState
 
@@ -51,6 +52,12 @@ class Penalties(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         state, at = self._state, self._state.rows(slots)
+        if kernels.usable(logits.device):
+            from frame.kernels.logit_changes import penalise
+
+            penalties = (state["frequency"], state["presence"], state["repetition"])
+            penalise(logits, rows, state["counts"], at, penalties, _IN_PROMPT - 1)
+            return
         counts = state["counts"].index_select(0, at)
         frequency, presence, repetition = (state[name][at].unsqueeze(1) for name in ("frequency", "presence", "repetition"))
         scores = logits.index_select(0, rows)
