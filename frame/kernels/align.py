@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """(token, expert) pairs sorted by expert, in blocks of rows of one expert each, on the device and into buffers of fixed size.
 
-A pair is `token * k + place`. The order of pairs inside an expert is not defined. Knows no expert's weights.
+A pair is `token * k + place`; an expert's pairs keep their order. Knows no expert's weights.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 
 from frame.kernels.launch import begin, options, wait_for_previous
 
-_ONE_PROGRAM = 8192  # pairs up to which one program sorts them all
-_CHUNK = 1024  # pairs a program takes at a time
+_CHUNK = 4096  # pairs that a program takes at a time
+_COUNTED = 8192  # more pairs than that are counted by a launch of its own, not by every program
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,78 +36,69 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     numbers = torch.empty(blocks * (block + 1) + 1, dtype=torch.int32, device=device)
     found = Alignment(numbers[: blocks * block], numbers[blocks * block : -1], numbers[-1:], block)
     experts = triton.next_power_of_2(num_experts)
-    alone = pairs <= _ONE_PROGRAM
-    counters = (torch.empty if alone else torch.zeros)((2, experts), dtype=torch.int32, device=device)
-    programs = 1 if alone else triton.cdiv(pairs, _CHUNK)
-    for phase, grid in ((0, 1),) if alone else ((1, programs), (2, 1), (3, programs)):
-        _align_kernel[(grid,)](
-            ids, found.pairs, found.experts, found.used, counters, pairs, EXPERTS=experts, BLOCK=block, CHUNK=_CHUNK,
-            COUNTS=phase <= 1, PLANS=phase in {0, 2}, PLACES=phase in {0, 3}, ALONE=alone, **options(device, 8 if phase else 16),
-        )  # fmt: skip
+    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    warps = max(4, chunk // 512)
+    counts = numbers
+    if pairs > _COUNTED:
+        counts = torch.zeros(experts, dtype=torch.int32, device=device)
+        _count_kernel[(triton.cdiv(pairs, 1024),)](ids, counts, pairs, EXPERTS=experts, CHUNK=1024, **options(device, 4))
+    _align_kernel[(num_experts,)](
+        ids, counts, found.pairs, found.experts, found.used, pairs, EXPERTS=experts, BLOCK=block, CHUNK=chunk, COUNTED=pairs > _COUNTED,
+        **options(device, warps),
+    )  # fmt: skip
     return found
 
 
 @triton.jit
-def _plan(counts, pairs_out, experts_out, used, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where each expert's rows begin; its last rows, which pad, and its blocks are written."""
-    PADS: tl.constexpr = 16  # rows that are filled at a time
-    experts = tl.arange(0, EXPERTS)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    ends = tl.cumsum(blocks, 0)
-    firsts = ends - blocks
-    tl.store(used, tl.sum(blocks))
-    for number in range(tl.max(blocks)):
-        tl.store(experts_out + firsts + number, experts, mask=number < blocks)
-    rests = blocks * BLOCK - counts
-    for start in range(0, BLOCK, PADS):
-        pads = start + tl.arange(0, PADS)[None, :]
-        places = (firsts * BLOCK + counts)[:, None] + pads
-        tl.store(pairs_out + places, tl.full([EXPERTS, PADS], 0, tl.int32) + pairs, mask=pads < rests[:, None])
-    return firsts * BLOCK
+def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    wait_for_previous(PDL)
+    lanes = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
+    found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
+    tl.atomic_add(counts + tl.arange(0, EXPERTS), found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit
 def _align_kernel(
     ids,
+    counts,  # int32 [EXPERTS], if COUNTED
     pairs_out,
     experts_out,
     used,
-    counters,  # [2, EXPERTS]: pairs of each expert, the place of its next row
     pairs,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PLANS: tl.constexpr,
-    PLACES: tl.constexpr,
-    ALONE: tl.constexpr,
+    COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: experts. A program finds its expert's pairs among all."""
     begin(PDL)
     wait_for_previous(PDL)
+    mine = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     lanes = tl.arange(0, CHUNK)
-    if ALONE:
-        first, last = 0, pairs
+    if COUNTED:
+        found = tl.load(counts + experts)
     else:
-        first = tl.program_id(0) * CHUNK
-        last = tl.minimum(first + CHUNK, pairs)
-    if COUNTS:
-        counts = tl.zeros([EXPERTS], tl.int32)
-        for start in range(first, last, CHUNK):
+        found = tl.zeros([EXPERTS], tl.int32)
+        for start in range(0, pairs, CHUNK):
             inside = start + lanes < pairs
-            counts += tl.histogram(tl.load(ids + start + lanes, mask=inside, other=0).to(tl.int32), EXPERTS, mask=inside)
-        if not ALONE:
-            tl.atomic_add(counters + experts, counts, mask=counts > 0, sem="relaxed")
-    if PLANS:
-        if not ALONE:
-            counts = tl.load(counters + experts)
-        tl.store(counters + EXPERTS + experts, _plan(counts, pairs_out, experts_out, used, pairs, EXPERTS, BLOCK))
-    if PLACES:
-        if ALONE:
-            tl.debug_barrier()  # all threads see where the rows begin
-        for start in range(first, last, CHUNK):
-            inside = start + lanes < pairs
-            expert = tl.load(ids + start + lanes, mask=inside, other=0)
-            place = tl.atomic_add(counters + EXPERTS + expert, 1, mask=inside, sem="relaxed")
-            tl.store(pairs_out + place, start + lanes, mask=inside)
+            found += tl.histogram(tl.load(ids + start + lanes, mask=inside, other=0).to(tl.int32), EXPERTS, mask=inside)
+    blocks = (found + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(experts < mine, blocks, 0))
+    count = tl.sum(tl.where(experts == mine, found, 0))
+    if mine == 0:
+        tl.store(used, tl.sum(blocks))
+    end = first * BLOCK
+    for start in range(0, pairs, CHUNK):
+        same = (tl.load(ids + start + lanes, mask=start + lanes < pairs, other=-1) == mine).to(tl.int32)
+        place = end + tl.cumsum(same, 0) - 1
+        tl.store(pairs_out + place, start + lanes, mask=same > 0)
+        end += tl.sum(same)
+    pads = tl.arange(0, BLOCK)
+    my_blocks = (count + BLOCK - 1) // BLOCK
+    tl.store(pairs_out + end + pads, tl.zeros([BLOCK], tl.int32) + pairs, mask=pads < my_blocks * BLOCK - count)
+    for block in range(0, my_blocks, BLOCK):
+        tl.store(experts_out + first + block + pads, tl.zeros([BLOCK], tl.int32) + mine, mask=block + pads < my_blocks)

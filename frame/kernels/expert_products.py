@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame import kernels
 from frame.kernels.align import Alignment
@@ -37,29 +38,27 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """ids int64 and weights float32, [tokens, k], contiguous; `alignment` where their pairs were sorted."""
+    """ids int64 and weights float32, [tokens, k], contiguous."""
 
     ids: torch.Tensor
     weights: torch.Tensor
-    alignment: Alignment | None = None
 
     @property
     def count(self) -> int:
         return self.ids.numel()
 
 
-def gate_up(x: Rows, weights: Weights, pairs: Pairs, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-    """SiLU(gate) * up of each row: x [tokens, hidden] -> [rows, inner]; a row is a pair, or a row of the alignment."""
-    rows = pairs.count if pairs.alignment is None else len(pairs.alignment.pairs)
-    act = torch.empty((rows, weights.values.shape[1] // 2), dtype=dtype, device=x.values.device)
-    _launch(x, weights, act, pairs, tile, gated=True)
+def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner]."""
+    act = torch.empty((len(order.pairs), weights.values.shape[1] // 2), dtype=dtype, device=x.values.device)
+    _launch(x, weights, act, pairs, order, tile, gated=True)
     return act
 
 
-def down(act: Rows, weights: Weights, pairs: Pairs, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+def down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
-    _launch(act, weights, rows, pairs, tile, gated=False)
+    _launch(act, weights, rows, pairs, order, tile, gated=False)
     return rows
 
 
@@ -100,22 +99,17 @@ def vector_down(act: torch.Tensor, weights: Weights, ids: torch.Tensor, size: Ve
     return out
 
 
-def _launch(rows: Rows, weights: Weights, out: torch.Tensor, pairs: Pairs, tile: Tile, gated: bool) -> None:
-    x, values, scale, sorted_ = rows.values, weights.values, weights.scale, pairs.alignment
+def _launch(rows: Rows, weights: Weights, out: torch.Tensor, pairs: Pairs, order: Alignment, tile: Tile, *, gated: bool) -> None:
+    x, values, scale = rows.values, weights.values, weights.scale
     outputs, inputs = values.shape[1] // 2 if gated else values.shape[1], values.shape[2]
-    blocks = pairs.count if sorted_ is None else len(sorted_.experts)
     w: Any = values
     if tile.tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
-    ids = pairs.ids
-    pairs_of, experts_of, used = (ids, ids, ids) if sorted_ is None else (sorted_.pairs, sorted_.experts, sorted_.used)
-    experts_kernel[(blocks * triton.cdiv(outputs, tile.bn),)](
-        x, w, out, ids, pairs.weights, pairs_of, experts_of, used, x if rows.scale is None else rows.scale,
+    experts_kernel[(len(order.experts) * triton.cdiv(outputs, tile.bn),)](
+        x, w, out, pairs.weights, order.pairs, order.experts, order.used, x if rows.scale is None else rows.scale,
         values if scale is None else scale, pairs.count, x.stride(0), 0 if rows.scale is None else rows.scale.stride(1),
         values.stride(0), values.stride(1),
-        N=outputs, K=inputs, TOP=ids.shape[1], PAIRS=0 if sorted_ is not None else triton.next_power_of_2(pairs.count), GATED=gated,
-        SCALED=scale is not None, QUANTIZED=rows.scale is not None, BM=tile.bm, BN=tile.bn, BK=tile.bk, TMA=tile.tma, SWAP=tile.swap,
-        UPCAST=kernels.INTERPRETED, num_stages=tile.stages, **options(x.device, tile.warps),
+        N=outputs, K=inputs, TOP=pairs.ids.shape[1], GATED=gated, SCALED=scale is not None, QUANTIZED=rows.scale is not None,
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, TMA=tile.tma, SWAP=tile.swap, HALVES=tile.halves, UPCAST=kernels.INTERPRETED,
+        num_stages=tile.stages, **options(x.device, tile.warps),
     )  # fmt: skip

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One launch of `experts_kernel`: BM rows, BN outputs (of gates and of ups each), BK inputs at a time. `swap`: the weights are the
-    left side of the product; `tma`: they are read by the tensor memory accelerator."""
+    left side of the product; `tma`: they are read by the tensor memory accelerator; `halves`: an expert's last block has half the rows if
+    that is enough."""
 
     bm: int
     bn: int
@@ -20,6 +21,7 @@ class Tile:
     stages: int
     swap: bool = False
     tma: bool = False
+    halves: bool = False
 
     def fitted(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
         """The tile for these sizes of a product with `width` weights side by side: no larger than they are, and within the memory."""
@@ -44,30 +46,33 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a batch is multiplied: gate and up first, down second. `sorts`: pairs are sorted before."""
+    """How a batch is multiplied: gate and up first, down second, with the same BM."""
 
     first: Tile
     second: Tile
-    sorts: bool = True
 
 
-VECTORS = Vector(4, 1024, 4), Vector(4, 256, 4, 4)
-VECTOR_TOKENS = 2  # up to here each pair reads its expert by itself
-FEW_PAIRS = 128  # up to here programs find their rows without a sort
-FEW = Tiles(Tile(16, 64, 128, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 4, swap=True, tma=True), sorts=False)
-BY_ROWS = (  # rows of an expert on average, at most
-    (8.0, Tiles(Tile(16, 64, 128, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 4, swap=True, tma=True))),
-    (24.0, Tiles(Tile(32, 64, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 4, swap=True, tma=True))),
-    (96.0, Tiles(Tile(64, 128, 64, 4, 4, swap=True, tma=True), Tile(64, 128, 64, 4, 4, swap=True, tma=True))),
-    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True))),
+VECTORS = (  # tokens, at most
+    (1, Vector(2, 1024, 4), Vector(8, 256, 8, 8)),
+    (2, Vector(2, 1024, 4), Vector(8, 256, 4, 4)),
+    (4, Vector(4, 512, 2), Vector(4, 256, 4, 8)),
 )
+TILES = (  # rows of an expert on average, at most
+    (8.0, Tiles(Tile(16, 64, 128, 4, 4, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
+    (24.0, Tiles(Tile(32, 128, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True))),
+    (96.0, Tiles(Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))),
+    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True, halves=True), Tile(128, 256, 64, 8, 4, tma=True, halves=True))),
+)
+
+
+def choose_vectors(tokens: int) -> tuple[Vector, Vector] | None:
+    """For a few tokens, of which each pair reads its expert by itself; None for more."""
+    return next(((first, second) for limit, first, second in VECTORS if tokens <= limit), None)
 
 
 def choose_tiles(pairs: int, experts: int) -> Tiles:
     """For that many (token, expert) pairs over that many experts."""
-    if pairs <= FEW_PAIRS:
-        return FEW
-    return next(tiles for limit, tiles in BY_ROWS if pairs / experts <= limit)
+    return next(tiles for limit, tiles in TILES if pairs / experts <= limit)
 
 
 def _power(size: int) -> int:

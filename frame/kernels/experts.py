@@ -1,10 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Kernels that multiply tokens with their experts: [SiLU(gate) * up], then the weighted way down.
 
-`experts_kernel` takes blocks of rows of one expert to the tensor cores: rows sorted beforehand, or, for few pairs, found by each program
-among all ids, so that an expert is read once without a sort. The `vector` kernels take one pair each to the CUDA cores, for a token or
-a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128. Knows neither routing nor the choice of tiles
-(`expert_tiles`).
+`experts_kernel` takes blocks of rows of one expert, sorted beforehand, to the tensor cores. The `vector` kernels take one pair each to
+the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128. Knows neither
+routing nor the choice of tiles (`expert_tiles`).
 """
 
 from __future__ import annotations
@@ -15,20 +14,6 @@ import triton.language as tl
 from frame.kernels.launch import begin, wait_for_previous
 
 SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
-
-
-@triton.jit
-def _rows_of_expert(ids, block, num_pairs, PAIRS: tl.constexpr, BM: tl.constexpr):
-    """(expert, rows, whether there is work) of the pair `block`: it leads if 0, BM, 2 * BM … pairs of its expert are ahead of it."""
-    numbers = tl.arange(0, PAIRS)
-    every = tl.load(ids + numbers, mask=numbers < num_pairs, other=-1).to(tl.int32)
-    expert = tl.load(ids + block).to(tl.int32)
-    same = (every == expert).to(tl.int32)
-    ahead = tl.sum(tl.where(numbers < block, same, 0))
-    place = tl.cumsum(same, 0) - 1 - ahead
-    wanted = (place[None, :] == tl.arange(0, BM)[:, None]) & (same > 0)[None, :]
-    found = tl.sum(tl.where(wanted, numbers[None, :] - num_pairs, 0), 1) + num_pairs  # num_pairs: there is none
-    return expert, found, ahead % BM == 0
 
 
 @triton.jit
@@ -80,17 +65,17 @@ def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexp
 
 
 @triton.jit
-def experts_kernel(
-    x,  # [tokens, K], or from the first product [rows, K]
-    w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
-    out,  # [rows, N]
-    ids,
+def _block(
+    x,
+    w,
+    out,
     pair_weights,
     pairs_of,
-    experts_of,
-    used,
-    x_scale,  # float32 [K / 128, tokens or rows]
-    w_scale,  # float32 [experts, blocks of weight rows, K / 128]
+    x_scale,
+    w_scale,
+    expert,
+    start,
+    first,
     num_pairs,
     x_stride,
     x_scale_stride,
@@ -99,43 +84,23 @@ def experts_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     TOP: tl.constexpr,
-    PAIRS: tl.constexpr,  # 0: rows are sorted; else the pairs, rounded up
-    GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
-    SCALED: tl.constexpr,  # weights are float8 with scales
-    QUANTIZED: tl.constexpr,  # so is x
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
-    PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: blocks of rows times blocks of N, the latter fastest."""
-    wait_for_previous(PDL)
-    begin(PDL)
-    blocks: tl.constexpr = (N + BN - 1) // BN
-    block = tl.program_id(0) // blocks
-    first = tl.program_id(0) % blocks * BN
-    lanes = tl.arange(0, BM)
-    if PAIRS > 0:
-        expert, pairs, leads = _rows_of_expert(ids, block, num_pairs, PAIRS, BM)
-        if not leads:
-            return
-        places = pairs
-    else:
-        if block >= tl.load(used):
-            return
-        expert = tl.load(experts_of + block)
-        places = block * BM + lanes
-        pairs = tl.load(pairs_of + places)
+    """BM rows from `start` on, of one expert, times BN of its outputs from `first` on."""
+    places = start + tl.arange(0, BM)
+    pairs = tl.load(pairs_of + places)
     valid = pairs < num_pairs
+    source = places
     if GATED:
         source = tl.where(valid, pairs, 0) // TOP  # rows that pad read some token: nothing of it is kept
-    elif PAIRS > 0:
-        source = tl.where(valid, pairs, 0)
-    else:
-        source = places
     x_rows = x + source.to(tl.int64)[:, None] * x_stride
     columns = first + tl.arange(0, BN)
     rows = tl.minimum(columns, N - 1)
@@ -169,19 +134,74 @@ def experts_kernel(
             weights = _weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
             up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED, QUANTIZED)
         scale, up_scale, row_scale = following
+    inside = (columns < N)[None, :]
     if GATED:
         acc = acc * tl.sigmoid(acc) * up_acc
     else:
         weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
         acc *= weight[None, :] if SWAP else weight[:, None]
         places = pairs
+        inside = inside & valid[:, None]
     result = acc.to(out.dtype.element_ty)
     if SWAP:
         result = tl.trans(result)
-    inside = (columns < N)[None, :]
-    if PAIRS > 0 or not GATED:
-        inside = inside & valid[:, None]
     tl.store(out + places.to(tl.int64)[:, None] * N + columns[None, :], result, mask=inside)
+
+
+@triton.jit
+def experts_kernel(
+    x,  # [tokens, K], or from the first product [rows, K]
+    w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
+    out,  # of the first product [rows, N], of the second [pairs, N]
+    pair_weights,
+    pairs_of,
+    experts_of,
+    used,
+    x_scale,  # float32 [K / 128, tokens or rows]
+    w_scale,  # float32 [experts, blocks of weight rows, K / 128]
+    num_pairs,
+    x_stride,
+    x_scale_stride,
+    w_expert,
+    w_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP: tl.constexpr,
+    GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
+    SCALED: tl.constexpr,  # weights are float8 with scales
+    QUANTIZED: tl.constexpr,  # so is x
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    HALVES: tl.constexpr,  # an expert's last block is half as large if that is enough
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: blocks of rows times blocks of N, the latter fastest."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    blocks: tl.constexpr = (N + BN - 1) // BN
+    block = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BN
+    if block >= tl.load(used):
+        return
+    expert = tl.load(experts_of + block)
+    start = block * BM
+    is_half = False
+    if HALVES:
+        is_half = tl.load(pairs_of + start + BM // 2) >= num_pairs
+    if is_half:
+        _block(
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, expert, start, first, num_pairs, x_stride, x_scale_stride, w_expert,
+            w_row, N, K, TOP, GATED, SCALED, QUANTIZED, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+        )  # fmt: skip
+    else:
+        _block(
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, expert, start, first, num_pairs, x_stride, x_scale_stride, w_expert,
+            w_row, N, K, TOP, GATED, SCALED, QUANTIZED, BM, BN, BK, TMA, SWAP, UPCAST,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -55,9 +55,9 @@ def few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     experts = weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
-    together = triton.next_power_of_2(experts) if kernels.INTERPRETED else 1
-    _few_logits_kernel[(triton.cdiv(experts, together),)](
-        x, weight, logits, tokens, x.stride(0), weight.stride(0), EXPERTS=experts, HIDDEN=hidden, BLOCK=block, TOGETHER=together,
+    together = triton.next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
+    _few_logits_kernel[(triton.cdiv(experts, together), tokens)](
+        x, weight, logits, x.stride(0), weight.stride(0), EXPERTS=experts, HIDDEN=hidden, BLOCK=block, TOGETHER=together,
         **options(x.device, 4),
     )  # fmt: skip
     return logits
@@ -68,7 +68,6 @@ def _few_logits_kernel(
     x,
     weight,
     logits,
-    tokens,
     x_stride,
     weight_stride,
     EXPERTS: tl.constexpr,
@@ -83,27 +82,26 @@ def _few_logits_kernel(
     inside = (experts < EXPERTS)[:, None] & (columns < HIDDEN)[None, :]
     rows = tl.load(weight + experts[:, None] * weight_stride + columns[None, :], mask=inside, other=0.0)
     wait_for_previous(PDL)
-    for token in range(tokens):
-        row = tl.load(x + token * x_stride + columns, mask=columns < HIDDEN, other=0.0).to(rows.dtype)
-        total = tl.sum(rows.to(tl.float32) * row.to(tl.float32)[None, :], 1)
-        tl.store(logits + token * EXPERTS + experts, total.to(logits.dtype.element_ty), mask=experts < EXPERTS)
+    token = tl.program_id(1)
+    row = tl.load(x + token * x_stride + columns, mask=columns < HIDDEN, other=0.0).to(rows.dtype)
+    total = tl.sum(rows.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+    tl.store(logits + token * EXPERTS + experts, total.to(logits.dtype.element_ty), mask=experts < EXPERTS)
 
 
 @triton.jit
-def _ordered(values, ids):
-    """int64 keys that sort like (value, lower id first)."""
+def _ordered(values):
+    """int32 that sort as these float32 do: integers are compared across a warp in one instruction."""
     bits = values.to(tl.int32, bitcast=True)
-    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ascending.to(tl.int64) << 32) | (0xFFFF - ids).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _open_groups(choice, keys, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
+def _open_groups(choice, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
     """[rows, groups, experts of a group] -> whether each group is open: fewer than TOP_GROUPS others are better."""
     best = tl.max(choice, 2)
     if TOP2:
-        first = tl.max(keys, 2)
-        best += tl.max(tl.where(keys == first[:, :, None], float("-inf"), choice), 2)
+        first = tl.min(tl.where(choice == best[:, :, None], ids, 0x7FFFFFFF), 2)
+        best += tl.max(tl.where(ids == first[:, :, None], float("-inf"), choice), 2)
     groups = tl.arange(0, best.shape[1])[None, :]
     best = tl.where(groups < GROUPS, best, float("-inf"))
     better = tl.sum((best[:, None, :] > best[:, :, None]).to(tl.int32), 2)
@@ -156,18 +154,19 @@ def _route_kernel(
     if CORRECTED:
         choice += bias
     choice = tl.where(inside, choice, float("-inf"))
-    keys = _ordered(choice, ids)
     if GROUPS > 1:
-        is_open = _open_groups(choice, keys, ids, GROUPS, TOP_GROUPS, TOP2)
-        keys = _ordered(tl.where(is_open[:, :, None], choice, float("-inf")), ids)
-    keys = tl.where(inside, keys, -0x7FFFFFFFFFFFFFFF)
-    keys = tl.reshape(keys, [ROWS, BLOCK_GROUPS * BLOCK_SIZE])
+        is_open = _open_groups(choice, ids, GROUPS, TOP_GROUPS, TOP2)
+        choice = tl.where(is_open[:, :, None], choice, float("-inf"))
+    LOWEST: tl.constexpr = -0x80000000
+    keys = tl.reshape(tl.where(inside, _ordered(choice), LOWEST), [ROWS, BLOCK_GROUPS * BLOCK_SIZE])
+    flat = tl.reshape(tl.broadcast_to(ids, [1, BLOCK_GROUPS, BLOCK_SIZE]), [1, BLOCK_GROUPS * BLOCK_SIZE])
     slots = tl.arange(0, BLOCK_K)
-    chosen = tl.zeros([ROWS, BLOCK_K], tl.int64)
+    chosen = tl.zeros([ROWS, BLOCK_K], tl.int32)
     for slot in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
-        keys = tl.where(keys == best[:, None], -0x7FFFFFFFFFFFFFFF, keys)
-        chosen = tl.where(slots[None, :] == slot, (0xFFFF - (best & 0xFFFF))[:, None], chosen)
+        expert = tl.min(tl.where(keys == best[:, None], flat, 0x7FFFFFFF), 1)
+        keys = tl.where(flat == expert[:, None], LOWEST, keys)
+        chosen = tl.where(slots[None, :] == slot, expert[:, None], chosen)
     taken = (slots < TOP_K)[None, :]
     scores = tl.load(logits + row[:, None] * stride + chosen, mask=taken, other=float("-inf")).to(tl.float32)
     if SIGMOID:
@@ -181,5 +180,5 @@ def _route_kernel(
         scores /= tl.sum(scores, 1)[:, None] + 1e-20
     taken = taken & (number < tokens)[:, None]
     places_out = row[:, None] * TOP_K + slots[None, :]
-    tl.store(ids_out + places_out, chosen, mask=taken)
+    tl.store(ids_out + places_out, chosen.to(tl.int64), mask=taken)
     tl.store(weights_out + places_out, scores * scale, mask=taken)

@@ -16,7 +16,7 @@ from frame.core.parallel import LocalGroup
 from frame.kernels import align as align_module
 from frame.kernels.align import align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import BY_ROWS, FEW, Tile, Vector, choose_tiles
+from frame.kernels.expert_tiles import TILES, Tile, Vector, choose_tiles, choose_vectors
 from frame.kernels.router import few_logits
 from frame.models.layers.router import Router, RoutingRule
 from frame.plugins.moe_runners.triton import Triton
@@ -67,20 +67,20 @@ def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
     torch.testing.assert_close(few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["one program", "several"])
+@pytest.mark.parametrize("counted", [False, True], ids=["at once", "counted before"])
 @pytest.mark.parametrize(("tokens", "experts", "top", "block"), [(1, 8, 1, 16), (40, 6, 3, 16), (500, 64, 4, 32)])
 def test_every_pair_is_in_a_block_of_its_expert(
-    tokens: int, experts: int, top: int, block: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, experts: int, top: int, block: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not alone:
-        monkeypatch.setattr(align_module, "_ONE_PROGRAM", 0)
+    monkeypatch.setattr(align_module, "_COUNTED", 0 if counted else 1 << 20)
+    monkeypatch.setattr(align_module, "_CHUNK", 512)
     spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
     for ids in (spread, torch.full_like(spread, experts - 1)):
         found = align(ids, experts, block)
         used = int(found.used)
         rows = found.pairs[: used * block].view(used, block)
         pads = rows == ids.numel()
-        assert sorted(rows[~pads].tolist()) == list(range(ids.numel()))
+        assert torch.equal(rows[~pads].long(), ids.flatten().argsort(stable=True))
         assert (~pads[:, 0]).all(), "a block in use has a row"
         owners = ids.flatten()[rows.clamp_max(ids.numel() - 1).long()]
         assert (pads | (owners == found.experts[:used, None])).all()
@@ -102,7 +102,7 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", ["few", "sorted", "vector"])
+@pytest.mark.parametrize("way", ["tile", "vector"])
 @pytest.mark.parametrize("sizes", [(8, 2, 64, 32), (5, 3, 48, 40), (4, 1, 32, 24)], ids=str)
 def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype) -> None:
     x, ids, weights, first, second = drawn(2 if way == "vector" else 9, sizes, dtype)
@@ -111,10 +111,11 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
         act = vector_gate_up(x, Weights(first), Pairs(ids, weights), Vector(16, 32, 4))
         check(vector_down(act, Weights(second), ids, Vector(16, 32, 4, 2)), want)
         return
-    pairs = Pairs(ids, weights, align(ids, sizes[0], 16) if way == "sorted" else None)
-    for tile in (Tile(16, 32, 16, 4, 2), Tile(16, 64, 32, 4, 2, swap=True), Tile(16, 64, 32, 4, 2, swap=True, tma=True)):
-        act = gate_up(Rows(x), Weights(first), pairs, tile, dtype)
-        check(combine(down(Rows(act), Weights(second), pairs, replace(tile, swap=False), dtype), sizes[1]), want)
+    pairs, order = Pairs(ids, weights), align(ids, sizes[0], 32)
+    tiles = Tile(32, 16, 16, 4, 2), Tile(32, 32, 16, 4, 2, halves=True), Tile(32, 64, 32, 4, 2, swap=True)
+    for tile in (*tiles, replace(tiles[2], tma=True)):
+        act = gate_up(Rows(x), Weights(first), pairs, order, tile, dtype)
+        check(combine(down(Rows(act), Weights(second), pairs, order, replace(tile, swap=False), dtype), sizes[1]), want)
 
 
 def rounded(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
@@ -134,7 +135,7 @@ def rounded_rows(x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
     return Rows(values.view(x.shape), scale.t().contiguous().t()), (values.float() * scale[..., None]).view(x.shape)
 
 
-@pytest.mark.parametrize("way", ["few", "sorted", "vector"])
+@pytest.mark.parametrize("way", ["tile", "vector"])
 def test_products_of_float8_blocks(way: str) -> None:
     x, ids, weights, *plain = drawn(5, (4, 2, 256, 128), torch.float32)
     (first, gate_up_), (second, down_) = (rounded(each) for each in plain)
@@ -142,14 +143,15 @@ def test_products_of_float8_blocks(way: str) -> None:
         act = vector_gate_up(x, first, Pairs(ids, weights), Vector(16, 256, 4))
         check(vector_down(act, second, ids, Vector(32, 64, 4, 2)), reference(x, ids, weights, gate_up_, down_))
         return
-    pairs = Pairs(ids, weights, align(ids, 4, 16) if way == "sorted" else None)
+    pairs, order = Pairs(ids, weights), align(ids, 4, 16)
     for tile in (Tile(16, 64, 64, 4, 2, swap=True, tma=True), Tile(16, 64, 128, 4, 2)):
-        act = gate_up(Rows(x), first, pairs, tile, torch.float32)
-        check(combine(down(Rows(act), second, pairs, tile, torch.float32), 2), reference(x, ids, weights, gate_up_, down_))
+        act = gate_up(Rows(x), first, pairs, order, tile, torch.float32)
+        got = combine(down(Rows(act), second, pairs, order, tile, torch.float32), 2)
+        check(got, reference(x, ids, weights, gate_up_, down_))
         rows, stand_for = rounded_rows(x)
-        act = gate_up(rows, first, pairs, tile, torch.float32)
-        want = gate_up(Rows(stand_for), Weights(gate_up_), pairs, tile, torch.float32)
-        used = act.shape[0] if pairs.alignment is None else int(pairs.alignment.used) * 16
+        act = gate_up(rows, first, pairs, order, tile, torch.float32)
+        want = gate_up(Rows(stand_for), Weights(gate_up_), pairs, order, tile, torch.float32)
+        used = int(order.used) * 16
         torch.testing.assert_close(act[:used], want[:used], rtol=1e-4, atol=1e-5)
 
 
@@ -168,7 +170,7 @@ def test_no_tokens() -> None:
 
 
 def test_tiles_fit_the_device_and_the_sizes() -> None:
-    for tiles in (FEW, *(tiles for _, tiles in BY_ROWS)):
+    for _, tiles in TILES:
         for tile, width in ((tiles.first, 2), (tiles.second, 1)):
             for itemsize in (1, 2, 4):
                 for memory in (227 << 10, 99 << 10):
@@ -176,5 +178,7 @@ def test_tiles_fit_the_device_and_the_sizes() -> None:
                     assert fitted.stages * (fitted.bm + width * fitted.bn) * fitted.bk * itemsize <= memory
                     assert fitted.bk >= 16
             assert tile.fitted(24, 40, 4, width, 227 << 10, tma=False).bn <= 32
-    assert not choose_tiles(128, 128).sorts
+            assert tiles.first.bm == tiles.second.bm
+    assert choose_vectors(1) != choose_vectors(4)
+    assert choose_vectors(1000) is None
     assert choose_tiles(1 << 20, 128).first.bm > choose_tiles(256, 128).first.bm

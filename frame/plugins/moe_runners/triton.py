@@ -1,7 +1,7 @@
 """Expert multiplications by Triton kernels: nothing is read on the host, so that a step can be captured in a CUDA graph.
 
-A token or two go to kernels that read each expert at the speed of memory; a few more to programs that find their rows by themselves;
-the rest is sorted by expert. Knows no routing and no rank: it gets tokens with the ids and weights of their experts.
+A few tokens go to kernels that read each pair's expert at the speed of memory; more are sorted by expert first. Knows no routing and
+no rank: it gets tokens with the ids and weights of their experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.align import align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import VECTOR_TOKENS, VECTORS, Tile, choose_tiles
+from frame.kernels.expert_tiles import Tile, choose_tiles, choose_vectors
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -42,14 +42,13 @@ class Triton(MoERunner):
         pairs = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous())
         if len(x) == 0:
             return x.clone()
-        if len(x) <= VECTOR_TOKENS:
-            return vector_down(vector_gate_up(x, first, pairs, VECTORS[0]), second, pairs.ids, VECTORS[1])
-        num_experts = len(first.values)
-        tiles = choose_tiles(pairs.count, num_experts)
-        if tiles.sorts:
-            pairs = Pairs(pairs.ids, pairs.weights, align(pairs.ids, num_experts, tiles.first.bm))
-        act = gate_up(Rows(x), first, pairs, self._fitted(tiles.first, first, x.dtype, 2), x.dtype)
-        return combine(down(Rows(act), second, pairs, self._fitted(tiles.second, second, x.dtype, 1), x.dtype), top)
+        vectors = choose_vectors(len(x))
+        if vectors is not None:
+            return vector_down(vector_gate_up(x, first, pairs, vectors[0]), second, pairs.ids, vectors[1])
+        tiles = choose_tiles(pairs.count, len(first.values))
+        order = align(pairs.ids, len(first.values), tiles.first.bm)
+        act = gate_up(Rows(x), first, pairs, order, self._fitted(tiles.first, first, x.dtype, 2), x.dtype)
+        return combine(down(Rows(act), second, pairs, order, self._fitted(tiles.second, second, x.dtype, 1), x.dtype), top)
 
     def _fitted(self, tile: Tile, weights: Weights, dtype: torch.dtype, width: int) -> Tile:
         """The tile for these weights, on this device."""
