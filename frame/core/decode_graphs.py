@@ -39,6 +39,11 @@ class Captured(Protocol):
 
 # (batch, temperature float32 [rows], uniform float64 [rows]) -> outputs; also writes the last-token table
 Body = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], DecodeOutputs]
+# (batch, what the body left behind, the draw's parameters by name) -> the same with other tokens, also in the last-token table
+Redraw = Callable[[ForwardBatch, DecodeOutputs, Mapping[str, torch.Tensor]], DecodeOutputs]
+
+_DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "uniform": np.float64(0.5)}  # values in rows that nobody uses
+_FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
@@ -91,18 +96,29 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A captured step and the batch that it reads."""
+    """A captured step and the batch that it reads; `filtered` draws other tokens from its logits."""
 
     batch: ForwardBatch
     outputs: DecodeOutputs
     captured: Captured
+    filtered: tuple[DecodeOutputs, Captured] | None
 
 
 class DecodeGraphs:
     """The captured steps of one runner. `capture` once, then `replay`, both on the runner's stream and in inference mode."""
 
-    def __init__(self, body: Body, builder: BatchBuilder, backend: AttentionBackend, sizes: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        body: Body,
+        builder: BatchBuilder,
+        backend: AttentionBackend,
+        sizes: tuple[int, ...],
+        device: torch.device,
+        redraw: Redraw | None = None,
+    ) -> None:
+        """`redraw` draws the tokens of steps with filters; without it they are not brought."""
         self._body = body
+        self._redraw = redraw
         self._builder = builder
         self._backend = backend
         self._device = device
@@ -112,9 +128,9 @@ class DecodeGraphs:
             "request_slots": np.int64(padding_slot),
             "positions": np.int64(0),
             "kv_slots": np.int64(0),
-            "uniform": np.float64(0.5),
-            "temperature": np.float32(0.0),
             "seq_lens": np.int32(1),
+            **_DRAW,
+            **_FILTERS,
         }
         self._inputs = StepInputs(most, device, padding)
         self._ones = np.ones(most, np.int32)
@@ -138,7 +154,8 @@ class DecodeGraphs:
             self._steps.insert(0, self._captured(batch, pool))
 
     def replay(self, batch: ScheduledBatch, seq_lens: np.ndarray, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
-        """Run a batch of at most `most` decodes whose pages are in the table. `draws`: temperature and uniform number of each row."""
+        """Run a batch of at most `most` decodes whose pages are in the table. `draws`: temperature and uniform number of each row, and
+        all filters if a row has one."""
         rows = len(batch.slots)
         step = self._steps[self._smallest[rows]]
         size = step.batch.num_rows
@@ -156,6 +173,9 @@ class DecodeGraphs:
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
         step.captured.replay()
         outputs = step.outputs
+        if step.filtered is not None and "top_k" in draws:
+            outputs, captured = step.filtered
+            captured.replay()
         return outputs if rows == size else DecodeOutputs(*(tensor[:rows] for tensor in outputs))
 
     def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
@@ -187,9 +207,17 @@ class DecodeGraphs:
             torch.index_select(table.last_token, 0, batch.request_slots, out=batch.token_ids)
             return self._body(batch, temperature, uniform)
 
+        outputs, captured = self._capture(run, pool)
+        redraw = self._redraw
+        if redraw is None:
+            return _Size(batch, outputs, captured, None)
+        params = {name: inputs[name][:size] for name in (*_DRAW, *_FILTERS)}
+        return _Size(batch, outputs, captured, self._capture(lambda: redraw(batch, outputs, params), pool))
+
+    def _capture(self, run: Callable[[], DecodeOutputs], pool: Any) -> tuple[DecodeOutputs, Captured]:
         outputs = run()  # what compiles or initialises itself does so now
         if pool is None:
-            return _Size(batch, outputs, _Again(run, outputs))
+            return outputs, _Again(run, outputs)
         torch.cuda.current_stream(self._device).synchronize()
         graph = torch.cuda.CUDAGraph()
         # only this thread's calls are captured: others may use the device meanwhile
@@ -198,7 +226,7 @@ class DecodeGraphs:
             outputs = run()
         finally:
             graph.capture_end()
-        return _Size(batch, outputs, graph)
+        return outputs, graph
 
 
 class _Again:

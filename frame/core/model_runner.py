@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
 from frame.core.model_parts import Parts, build_context, build_processors
 from frame.core.processors import Processors
 from frame.core.prompt_logprobs import PromptScores, plan_prompts
-from frame.core.sampler import Sampled, Sampler, draw_plain
+from frame.core.sampler import Sampled, Sampler, draw_by_kernels, draw_plain
 from frame.core.sampling_table import SamplingTable, grammar_arrays
 from frame.core.staging import make_staging
 from frame.core.step_output import MaskedStep, StepOutput, fetch
@@ -117,7 +118,8 @@ class TorchModelRunner(ModelRunner):
         if attention is None:
             raise ValueError("graphs need a context with an attention backend")
         with torch.inference_mode(), self._on_stream():
-            graphs = DecodeGraphs(self._decode, self.builder, attention, graph_sizes(most), self.context.device)
+            redraw = self._redraw if self.sampler.by_kernels else None
+            graphs = DecodeGraphs(self._decode, self.builder, attention, graph_sizes(most), self.context.device, redraw)
             graphs.capture()
         self.graphs = graphs
 
@@ -148,7 +150,7 @@ class TorchModelRunner(ModelRunner):
         return self._finish(batch, logits, plans, tensors, prompts)
 
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
-        """A step of decodes by its graph, which also draws the tokens where no row wants more than a temperature."""
+        """A step of decodes by its graph, which also draws the tokens where no row wants more than a temperature and filters."""
         is_plain = plans.sampling.is_plain and plans.processing is None and not batch.mask_follows
         tensors = self.builder.stage(batch, {} if is_plain else {**_riders(plans), "sampling_slots": plans.sampling.slots})
         outputs = graphs.replay(batch, counts.seq_lens, self.sampling.draws(plans.sampling))
@@ -159,7 +161,14 @@ class TorchModelRunner(ModelRunner):
     def _decode(self, batch: ForwardBatch, temperature: torch.Tensor, uniform: torch.Tensor) -> DecodeOutputs:
         """What a graph captures."""
         logits = self.model.logits(self.forward(batch))
-        token_ids, best = draw_plain(logits, temperature, uniform)
+        return self._drawn(batch, logits, draw_plain(logits, temperature, uniform))
+
+    def _redraw(self, batch: ForwardBatch, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor]) -> DecodeOutputs:
+        """What a graph of steps with filters captures besides."""
+        return self._drawn(batch, outputs.logits, draw_by_kernels(outputs.logits, params))
+
+    def _drawn(self, batch: ForwardBatch, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor]) -> DecodeOutputs:
+        token_ids, best = drawn
         if self._tp.size > 1:
             token_ids = self._tp.broadcast(token_ids)
         self.builder.table.last_token.index_copy_(0, batch.request_slots, token_ids)

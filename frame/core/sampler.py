@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
+from frame.core.sampling_table import PARAMETERS
 
 if TYPE_CHECKING:
     from frame.core.processors import ProcessorPlan, Processors
@@ -26,7 +27,6 @@ _BLOCK = 128  # columns; large vocabularies are searched by blocks first
 _BLOCKS_PAY = 8192  # vocabulary from which a blocked maximum is faster than a plain one
 _NOTHING = -115.0  # powers of 2 below this are taken for 0: less than 1e-34 of the likeliest token's
 _FIRST_TOP_P = 256  # candidates tried for top-p,
-_PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # of every row, where kernels sample
 _MORE = 16  # times as many where these were not enough, and in the end all
 
 
@@ -47,11 +47,11 @@ class Sampler:
     def __init__(self, processors: Processors, *, by_kernels: bool = False) -> None:
         """`by_kernels`: on a device where kernels run, with plans of a `SamplingTable(by_row=True)`."""
         self._processors = processors
-        self._by_kernels = by_kernels
+        self.by_kernels = by_kernels
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
         """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their type."""
-        if not self._by_kernels:
+        if not self.by_kernels:
             logits = logits.float()
         raw = None
         if plan.logprob_rows is not None:
@@ -61,7 +61,7 @@ class Sampler:
                 raw = logits.index_select(0, tensors["logprob_rows"])
             elif is_changed:
                 raw = logits.clone()
-        choose = self._choose_by_kernels if self._by_kernels else self._choose
+        choose = self._choose_by_kernels if self.by_kernels else self._choose
         token_ids, best = choose(logits, plan, processing, tensors)
         if raw is None:
             return Sampled(token_ids, best)
@@ -90,21 +90,22 @@ class Sampler:
 
         if "grammar_mask" in tensors:
             ban(logits, tensors["grammar_rows"], tensors["grammar_mask"])
-        params = {name: tensors[name] for name in _PARAMETERS if name in tensors}
+        params = {name: tensors[name] for name in PARAMETERS if name in tensors}
         if processing is None:
-            return _drawn(logits, params)
+            return draw_by_kernels(logits, params)
         rows = tensors["processor.rows"]
         scores = logits.index_select(0, rows).float()
         self._processors.apply(scores, processing, tensors, changed_only=True)
-        token_ids, best = _drawn(scores, {name: each.index_select(0, rows) for name, each in params.items()})
+        token_ids, best = draw_by_kernels(scores, {name: each.index_select(0, rows) for name, each in params.items()})
         if len(rows) == plan.num_rows:
             return token_ids, best
-        every_id, every_best = _drawn(logits, params)
+        every_id, every_best = draw_by_kernels(logits, params)
         return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
 
 
-def _drawn(logits: torch.Tensor, params: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids, greatest logits) of all rows, whose `params` are by row, by kernels."""
+def draw_by_kernels(logits: torch.Tensor, params: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids int64, greatest logits float32) of logits [rows, vocab]; `params` of every row as in `SamplingPlan.arrays`. Can be
+    captured, as its work does not depend on the values."""
     from frame.kernels.filtering import Filters, sample_filtered
     from frame.kernels.sampling import sample_simple
 

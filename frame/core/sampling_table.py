@@ -29,6 +29,7 @@ _ROW = np.dtype(
         ("prompt_logprobs", "i2"),  # -1: none
     ]
 )
+PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # the last three all or none
 _GREEDY_BELOW = 1e-5  # temperatures below this are taken for 0: dividing by them overflows
 
 
@@ -49,6 +50,7 @@ class SamplingPlan:
     has_min_p: bool
     logprob_rows: np.ndarray | None  # int64; rows that want log-probabilities
     num_top_logprobs: int
+    by_row: bool  # whether parameters in `arrays` are of every row
     arrays: dict[str, np.ndarray]
 
     @property
@@ -57,9 +59,9 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature and uniform number are all that a row needs."""
+        """Whether temperature and uniform number are all that a row needs, or filters by row."""
         filters = self.num_filtered or self.has_min_p
-        return not filters and self.logprob_rows is None and "grammar_rows" not in self.arrays
+        return (self.by_row or not filters) and self.logprob_rows is None and "grammar_rows" not in self.arrays
 
 
 class SamplingTable:
@@ -90,9 +92,10 @@ class SamplingTable:
         return int(self._rows["prompt_logprobs"][slot])
 
     def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
-        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order."""
-        if self._by_row:
-            return {name: plan.arrays[name] for name in ("temperature", "uniform")}
+        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order, and filters where plans have them by
+        row and one row wants one."""
+        if plan.by_row:
+            return {name: plan.arrays[name] for name in PARAMETERS if name in plan.arrays}
         rows = self._rows[plan.slots]
         return {"temperature": rows["temperature"], "uniform": uniforms(rows["seed"], plan.positions)}
 
@@ -138,6 +141,7 @@ class SamplingTable:
             has_min_p=has_min_p,
             logprob_rows=wanted if len(wanted) else None,
             num_top_logprobs=int(rows["logprobs"].max(initial=0)),
+            by_row=self._by_row,
             arrays=arrays,
         )
 
