@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from frame.core.interfaces.quantization import ExpertsMethod, LayerKind, LinearMethod, QuantizationMethod
 from frame.models.layers.packed import can_pack, pack, packed_linear
 from frame.models.layers.parameter import ShardedParameter, ShardRule
+from frame.models.layers.product import Product
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,25 +20,33 @@ _SMALL_LAYER = 32 << 20  # bytes of `down`: the further forms of a layer's exper
 
 
 class PlainLinear:
-    """`weight` [outputs, inputs]; where the CPU likes it better, `packed` instead."""
+    """`weight` [outputs, inputs] and the `product` with it; where the CPU likes it better, `packed` instead."""
 
     def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=dtype)
         layer.register_parameter("weight", ShardedParameter(weight, ShardRule(output=0, input=1)))
         layer.register_buffer("packed", None, persistent=False)
+        layer.product = Product(weight)  # type: ignore[assignment]
 
     def finish(self, layer: nn.Module) -> None:
-        """Pack a weight that was loaded since the last time."""
+        """Pack a weight that was loaded since the last time, or choose how it is multiplied."""
         weight: ShardedParameter = layer.weight  # type: ignore[assignment]
         if weight.numel() and can_pack(weight):
             layer.packed = pack(weight)
             weight.release()
+        elif weight.numel():
+            layer.product = Product(weight)  # type: ignore[assignment]
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.packed is not None:
             return packed_linear(x, layer.packed, bias)  # type: ignore[arg-type]
-        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        return F.linear(x, weight, bias)
+        return layer.product(x, layer.weight, bias)  # type: ignore[operator, no-any-return]
+
+    def apply_gated(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """SiLU of the first half of the outputs, times the second; None where that is better computed apart."""
+        if layer.packed is not None:
+            return None
+        return layer.product.gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
 
 
 class PlainExperts:

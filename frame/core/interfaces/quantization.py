@@ -58,7 +58,10 @@ class QuantizationCapabilities:
 
 
 class LinearMethod(Protocol):
-    """The four acts for one linear layer. `output_sizes` are the merged parts (q, k, v …) on this rank."""
+    """The acts for one linear layer. `output_sizes` are the merged parts (q, k, v …) on this rank.
+
+    A method may have a fourth, `apply_gated` (`GatedApply`), which layers whose outputs are gate and up ask for first.
+    """
 
     def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         """Register the layer's parameters, each with its shard rule (see `frame.models.layers.parameter`)."""
@@ -71,6 +74,16 @@ class LinearMethod(Protocol):
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[…, input_size] -> […, sum(output_sizes)]."""
         ...
+
+
+class GatedApply(Protocol):
+    """`apply_gated(layer, x, bias)`: SiLU(first half of the outputs) * second half, […, sum(output_sizes) // 2], in one go.
+
+    None where the method has nothing better than `apply` and the activation after it, for these rows. Optional in `quantization/1`:
+    a method without it is complete.
+    """
+
+    def __call__(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None: ...
 
 
 class QuantizationMethod(ABC):

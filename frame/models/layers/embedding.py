@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, own_parameters
+from frame.models.layers.product import Product
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
@@ -51,6 +52,7 @@ class Head(nn.Module):
         self.method: LinearMethod | None = None
         if tied is not None:
             self.weight = tied.weight
+            self.product = Product(self.weight)
             return
         if context.quantization is None:
             raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
@@ -64,9 +66,11 @@ class Head(nn.Module):
         """Let the method repack what was loaded."""
         if self.method is not None:
             self.method.finish(self)
+        else:
+            self.product = Product(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.method.apply(self, hidden) if self.method is not None else F.linear(hidden, self.weight)
+        logits = self.method.apply(self, hidden) if self.method is not None else self.product(hidden, self.weight)
         if self.tp.size == 1:
             return logits
         return self.tp.all_gather(logits)[..., : self.vocab_size]

@@ -16,7 +16,7 @@ from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, ow
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.quantization import LayerKind, LinearMethod
+    from frame.core.interfaces.quantization import GatedApply, LayerKind, LinearMethod
 
 
 class Linear(nn.Module):
@@ -38,6 +38,7 @@ class Linear(nn.Module):
         if context.quantization is None:
             raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
         self.method: LinearMethod = context.quantization.linear(names[0], kind)
+        self._apply_gated: GatedApply | None = getattr(self.method, "apply_gated", None)
         self.method.create(self, inputs.size, [span.size for span in outputs], context.dtype)
         self.bias: torch.Tensor | None = None
         if bias:
@@ -55,6 +56,10 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        """SiLU(first half of the outputs) * second half, in one go; None where the method has no such form for these rows."""
+        return None if self._apply_gated is None else self._apply_gated(self, x, self.bias)
 
 
 class ReplicatedLinear(Linear):

@@ -1,0 +1,246 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
+"""Matrix products of few rows, whose time is that of reading the weights.
+
+Both kernels take the weights straight from memory to registers, several tiles ahead: the first of them before they wait for the kernel
+that is launched before them, since no step writes weights. `vector_kernel` multiplies one or two rows on the CUDA cores;
+`fragment_kernel` multiplies groups of eight on the tensor cores. Knows no layer, and no choice between the two (`linear_plan`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels import INTERPRETED
+from frame.kernels.linear_plan import Plan
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Let the kernel behind begin, and wait for the one ahead."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def load(pointers, inside, UPCAST: tl.constexpr):
+    """Weights: read once, so the first to leave the caches."""
+    tile = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
+    if UPCAST:  # the interpreter multiplies bfloat16 wrongly
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def finish(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+    """Add the bias; with two parts, SiLU(gate) * up of what a product of its own would have stored."""
+    gate = totals[0]
+    if HAS_BIAS:
+        gate += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
+    if PARTS == 2:
+        up = totals[1]
+        if HAS_BIAS:
+            up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)
+        gate = gate.to(dtype).to(tl.float32)
+        gate = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+    return gate.to(dtype)
+
+
+@triton.jit
+def partial_sums(weights, row, LANES: tl.constexpr):
+    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over what one thread holds of a row."""
+    products = weights.to(tl.float32) * row.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(products, [weights.shape[0], weights.shape[1] // LANES, LANES]), 2)
+
+
+@triton.jit
+def vector_kernel(
+    x,  # [M, K]
+    w,  # [PARTS * N, K]
+    bias,  # [PARTS * N]
+    out,  # [M, N]
+    M,
+    N,
+    K,
+    x_stride,
+    w_stride,
+    out_stride,
+    ROWS: tl.constexpr,  # at least M
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DEPTH: tl.constexpr,  # tiles under way
+    PARTS: tl.constexpr,  # 2: gate and up
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    LANES: tl.constexpr = 8
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    columns = tl.arange(0, BK)
+    valid = (rows < N)[:, None]
+    pointers = w + rows.to(tl.int64)[:, None] * w_stride + columns[None, :]
+    part = N.to(tl.int64) * w_stride
+    tiles = ()
+    for d in tl.static_range(DEPTH):
+        for p in tl.static_range(PARTS):
+            tiles += (load(pointers + p * part + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
+    wait(PDL)
+    inputs = ()
+    sums = ()
+    for m in tl.static_range(ROWS):
+        inputs += (tl.load(x + m * x_stride + columns, mask=columns < tl.where(m < M, K, 0), other=0.0),)
+        for _ in tl.static_range(PARTS):
+            sums += (tl.zeros([BN, BK // LANES], tl.float32),)
+    for k in range(0, K, BK):
+        fresh = k + DEPTH * BK
+        next_tiles = ()
+        for i in tl.static_range(PARTS, DEPTH * PARTS):
+            next_tiles += (tiles[i],)
+        for p in tl.static_range(PARTS):
+            next_tiles += (load(pointers + p * part + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
+        next_inputs = ()
+        next_sums = ()
+        for m in tl.static_range(ROWS):
+            after = k + BK + columns
+            next_inputs += (tl.load(x + m * x_stride + after, mask=after < tl.where(m < M, K, 0), other=0.0),)
+            for p in tl.static_range(PARTS):
+                next_sums += (sums[m * PARTS + p] + partial_sums(tiles[p], inputs[m], LANES),)
+        tiles = next_tiles
+        inputs = next_inputs
+        sums = next_sums
+    for m in tl.static_range(ROWS):
+        totals = ()
+        for p in tl.static_range(PARTS):
+            totals += (tl.sum(sums[m * PARTS + p], 1),)
+        result = finish(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        tl.store(out + m * out_stride + rows, result, mask=rows < tl.where(m < M, N, 0))
+
+
+# A thread loads eight adjacent inputs of a row, four neighbours 32 of them: what tensor cores take from a thread are four pairs that lie
+# eight apart. Since a sum has no order, the inputs are numbered such that what is there is what is needed, on both sides
+# alike, and no number moves: input 8 t + 2 j + b of a chunk is multiplied as input 8 j + 2 t + b.
+
+
+@triton.jit
+def left_side(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
+    """Weights [8, CHUNKS * WARPS, 2, 32] -> [WARPS, 16, CHUNKS * 32]: rows 8 h + g from (g, h), each warp its own chunks."""
+    tile = tl.reshape(tile, [8, CHUNKS, WARPS, 2, 4, 4, 2])
+    return tl.reshape(tl.permute(tile, (2, 3, 0, 1, 5, 4, 6)), [WARPS, 16, CHUNKS * 32])
+
+
+@triton.jit
+def right_side(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
+    """Rows [8, CHUNKS * WARPS, 32] -> [WARPS, CHUNKS * 32, 8]"""
+    tile = tl.reshape(tile, [8, CHUNKS, WARPS, 4, 4, 2])
+    return tl.reshape(tl.permute(tile, (2, 1, 4, 3, 5, 0)), [WARPS, CHUNKS * 32, 8])
+
+
+@triton.jit
+def fragment_kernel(
+    x,  # [M, K]
+    w,  # [PARTS * N, K]
+    bias,  # [PARTS * N]
+    out,  # [M, N]
+    M,
+    N,
+    K,
+    x_stride,
+    w_stride,
+    out_stride,
+    GROUPS: tl.constexpr,  # of eight rows, at least M in all
+    CHUNKS: tl.constexpr,  # of 32 inputs, a warp and tile
+    DEPTH: tl.constexpr,  # tiles under way
+    PARTS: tl.constexpr,  # 2: gate and up
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    num_warps: tl.constexpr,
+):
+    WARPS: tl.constexpr = num_warps
+    SPAN: tl.constexpr = CHUNKS * WARPS * 32
+    first = tl.program_id(0) * 16
+    eight = tl.arange(0, 8)
+    columns = tl.arange(0, CHUNKS * WARPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    w_rows = (first + eight[:, None] + 8 * tl.arange(0, 2)[None, :])[:, None, :, None]
+    w_columns = columns[None, :, None, :]
+    x_rows = eight[:, None, None]
+    x_columns = columns[None, :, :]
+    valid = w_rows < N
+    pointers = w + w_rows.to(tl.int64) * w_stride + w_columns
+    part = N.to(tl.int64) * w_stride
+    tiles = ()
+    for d in tl.static_range(DEPTH):
+        for p in tl.static_range(PARTS):
+            tiles += (load(pointers + p * part + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
+    wait(PDL)
+    inputs = ()
+    sums = ()
+    for g in tl.static_range(GROUPS):
+        group = x_rows + 8 * g
+        inputs += (tl.load(x + group * x_stride + x_columns, mask=(group < M) & (x_columns < K), other=0.0),)
+        for _ in tl.static_range(PARTS):
+            sums += (tl.zeros([WARPS, 16, 8], tl.float32),)
+    for k in range(0, K, SPAN):
+        fresh = k + DEPTH * SPAN
+        next_tiles = ()
+        for i in tl.static_range(PARTS, DEPTH * PARTS):
+            next_tiles += (tiles[i],)
+        for p in tl.static_range(PARTS):
+            next_tiles += (load(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
+        next_inputs = ()
+        next_sums = ()
+        for g in tl.static_range(GROUPS):
+            group = x_rows + 8 * g
+            after = k + SPAN + x_columns
+            next_inputs += (tl.load(x + group * x_stride + after, mask=(group < M) & (after < K), other=0.0),)
+            right = right_side(inputs[g], CHUNKS, WARPS)
+            if UPCAST:
+                right = right.to(tl.float32)
+            for p in tl.static_range(PARTS):
+                left = left_side(tiles[p], CHUNKS, WARPS)
+                next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
+        tiles = next_tiles
+        inputs = next_inputs
+        sums = next_sums
+    rows = (first + tl.arange(0, 16))[:, None]
+    for g in tl.static_range(GROUPS):
+        totals = ()
+        for p in tl.static_range(PARTS):
+            totals += (tl.sum(sums[g * PARTS + p], 0),)
+        result = finish(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        group = (8 * g + eight)[None, :]
+        tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
+
+
+def skinny_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, *, gated: bool = False, pdl: bool = False
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in the dtype of `x` (bfloat16 or float16; sums in float32).
+
+    `gated`: the weight's rows are gate and up, and the result is SiLU(gate) * up [M, N // 2]. `plan` comes from `linear_plan`.
+    `pdl`: launch before the kernel ahead has ended (`frame.kernels.pdl`). The last dimensions must be contiguous.
+    """
+    rows, inner = x.shape
+    parts = 2 if gated else 1
+    outputs = weight.shape[0] // parts
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    tensors = (x, weight, weight if bias is None else bias, out, rows, outputs, inner, x.stride(0), weight.stride(0), outputs)
+    sizes = {
+        "DEPTH": plan.depth,
+        "PARTS": parts,
+        "HAS_BIAS": bias is not None,
+        "PDL": pdl,
+        "UPCAST": INTERPRETED,
+        "num_warps": plan.warps,
+        "num_stages": 1,  # the kernels keep tiles under way themselves
+        "launch_pdl": pdl,
+    }
+    if plan.kernel == "vector":
+        grid = (triton.cdiv(outputs, plan.outputs),)
+        vector_kernel[grid](*tensors, ROWS=triton.next_power_of_2(rows), BN=plan.outputs, BK=256 * plan.warps, **sizes)
+    else:
+        groups = triton.next_power_of_2(triton.cdiv(rows, 8))
+        fragment_kernel[(triton.cdiv(outputs, 16),)](*tensors, GROUPS=groups, CHUNKS=plan.chunks, **sizes)
+    return out

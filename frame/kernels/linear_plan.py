@@ -1,0 +1,36 @@
+"""Which kernel multiplies how many rows with a weight, by its size: what was measured, and a rule for sizes that were not.
+
+`benchmarks/skinny_linear.py` measures; docs/performance.md has the figures. Knows no tensor and loads no Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one product is launched: a kernel and its sizes."""
+
+    kernel: Literal["vector", "fragment"]
+    warps: int
+    depth: int = 1  # tiles of weights that a program has under way
+    outputs: int = 16  # columns of the result that a program of the vector kernel computes
+    chunks: int = 4  # of 32 inputs, that a warp of the fragment kernel multiplies at a time
+
+
+def plans(outputs: int, inner: int, gated: bool = False) -> tuple[Plan | None, ...]:
+    """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast."""
+    return (None, *(plan(rows, outputs, inner, gated) for rows in range(1, MAX_ROWS + 1)))
+
+
+def plan(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | None:
+    """The plan for `rows` rows; `outputs` counts gate and up both."""
+    if rows <= 1:
+        return Plan("vector", 4, 1, outputs=4)
+    if rows <= 16:
+        return Plan("fragment", 4, 1, chunks=4)
+    return None

@@ -1,0 +1,57 @@
+"""The product with one plain weight, by whichever way is fastest for the rows at hand.
+
+Built once the weight is where it stays (`finish`); a call then only looks at the number of rows. Knows no layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from frame import kernels
+
+if TYPE_CHECKING:
+    from frame.kernels.linear_plan import Plan
+
+_TYPES = (torch.bfloat16, torch.float16)
+
+
+class Product:
+    """[…, inputs] times `weight` [outputs, inputs], transposed, for as long as the weight keeps its size and place.
+
+    Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear`); others, and code that is being
+    compiled, to PyTorch.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._plans: tuple[Plan | None, ...] = ()
+        self._gated_plans: tuple[Plan | None, ...] = ()
+        if kernels.usable(weight.device) and weight.dtype in _TYPES and weight.stride(-1) == 1:
+            from frame.kernels.linear import skinny_linear  # loads Triton
+            from frame.kernels.linear_plan import plans
+
+            self._skinny = skinny_linear
+            outputs, inputs = weight.shape
+            self._pdl = kernels.pdl(weight.device)
+            self._plans = plans(outputs, inputs)
+            self._gated_plans = plans(outputs, inputs, gated=True) if outputs % 2 == 0 else ()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """-> […, outputs]"""
+        plan = _pick(self._plans, x)
+        if plan is None:
+            return F.linear(x, weight, bias)
+        return self._skinny(x, weight, bias, plan, pdl=self._pdl)
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
+        plan = _pick(self._gated_plans, x)
+        return None if plan is None else self._skinny(x, weight, bias, plan, gated=True, pdl=self._pdl)
+
+
+def _pick(plans: tuple[Plan | None, ...], x: torch.Tensor) -> Plan | None:
+    if not plans or x.dim() != 2 or len(x) >= len(plans) or x.stride(1) != 1 or torch.compiler.is_compiling():
+        return None
+    return plans[len(x)]

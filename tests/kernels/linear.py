@@ -1,0 +1,103 @@
+"""The products of few rows against float64, over plans, types, shapes, strides and biases.
+
+Collected by `tests/gpu/test_linear.py`, and by `test_linear.py` beside this file in a process whose Triton is interpreted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from frame import kernels
+from frame.kernels.linear import skinny_linear
+from frame.kernels.linear_plan import MAX_ROWS, Plan, plan
+from frame.models.layers.product import Product
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNIT = {torch.bfloat16: 2**-8 if DEVICE.type == "cuda" else 2**-7, torch.float16: 2**-11}  # the interpreter cuts bfloat16 off
+VECTOR = Plan("vector", warps=1, depth=2, outputs=4)
+FRAGMENT = Plan("fragment", warps=2, depth=2, chunks=2)
+SHALLOW = Plan("fragment", warps=4, depth=1, chunks=1)
+
+each_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def random(*shape: int, dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
+    """Rows lie `gap` further apart than they are long."""
+    return torch.randn(*shape[:-1], shape[-1] + gap).to(DEVICE, dtype)[..., : shape[-1]]
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    whole = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    if not gated:
+        return whole
+    gate, up = whole.to(x.dtype).double().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def check(
+    plan: Plan, rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: int = 0, biased: bool = False, gated: bool = False
+) -> None:
+    x = random(rows, inputs, dtype=dtype, gap=gap)
+    weight = random(outputs, inputs, dtype=dtype, gap=2 * gap) / inputs**0.5
+    bias = random(outputs, dtype=dtype) if biased else None
+    got = skinny_linear(x, weight, bias, plan, gated=gated, pdl=kernels.pdl(DEVICE))
+    want = reference(x, weight, bias, gated)
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    # gate and up are rounded before they meet, perhaps to the other side of where the reference rounds them
+    unit = UNIT[dtype] * (4 if gated else 1)
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * unit, atol=unit / 4)
+
+
+@each_type
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_vector(rows: int, gated: bool, dtype: torch.dtype) -> None:
+    check(VECTOR, rows, 16, 512, dtype, gated=gated)
+    check(VECTOR, rows, 16, 1024, dtype, gap=8, gated=gated)
+    check(VECTOR, rows, 10, 300, dtype, gap=4, biased=True, gated=gated)
+
+
+@each_type
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 17])
+def test_fragment(rows: int, gated: bool, dtype: torch.dtype) -> None:
+    check(FRAGMENT, rows, 64, 512, dtype, gated=gated)
+    check(SHALLOW, rows, 32, 384, dtype, gap=8, gated=gated)
+    check(FRAGMENT, rows, 22, 100, dtype, gap=4, biased=True, gated=gated)
+
+
+@each_type
+def test_rows_stand_alone(dtype: torch.dtype) -> None:
+    """What other rows hold, NaN included, changes nothing."""
+    for some, rows in ((VECTOR, 2), (FRAGMENT, 8)):
+        x, weight = random(rows, 128, dtype=dtype), random(32, 128, dtype=dtype)
+        want = skinny_linear(x, weight, None, some)[1]
+        x[0], x[2:] = float("nan"), float("inf")
+        assert torch.equal(skinny_linear(x, weight, None, some)[1], want)
+
+
+@each_type
+def test_a_product_is_the_same_whichever_way_it_goes(dtype: torch.dtype) -> None:
+    weight, bias = random(96, 160, dtype=dtype) / 12, random(96, dtype=dtype)
+    product = Product(weight)
+    for rows in (1, 2, 5, 16, MAX_ROWS, MAX_ROWS + 1):
+        x = random(rows, 160, dtype=dtype)
+        want = reference(x, weight, bias, gated=False)
+        torch.testing.assert_close(product(x, weight, bias).double(), want, rtol=1.01 * UNIT[dtype], atol=UNIT[dtype])
+        gated = product.gated(x, weight, bias)
+        if gated is not None:
+            torch.testing.assert_close(gated.double(), reference(x, weight, bias, gated=True), rtol=4 * UNIT[dtype], atol=UNIT[dtype])
+    assert plan(1, 96, 160) is not None
+    assert product.gated(random(MAX_ROWS + 1, 160, dtype=dtype), weight) is None
+    assert product(x[None], weight).shape == (1, MAX_ROWS + 1, 96)
+    assert product(x[:0], weight).shape == (0, 96)
+
+
+def test_float32_is_left_to_pytorch() -> None:
+    weight, x = random(96, 160, dtype=torch.float32), random(2, 160, dtype=torch.float32)
+    product = Product(weight)
+    assert torch.equal(product(x, weight), F.linear(x, weight))
+    assert product.gated(x, weight) is None
