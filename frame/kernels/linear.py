@@ -93,23 +93,23 @@ def vector_kernel(
         inputs += (tl.load(x + m * x_stride + columns, mask=columns < tl.where(m < M, K, 0), other=0.0),)
         for _ in tl.static_range(PARTS):
             sums += (tl.zeros([BN, BK // LANES], tl.float32),)
-    for k in range(0, K, BK):
-        fresh = k + DEPTH * BK
+    for start in range(0, K, DEPTH * BK):
         next_tiles = ()
-        for i in tl.static_range(PARTS, DEPTH * PARTS):
-            next_tiles += (tiles[i],)
-        for p in tl.static_range(PARTS):
-            next_tiles += (load(pointers + p * part + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
-        next_inputs = ()
-        next_sums = ()
-        for m in tl.static_range(ROWS):
+        for d in tl.static_range(DEPTH):
+            k = start + d * BK
             after = k + BK + columns
-            next_inputs += (tl.load(x + m * x_stride + after, mask=after < tl.where(m < M, K, 0), other=0.0),)
+            next_inputs = ()
+            next_sums = ()
+            for m in tl.static_range(ROWS):
+                next_inputs += (tl.load(x + m * x_stride + after, mask=after < tl.where(m < M, K, 0), other=0.0),)
+                for p in tl.static_range(PARTS):
+                    next_sums += (sums[m * PARTS + p] + partial_sums(tiles[d * PARTS + p], inputs[m], LANES),)
+            fresh = k + DEPTH * BK
             for p in tl.static_range(PARTS):
-                next_sums += (sums[m * PARTS + p] + partial_sums(tiles[p], inputs[m], LANES),)
+                next_tiles += (load(pointers + p * part + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
+            inputs = next_inputs
+            sums = next_sums
         tiles = next_tiles
-        inputs = next_inputs
-        sums = next_sums
     for m in tl.static_range(ROWS):
         totals = ()
         for p in tl.static_range(PARTS):
@@ -182,28 +182,28 @@ def fragment_kernel(
         inputs += (tl.load(x + group * x_stride + x_columns, mask=(group < M) & (x_columns < K), other=0.0),)
         for _ in tl.static_range(PARTS):
             sums += (tl.zeros([WARPS, 16, 8], tl.float32),)
-    for k in range(0, K, SPAN):
-        fresh = k + DEPTH * SPAN
+    for start in range(0, K, DEPTH * SPAN):
         next_tiles = ()
-        for i in tl.static_range(PARTS, DEPTH * PARTS):
-            next_tiles += (tiles[i],)
-        for p in tl.static_range(PARTS):
-            next_tiles += (load(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
-        next_inputs = ()
-        next_sums = ()
-        for g in tl.static_range(GROUPS):
-            group = x_rows + 8 * g
+        for d in tl.static_range(DEPTH):
+            k = start + d * SPAN
             after = k + SPAN + x_columns
-            next_inputs += (tl.load(x + group * x_stride + after, mask=(group < M) & (after < K), other=0.0),)
-            right = right_side(inputs[g], CHUNKS, WARPS)
-            if UPCAST:
-                right = right.to(tl.float32)
+            next_inputs = ()
+            next_sums = ()
+            for g in tl.static_range(GROUPS):
+                group = x_rows + 8 * g
+                next_inputs += (tl.load(x + group * x_stride + after, mask=(group < M) & (after < K), other=0.0),)
+                right = right_side(inputs[g], CHUNKS, WARPS)
+                if UPCAST:
+                    right = right.to(tl.float32)
+                for p in tl.static_range(PARTS):
+                    left = left_side(tiles[d * PARTS + p], CHUNKS, WARPS)
+                    next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
+            fresh = k + DEPTH * SPAN
             for p in tl.static_range(PARTS):
-                left = left_side(tiles[p], CHUNKS, WARPS)
-                next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
+                next_tiles += (load(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
+            inputs = next_inputs
+            sums = next_sums
         tiles = next_tiles
-        inputs = next_inputs
-        sums = next_sums
     rows = (first + tl.arange(0, 16))[:, None]
     for g in tl.static_range(GROUPS):
         totals = ()
