@@ -2,7 +2,7 @@
 
 Each time is that of one launch among many in a CUDA graph, over as many copies of the weight as do not fit the L2 cache. Two parts:
 `products` tries every plan that fits, shape by shape; `layers` runs the four products of each layer of a model, one after the other, as a
-decode step does, with the plans that frame picks.
+decode step does, with the plans that frame picks. FRAME_NO_PDL=1 shows what launches that overlap are worth.
 
     python benchmarks/skinny_linear.py --rows 1 4 8 16 32 64 --out benchmarks/results/skinny-linear.json
     python benchmarks/skinny_linear.py --only 0.6B --part layers
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from frame import kernels
 from frame.kernels.linear import skinny_linear
 from frame.kernels.linear_plan import Plan, plan
 
@@ -79,12 +78,11 @@ def product(memory: torch.Tensor, rows: int, outputs: int, inputs: int, trial: b
     weights = copies(memory, outputs, inputs)
     rotated = [weights[index % len(weights)] for index in range(max(len(weights), LAUNCHES if len(weights) > 1 else 4))]
     x = torch.randn(rows, inputs, device="cuda", dtype=memory.dtype)
-    pdl = kernels.pdl(memory.device)
 
     def time(chosen: Plan | None) -> float:
         if chosen is None:
             return microseconds([lambda weight=weight: F.linear(x, weight) for weight in rotated])
-        return microseconds([lambda weight=weight: skinny_linear(x, weight, None, chosen, pdl=pdl) for weight in rotated])
+        return microseconds([lambda weight=weight: skinny_linear(x, weight, None, chosen) for weight in rotated])
 
     picked = plan(rows, outputs, inputs)
     found = {"torch": round(time(None), 2), "picked": round(time(picked), 2), "plan": str(picked)}
@@ -115,15 +113,12 @@ def layers(memory: torch.Tensor, rows: int, model: str) -> dict[str, Any]:
         last = memory[: head[0] * head[1]].view(head)
         return microseconds([step]) / run * count + microseconds([lambda: multiply(inputs[head[1]], last)] * 3)
 
-    def picked(pdl: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            chosen = plan(rows, *weight.shape)
-            return F.linear(x, weight) if chosen is None else skinny_linear(x, weight, None, chosen, pdl=pdl)
-
-        return multiply
+    def picked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        chosen = plan(rows, *weight.shape)
+        return F.linear(x, weight) if chosen is None else skinny_linear(x, weight, None, chosen)
 
     bytes_read = 2 * (count * sum(sizes) + head[0] * head[1])
-    times = {"torch": total(F.linear), "frame": total(picked(kernels.pdl(memory.device))), "without_pdl": total(picked(False))}
+    times = {"torch": total(F.linear), "frame": total(picked)}
     return {"model": model, "rows": rows, "bytes": bytes_read, **{name: round(time / 1e3, 4) for name, time in times.items()}}
 
 

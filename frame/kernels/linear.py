@@ -13,15 +13,8 @@ import triton
 import triton.language as tl
 
 from frame.kernels import INTERPRETED
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
 from frame.kernels.linear_plan import Plan
-
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    """Let the kernel behind begin, and wait for the one ahead."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -86,7 +79,8 @@ def vector_kernel(
     for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
             tiles += (load(pointers + p * part + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
-    wait(PDL)
+    begin(PDL)
+    wait_for_previous(PDL)
     inputs = ()
     sums = ()
     for m in tl.static_range(ROWS):
@@ -174,7 +168,8 @@ def fragment_kernel(
     for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
             tiles += (load(pointers + p * part + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
-    wait(PDL)
+    begin(PDL)
+    wait_for_previous(PDL)
     inputs = ()
     sums = ()
     for g in tl.static_range(GROUPS):
@@ -214,33 +209,24 @@ def fragment_kernel(
         tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
 
 
-def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, *, gated: bool = False, pdl: bool = False
-) -> torch.Tensor:
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in the dtype of `x` (bfloat16 or float16; sums in float32).
 
     `gated`: the weight's rows are gate and up, and the result is SiLU(gate) * up [M, N // 2]. `plan` comes from `linear_plan`.
-    `pdl`: launch before the kernel ahead has ended (`frame.kernels.pdl`). The last dimensions must be contiguous.
+    The last dimensions must be contiguous.
     """
     rows, inner = x.shape
     parts = 2 if gated else 1
     outputs = weight.shape[0] // parts
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tensors = (x, weight, weight if bias is None else bias, out, rows, outputs, inner, x.stride(0), weight.stride(0), outputs)
-    sizes = {
-        "DEPTH": plan.depth,
-        "PARTS": parts,
-        "HAS_BIAS": bias is not None,
-        "PDL": pdl,
-        "UPCAST": INTERPRETED,
-        "num_warps": plan.warps,
-        "num_stages": 1,  # the kernels keep tiles under way themselves
-        "launch_pdl": pdl,
-    }
+    # num_stages: the kernels keep tiles under way themselves
+    sizes = {"DEPTH": plan.depth, "PARTS": parts, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED, "num_stages": 1}
+    sizes |= options(x.device, plan.warps)
     if plan.kernel == "vector":
-        grid = (triton.cdiv(outputs, plan.outputs),)
-        vector_kernel[grid](*tensors, ROWS=triton.next_power_of_2(rows), BN=plan.outputs, BK=256 * plan.warps, **sizes)
+        vector_kernel[(blocks_of(outputs, plan.outputs),)](
+            *tensors, ROWS=power_of_2(rows), BN=plan.outputs, BK=256 * plan.warps, **sizes
+        )
     else:
-        groups = triton.next_power_of_2(triton.cdiv(rows, 8))
-        fragment_kernel[(triton.cdiv(outputs, 16),)](*tensors, GROUPS=groups, CHUNKS=plan.chunks, **sizes)
+        fragment_kernel[(blocks_of(outputs, 16),)](*tensors, GROUPS=power_of_2(blocks_of(rows, 8)), CHUNKS=plan.chunks, **sizes)
     return out

@@ -29,8 +29,11 @@ def plans(outputs: int, inner: int, gated: bool = False) -> tuple[Plan | None, .
 
 def plan(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | None:
     """The plan for `rows` rows; `outputs` counts gate and up both."""
-    if rows <= 1:
-        return Plan("vector", 4, 1, outputs=4)
-    if rows <= 16:
-        return Plan("fragment", 4, 1, chunks=4)
+    if rows <= 2:
+        return Plan("vector", 8, 1, outputs=4) if outputs < 4096 else Plan("vector", 4, 1, outputs=4 if gated else 8)
+    if rows <= 8 and outputs * inner <= _SMALL:
+        return Plan("fragment", 4, 2, chunks=2)
     return None
+
+
+_SMALL = 12 << 20  # weights

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame import kernels
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.parallel import LocalGroup
 from frame.kernels.linear import skinny_linear
 from frame.kernels.linear_plan import MAX_ROWS, Plan, plan
+from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.product import Product
+from frame.quantization.none import Plain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.bfloat16: 2**-8 if DEVICE.type == "cuda" else 2**-7, torch.float16: 2**-11}  # the interpreter cuts bfloat16 off
@@ -42,7 +45,7 @@ def check(
     x = random(rows, inputs, dtype=dtype, gap=gap)
     weight = random(outputs, inputs, dtype=dtype, gap=2 * gap) / inputs**0.5
     bias = random(outputs, dtype=dtype) if biased else None
-    got = skinny_linear(x, weight, bias, plan, gated=gated, pdl=kernels.pdl(DEVICE))
+    got = skinny_linear(x, weight, bias, plan, gated=gated)
     want = reference(x, weight, bias, gated)
     assert got.dtype == dtype
     assert got.shape == want.shape
@@ -101,3 +104,19 @@ def test_float32_is_left_to_pytorch() -> None:
     product = Product(weight)
     assert torch.equal(product(x, weight), F.linear(x, weight))
     assert product.gated(x, weight) is None
+
+
+@each_type
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS + 1])
+def test_a_feed_forward_layer(dtype: torch.dtype, rows: int) -> None:
+    context = BuildContext(device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=Limits(8, 512, 256, 4), quantization=Plain())
+    with torch.device(DEVICE):
+        layer = GatedMLP(context, "mlp", 96, 64)
+    weights = []
+    for linear in (layer.gate_up_proj, layer.down_proj):
+        weights.append(random(*linear.weight.shape, dtype=dtype) / 8)
+        linear.weight.data.copy_(weights[-1])
+        linear.finish()  # a CPU may pack bfloat16
+    x = random(rows, 96, dtype=dtype)
+    inner = reference(x, weights[0], None, gated=True).to(dtype)
+    torch.testing.assert_close(layer(x).double(), reference(inner, weights[1], None, gated=False), rtol=0.05, atol=8 * UNIT[dtype])

@@ -39,6 +39,9 @@ class GatedMLP(nn.Module):
         self.kernel = _silu_mul(context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.gate_up_proj.gated(x)
+        if inner is not None:
+            return self.down_proj(inner)
         gate_up = self.gate_up_proj(x)
         if self.kernel is not None and not torch.compiler.is_compiling():
             return self.down_proj(self.kernel(gate_up))

@@ -34,7 +34,6 @@ class Product:
 
             self._skinny = skinny_linear
             outputs, inputs = weight.shape
-            self._pdl = kernels.pdl(weight.device)
             self._plans = plans(outputs, inputs)
             self._gated_plans = plans(outputs, inputs, gated=True) if outputs % 2 == 0 else ()
 
@@ -43,12 +42,12 @@ class Product:
         plan = _pick(self._plans, x)
         if plan is None:
             return F.linear(x, weight, bias)
-        return self._skinny(x, weight, bias, plan, pdl=self._pdl)
+        return self._skinny(x, weight, bias, plan)
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
         plan = _pick(self._gated_plans, x)
-        return None if plan is None else self._skinny(x, weight, bias, plan, gated=True, pdl=self._pdl)
+        return None if plan is None else self._skinny(x, weight, bias, plan, gated=True)
 
 
 def _pick(plans: tuple[Plan | None, ...], x: torch.Tensor) -> Plan | None:
