@@ -149,9 +149,7 @@ class DecodeGraphs:
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self._device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self._device)
         for size in reversed(self._sizes):
-            batch = self._batch(size, counted, token_ids)
-            batch = replace(batch, plan=self._backend.capture_plan(batch))
-            self._steps.insert(0, self._captured(batch, pool))
+            self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
     def replay(self, batch: ScheduledBatch, seq_lens: np.ndarray, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
         """Run a batch of at most `most` decodes whose pages are in the table. `draws`: temperature and uniform number of each row, and
@@ -202,22 +200,29 @@ class DecodeGraphs:
         inputs, size, table = self._inputs.tensors, batch.num_rows, self._builder.table
         temperature, uniform = inputs["temperature"][:size], inputs["uniform"][:size]
 
-        def run() -> DecodeOutputs:
+        def run(planned: ForwardBatch) -> DecodeOutputs:
             # sampled by a step that may still be in flight: the host does not know these ids
             torch.index_select(table.last_token, 0, batch.request_slots, out=batch.token_ids)
-            return self._body(batch, temperature, uniform)
+            return self._body(planned, temperature, uniform)
 
-        outputs, captured = self._capture(run, pool)
+        plain, planned = (replace(batch, plan=plan(batch)) for plan in (self._backend.plan, self._backend.capture_plan))
+        outputs, captured = self._capture(lambda: run(plain), lambda: run(planned), pool)
         redraw = self._redraw
         if redraw is None:
-            return _Size(batch, outputs, captured, None)
+            return _Size(planned, outputs, captured, None)
         params = {name: inputs[name][:size] for name in (*_DRAW, *_FILTERS)}
-        return _Size(batch, outputs, captured, self._capture(lambda: redraw(batch, outputs, params), pool))
 
-    def _capture(self, run: Callable[[], DecodeOutputs], pool: Any) -> tuple[DecodeOutputs, Captured]:
-        outputs = run()  # what compiles or initialises itself does so now
+        def again() -> DecodeOutputs:
+            return redraw(planned, outputs, params)
+
+        return _Size(planned, outputs, captured, self._capture(again, again, pool))
+
+    def _capture(
+        self, first: Callable[[], DecodeOutputs], run: Callable[[], DecodeOutputs], pool: Any
+    ) -> tuple[DecodeOutputs, Captured]:
+        outputs = first()  # what compiles or initialises itself does so now
         if pool is None:
-            return outputs, _Again(run, outputs)
+            return outputs, _Again(first, outputs)
         torch.cuda.current_stream(self._device).synchronize()
         graph = torch.cuda.CUDAGraph()
         # only this thread's calls are captured: others may use the device meanwhile

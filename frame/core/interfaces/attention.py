@@ -218,8 +218,9 @@ class AttentionBackend(ABC):
       unless the capabilities say `stores_kv`.
     - Rows `[0, num_decodes)` have one query token each, the rest are extends; both kinds may be absent.
     - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`: `capture_plan` gives the plan that the
-      captured `run`s see, `replay_plan` makes it describe another batch of as many rows before each replay. The batch's own tensors
-      are at the same addresses in all of them; its host view and Python numbers are the captured ones.
+      captured `run`s see, and no others do, so that what the first layer computes for all is captured with it; `replay_plan` makes
+      it describe another batch of as many rows before each replay. The batch's own tensors are at the same addresses in all of
+      them; its host view and Python numbers are the captured ones.
     - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.
     """
