@@ -52,6 +52,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
     ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),
+    ("frame.entrypoints.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing")),  # batches as the suites make them
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame", ("frame",)),
 )

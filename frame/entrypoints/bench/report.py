@@ -35,6 +35,7 @@ FIGURES: Mapping[str, str] = {
     "share_of_floor": "share of the floor",
 }
 FORMAT = 1
+KERNELS = ("attention", "moe")  # kinds of reports whose rows are a plugin's figures on a batch
 
 
 def report(kind: str, rows: Mapping[str, dict[str, Any]], **about: Any) -> dict[str, Any]:
@@ -67,8 +68,16 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """A column a row of the report, a line a figure that any of them has."""
+    """A column a row of the report, a line a figure that any of them has. Of kernels a line a batch and a column a plugin; of a start a
+    line a phase."""
     rows = found["rows"]
+    if found["kind"] in KERNELS:
+        return _kernels(found["kind"], rows)
+    if found["kind"] == "startup":
+        drawn = _empty("frame bench startup", ["seconds"])
+        for name, row in rows.items():
+            drawn.add_row(name, _shown(row["seconds"]))
+        return drawn
     drawn = _empty(f"frame bench {found['kind']}", rows)
     for path, title in FIGURES.items():
         figures = [figure(row, path) for row in rows.values()]
@@ -77,11 +86,39 @@ def table(found: Mapping[str, Any]) -> Table:
     return drawn
 
 
+def _kernels(kind: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Microseconds, and the share of the floor."""
+    names = list(dict.fromkeys(row["plugin"] for row in rows.values()))
+    drawn = _empty(f"frame bench {kind}: µs (share of the floor)", ["floor, µs", *names])
+    for batch in dict.fromkeys(row["batch"] for row in rows.values()):
+        found = {row["plugin"]: row for row in rows.values() if row["batch"] == batch}
+        floor = next((row["floor_microseconds"] for row in found.values() if "floor_microseconds" in row), None)
+        drawn.add_row(batch, _shown(floor), *(_kernel_cell(found.get(name, {})) for name in names))
+    for name, sentence in {row["plugin"]: row["refused"] for row in rows.values() if "refused" in row}.items():
+        drawn.caption = f"{drawn.caption or ''}{name}: {sentence}\n"
+    return drawn
+
+
+def _kernel_cell(row: Mapping[str, Any]) -> str:
+    return f"{_shown(row['microseconds'])} ({row['share_of_floor']:.2f})" if "microseconds" in row else "–"
+
+
+def _comparison_by_line(first: Mapping[str, Any], second: Mapping[str, Any], names: Iterable[str], figure_name: str) -> Table:
+    drawn = _empty(figure_name, ["the first", "the second", "ratio"])
+    for name in names:
+        before, after = figure(first["rows"][name], figure_name), figure(second["rows"][name], figure_name)
+        if before is not None and after is not None:
+            drawn.add_row(name, _shown(before), _shown(after), f"{after / before:.2f}×" if before else "")
+    return drawn
+
+
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
     """For each row that both have: the second's figures, and how they stand to the first's. Raises ConfigError when there is none."""
     names = [name for name in first["rows"] if name in second["rows"]]
     if not names:
         raise ConfigError("The two reports have no row in common; compare runs of the same workloads.")
+    if (kind := second.get("kind")) in KERNELS or kind == "startup":
+        return _comparison_by_line(first, second, names, "microseconds" if kind in KERNELS else "seconds")
     drawn = _empty("the second, and its ratio to the first", names)
     for path, title in FIGURES.items():
         pairs = [(figure(first["rows"][name], path), figure(second["rows"][name], path)) for name in names]

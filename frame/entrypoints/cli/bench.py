@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import click
 from frame.core.errors import ConfigError
 from frame.entrypoints.bench.reference import ALL, Chosen, chosen
 from frame.entrypoints.bench.workload import SHAPES, Arrivals, Shape, Span, jobs, span
+from frame.entrypoints.cli.bench_kernels import attention, finish, moe
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_sources import LoadedConfig
 
@@ -84,7 +84,7 @@ def offline(
             rows[name] = min(runs, key=lambda run: run["seconds"]) | {"all_seconds": [run["seconds"] for run in runs]}
             if under is not None:
                 rows[name] |= under.row(workload, vocabulary, rows[name]["seconds"])
-        _finish(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
+        finish(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
 
 
 @click.command(help="Latency and throughput of a running server, as clients see them: requests leave when they are due.")
@@ -125,7 +125,7 @@ def serve(
         name: row(asyncio.run(run(target, workload.jobs(vocabulary, seed, arrivals), concurrency)), objective)
         for name, workload in chosen(names, rest).items()
     }
-    _finish(report("serve", rows, server=base_url, model=target.model, rate=rate, burstiness=burstiness, concurrency=concurrency), path)
+    finish(report("serve", rows, server=base_url, model=target.model, rate=rate, burstiness=burstiness, concurrency=concurrency), path)
     if any(figures["failed"] for figures in rows.values()):
         raise click.ClickException("; ".join(error for figures in rows.values() for error in figures["errors"]))
 
@@ -141,7 +141,7 @@ def startup(loaded: LoadedConfig, path: Path | None) -> None:
         seconds = time.perf_counter() - started
         rows = {"ready": {"seconds": round(seconds, 3)}}
         rows |= {name: {"seconds": phase} for name, phase in engine.info.get("phases", {}).items()}
-        _finish(report("startup", rows, engine=engine.info), path)
+        finish(report("startup", rows, engine=engine.info), path)
 
 
 @click.command(help="Two reports side by side: the second's figures and their ratios to the first's.")
@@ -155,7 +155,7 @@ def compare(first: Path, second: Path) -> None:
     Console().print(comparison(read(first), read(second)))
 
 
-for _each in (offline, serve, startup, compare):
+for _each in (offline, serve, startup, attention, moe, compare):
     command.add_command(_each)
 
 
@@ -181,13 +181,3 @@ def _first_model(base_url: str, api_key: str | None) -> str:
     if answer.status_code != 200:
         raise click.ClickException(f"{base_url} answered {answer.status_code}: {answer.text[:300]}")
     return str(answer.json()["data"][0]["id"])
-
-
-def _finish(found: dict[str, Any], path: Path | None) -> None:
-    from rich.console import Console
-
-    from frame.entrypoints.bench.report import table
-
-    if path is not None:
-        path.write_text(json.dumps(found, indent=2) + "\n")
-    Console().print(table(found))

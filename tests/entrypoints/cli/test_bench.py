@@ -13,7 +13,7 @@ from tests.entrypoints.serving import RunningServer
 
 
 def test_its_commands() -> None:
-    assert set(command.commands) == {"offline", "serve", "startup", "compare"}
+    assert set(command.commands) == {"offline", "serve", "startup", "attention", "moe", "compare"}
 
 
 def test_a_server_is_measured(server: RunningServer, tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""`frame bench attention | moe`: plugins beside each other and beside the roofline, on batches of a model's shapes, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from frame.core.errors import ConfigError
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Numbers(click.ParamType):
+    """`1,8,64`."""
+
+    name = "A,B,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            found = [int(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers; write 1,8,64", param, ctx)
+        if min(found) < 1:
+            self.fail("the numbers must be at least 1", param, ctx)
+        return found
+
+
+class Names(click.ParamType):
+    """`a,b`."""
+
+    name = "A,B,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        return value if isinstance(value, tuple) else tuple(filter(None, str(value).split(",")))
+
+
+def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where is measured, against what, and where the report goes."""
+    options = (
+        click.option("--model", help="Shapes of this model (a folder with config.json)."),
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]"),
+        click.option("--dtype", type=click.Choice(_DTYPES), default=_DTYPES[0], show_default=True),
+        click.option("--threads", type=click.IntRange(min=1), help="Threads, on the CPU."),
+        click.option(
+            "--ceilings", type=click.Choice(["measured", "h200"]), default="measured", show_default=True,
+            help="What the floor is reckoned with: this machine, measured first, or one H200.",
+        ),
+        click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, show_default=True, help="Time for a figure."),
+        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here."),
+        click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it here, .png or .svg (frame-serve[bench])."),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.command(help="Attention backends on decodes and extends of one shape, beside the roofline.")
+@click.option("--backend", "names", type=Names(), default="", help="By plugin name [all that can be loaded].")
+@machine_options
+@click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--phase", type=click.Choice(["decode", "extend", "both"]), default="both", show_default=True)
+@click.option("--batch", "rows", type=Numbers(), default="1,8,64", show_default=True, help="Requests in a step.")
+@click.option("--context", "contexts", type=Numbers(), default="1024,4096", show_default=True, help="Tokens of each, with the new ones.")
+@click.option("--new", type=click.IntRange(min=1), help="Tokens of each that an extend computes [all of them].")
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
+def attention(
+    names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[int],
+    new: int | None, page_size: int, path: Path | None, plot: Path | None, **machine: Any,
+) -> None:  # fmt: skip
+    from frame.core.model_facts import read_facts
+    from frame.entrypoints.bench.attention import AttentionBench, AttentionShape, parse_batches
+    from frame.plugins.loader import load_registry
+
+    phases = ("decode", "extend") if phase == "both" else (phase,)
+    batches = parse_batches(phases, rows, contexts, new)
+    shape = AttentionShape(heads, kv_heads, head_dim, head_dim) if model is None else AttentionShape.of(read_facts(model))
+    clock, ceilings, dtype = _machine(machine)
+    bench = AttentionBench(load_registry(), shape, clock, ceilings, dtype, page_size)
+
+    def measured() -> Iterator[tuple[str, str, dict[str, Any]]]:
+        for record in bench.records(names):
+            for batch, figures in bench.rows(record, batches):
+                yield record.name, batch.name, figures
+
+    _report("attention", measured(), shape, machine, ceilings, path, plot)
+
+
+@click.command(help="MoE runners on one layer's experts, beside the roofline.")
+@click.option("--runner", "names", type=Names(), default="", help="By plugin name [all that can be loaded].")
+@machine_options
+@click.option("--experts", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--top-k", type=click.IntRange(min=1), default=8, show_default=True, help="Experts that a token uses.")
+@click.option("--hidden", type=click.IntRange(min=1), default=2048, show_default=True)
+@click.option("--inner", type=click.IntRange(min=1), default=768, show_default=True)
+@click.option("--tokens", "counts", type=Numbers(), default="1,8,64,256,4096", show_default=True, help="Tokens in a step.")
+def moe(
+    names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
+    path: Path | None, plot: Path | None, **machine: Any,
+) -> None:  # fmt: skip
+    from frame.core.model_facts import read_facts
+    from frame.entrypoints.bench.experts import ExpertBench, ExpertShape
+    from frame.plugins.loader import load_registry
+
+    if model is None and top_k > experts:
+        raise ConfigError(f"--top-k {top_k} is more than --experts {experts}; a token uses each expert once.")
+    shape = ExpertShape(experts, top_k, hidden, inner) if model is None else ExpertShape.of(read_facts(model))
+    clock, ceilings, dtype = _machine(machine)
+    bench = ExpertBench(load_registry(), shape, clock, ceilings, dtype)
+
+    def measured() -> Iterator[tuple[str, str, dict[str, Any]]]:
+        layer = bench.layer()
+        for record in bench.records(names):
+            for count, figures in bench.rows(record, layer, counts):
+                yield record.name, f"{count} tokens", figures
+
+    _report("moe", measured(), shape, machine, ceilings, path, plot)
+
+
+def finish(found: dict[str, Any], path: Path | None) -> None:
+    """Write a report and show it."""
+    from rich.console import Console
+
+    from frame.entrypoints.bench.report import table
+
+    if path is not None:
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    Console().print(table(found))
+
+
+def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(clock, ceilings, dtype) of the options; fills in the device that was left open."""
+    import torch
+
+    from frame.entrypoints.bench.clock import Clock, measured_ceilings
+    from frame.entrypoints.bench.floors import H200
+
+    if wanted["device"] == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; leave --device away, or give cpu.")
+    wanted["device"] = wanted["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted["threads"]:
+        torch.set_num_threads(wanted["threads"])
+    device, dtype = torch.device(wanted["device"]), getattr(torch, wanted["dtype"])
+    ceilings = H200 if wanted["ceilings"] == "h200" else measured_ceilings(device, dtype)
+    return Clock(device, wanted["seconds"]), ceilings, dtype
+
+
+def _report(
+    kind: str, measured: Iterator[tuple[str, str, dict[str, Any]]], shape: Any, machine: dict[str, Any], ceilings: Any,
+    path: Path | None, plot: Path | None,
+) -> None:  # fmt: skip
+    from dataclasses import asdict
+
+    from frame.entrypoints.bench.report import report
+
+    rows = {f"{name}: {batch}": {"plugin": name, "batch": batch, **figures} for name, batch, figures in measured}
+    found = report(kind, rows, shape=asdict(shape), settings=machine, ceilings=asdict(ceilings))
+    finish(found, path)
+    if plot is not None:
+        from frame.entrypoints.bench.plot import draw
+
+        draw(found, plot)
