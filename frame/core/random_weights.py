@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 PERIOD = 1_000_003  # numbers that are drawn. A prime: rows of a matrix still differ
+_ONES = ("norm", "ln_", "_scale")  # in the names of tensors of ones
 
 
 class RandomNumbers:
@@ -32,7 +33,8 @@ class RandomNumbers:
 
 
 class RandomTensor:
-    """A tensor that is made when it is sliced: norms are ones, other vectors zeros, matrices normal with std 1 / sqrt(inputs)."""
+    """A tensor that is made when it is sliced: norms and scales are ones, other vectors zeros, matrices
+    normal with std 1 / sqrt(inputs)."""
 
     def __init__(self, name: str, shape: tuple[int, ...], numbers: RandomNumbers) -> None:
         self.shape = shape
@@ -44,8 +46,8 @@ class RandomTensor:
 
     def _make(self) -> torch.Tensor:
         numbers = self._numbers
-        if len(self.shape) < 2:
-            value = 1.0 if "norm" in self._name or "ln_" in self._name else 0.0
+        if len(self.shape) < 2 or "_scale" in self._name:
+            value = 1.0 if any(part in self._name for part in _ONES) else 0.0
             return torch.full(self.shape, value, device=numbers.device, dtype=numbers.dtype)
         digest = hashlib.sha256(f"{numbers.seed}/{self._name}".encode()).digest()
         period = numbers.from_place(int.from_bytes(digest[:8], "little") % PERIOD, self.shape[-1])

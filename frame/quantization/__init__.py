@@ -26,6 +26,17 @@ class Int8Options(BaseModel):
     )
 
 
+class Fp8Options(BaseModel):
+    """Settings of `fp8`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ignore: tuple[str, ...] = Field(
+        ("kv_b_proj$",),
+        description="Regular expressions of layers of a plain checkpoint that stay plain; kv_b_proj is rearranged after loading anyway.",
+    )
+
+
 @hookimpl
 def register_quantization_methods(registry: KindRegistry) -> None:
     """Add the in-tree quantization methods."""
@@ -44,4 +55,13 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         options=Int8Options,
         api=API,
         summary="Int8 weights, one scale an output, quantized while loading; for small batches on the CPU.",
+    )
+    registry.add(
+        "fp8",
+        "frame.quantization.fp8:Fp8",
+        capabilities=QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=("fp8", "compressed-tensors", "modelopt", None)),
+        options=Fp8Options,
+        api=API,
+        rank=20,
+        summary="e4m3 weights with scales by block, output or tensor, stored so or rounded while loading; larger batches are rounded too.",
     )

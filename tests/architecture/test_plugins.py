@@ -31,6 +31,7 @@ FOLDERS = {
 ORDINARY = {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
+    "frame/core/config.py: fp8": "the type of a KV cache, which users may write so",
     "frame/core/config.py: lru": "the schema's default eviction policy; a default has to name one",
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
     "frame/kernels/cache.py: triton": "the library, whose cache it is",

@@ -89,8 +89,11 @@ class GatedApply(Protocol):
 class QuantizationMethod(ABC):
     """Chooses what each layer gets; mixed schemes and ignore lists live here.
 
-    `experts` returns the method that creates and finishes expert weights in a format that the MoE runner takes.
+    `experts` returns the method that creates and finishes expert weights in a format that the MoE runner takes. `left_out` are regular
+    expressions, matched from the start, of checkpoint tensors that the method has no use for.
     """
+
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None: ...
 

@@ -98,8 +98,10 @@ class Decoder(CausalLM, nn.Module):
 
     def left_out(self) -> tuple[str, ...]:
         """Patterns of checkpoint names that this model has no use for."""
+        method = self.context.quantization
+        unused = (*self.ignored, *(method.left_out if method is not None else ()))
         # A tied checkpoint may hold the head nevertheless; transformers takes the embedding then, and so do we.
-        return self.ignored if self._needs_own_head() else (*self.ignored, r"lm_head\.weight$", r"score\.")
+        return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")
 
     def _needs_own_head(self) -> bool:
         """Whether the checkpoint must hold a head over the vocabulary."""

@@ -18,6 +18,8 @@ from frame.core.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # numbers that mean nothing without their scales
+
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
@@ -133,13 +135,13 @@ class ShardedParameter(nn.Parameter):
                 f"{name} has the shape {list(tensor.shape)}, {list(part.shape)} is expected: is this checkpoint's config.json its own?"
             )
         value = tensor[part.read] if part.read else tensor[...]
-        if value.is_floating_point() != self.is_floating_point() or value.dtype.itemsize == 1 < self.dtype.itemsize:
+        if value.is_floating_point() != self.is_floating_point() or (value.dtype in _FP8 and self.dtype != value.dtype):
             raise CheckpointError(
                 f"{name} is stored as {_kind(value)}, {_kind(self)} is expected: choose the quantization method that reads it."
             )
         if self.data.numel() == 0:
             self.data = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.device)
-        self.write(part, part.spread_out(value))
+        self.write(part, value.reshape(()) if self.rule.scalar else part.spread_out(value))
         self.loaded.add(name)
         self.version += 1
 

@@ -1,0 +1,176 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Products of up to 64 fp8 rows with fp8 weights, whose time is that of reading the weights.
+
+Weights are e4m3 [N, K] with one scale an output ([N]) or one a block ([N / rows, K / columns]); rows come as `fp8_quantize` rounds them.
+The weights are the left side of the tensor cores' products. Where tiles of outputs are too few for the device, each is shared by several
+programs, and the last to be done adds their sums up, in their order. Weights, which no step writes, are asked for while the kernel
+ahead is still at work. Knows no layer and no checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels import INTERPRETED
+
+MOST_ROWS = 64
+
+
+@triton.jit
+def fetch_ahead(w, first, stride, K, ROWS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
+    """Ask the L2 cache for the first AHEAD weights of ROWS outputs."""
+    CHUNK: tl.constexpr = ROWS * AHEAD // THREADS
+    PER_ROW: tl.constexpr = AHEAD // CHUNK
+    places = tl.arange(0, THREADS)
+    columns = tl.minimum((places % PER_ROW) * CHUNK, K - CHUNK)
+    pointers = w + (first + places // PER_ROW).to(tl.int64) * stride + columns
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), tl.full([THREADS], CHUNK, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def narrow_kernel(
+    x, x_scale, w, w_scale, bias, out, partial, counter, M, N, K, x_scale_stride, w_scale_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs of a weight's scale; GROUP_K 0: all inputs, and rows have one each
+    HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
+    num_warps: tl.constexpr, num_stages: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    first = tile * BN
+    rows = first + tl.arange(0, BN)
+    row_of = rows if EVEN_N else tl.minimum(rows, N - 1)
+    batch = tl.arange(0, BM)
+    batch_of = tl.minimum(batch, M - 1)
+    columns = tl.arange(0, BK)
+    steps = tl.cdiv(K, BK)
+    start = (steps * split // SPLIT) * BK
+    stop = (steps * (split + 1) // SPLIT) * BK
+    w_pointers = w + row_of.to(tl.int64)[:, None] * K + columns[None, :]
+    x_pointers = x + batch_of[None, :] * K + columns[:, None]
+    total = tl.zeros([BN, BM], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            fetch_ahead(w + start, first, K, K - start, BN, AHEAD, num_warps * 32)
+        tl.extra.cuda.gdc_wait()
+    for k in tl.range(start, stop, BK, num_stages=num_stages):
+        if EVEN_K:
+            weights = tl.load(w_pointers + k, eviction_policy="evict_first")
+            inputs = tl.load(x_pointers + k)
+        else:
+            weights = tl.load(w_pointers + k, mask=(k + columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+            inputs = tl.load(x_pointers + k, mask=(k + columns < K)[:, None], other=0.0)
+        if UPCAST:
+            weights = weights.to(tl.float32)
+            inputs = inputs.to(tl.float32)
+        part = tl.dot(weights, inputs)  # added apart: the tensor cores' own sums over fp8 are short of bits
+        if GROUP_K > 0:
+            factors = tl.load(x_scale + (k // GROUP_K) * x_scale_stride + batch_of)[None, :]
+            if GROUP_N % BN == 0:
+                factors *= tl.load(w_scale + (first // GROUP_N) * w_scale_stride + k // GROUP_K)
+            else:
+                factors *= tl.load(w_scale + (row_of // GROUP_N) * w_scale_stride + k // GROUP_K)[:, None]
+            part *= factors
+        total += part
+    if GROUP_K == 0:
+        total *= tl.load(w_scale + row_of)[:, None] * tl.load(x_scale + batch_of)[None, :]
+    places = batch[None, :].to(tl.int64) * N + rows[:, None]
+    mask = (batch < M)[None, :] & (rows < N)[:, None]
+    if SPLIT > 1:
+        tl.store(partial + split.to(tl.int64) * M * N + places, total, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1
+        if is_last:
+            total = tl.zeros([BN, BM], tl.float32)
+            for other in tl.static_range(SPLIT):
+                total += tl.load(partial + other * M.to(tl.int64) * N + places, mask=mask, other=0.0, cache_modifier=".cg")
+            if HAS_BIAS:
+                total += tl.load(bias + row_of).to(tl.float32)[:, None]
+            tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(counter + tile, 0)
+    else:
+        if HAS_BIAS:
+            total += tl.load(bias + row_of).to(tl.float32)[:, None]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a product of few rows is cut: outputs and inputs of a tile, stages of its loads, programs that share a tile's inputs, and bytes
+    of each output's weights that are asked for ahead."""
+
+    outputs: int
+    inputs: int
+    stages: int
+    split: int = 1
+    ahead: int = 512
+    warps: int = 4
+
+
+def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
+    """The plan for `rows` (1 … 64) times weights [outputs, inputs] with a scale for `columns` inputs (0: for all).
+
+    By what an H200 took for the products of Llama 3.1 8B (docs/performance.md).
+    """
+    if INTERPRETED:
+        return Plan(32, 64, 1, split=2 if inputs >= 256 else 1)
+    step = 128 if columns or inputs % 256 else 256
+    tiles = -(-outputs // 64)
+    if tiles >= 256:
+        if rows <= 16 or columns:
+            return Plan(128, step, (3 if step == 256 else 5) if rows <= 16 else 4, ahead=256)
+        return Plan(64, 256, 4) if rows <= 32 and step == 256 else Plan(64, 128, 6)
+    most = max(1, inputs // step // 2)
+    if rows > 32 and not columns:
+        return Plan(64, step, 4, split=min(most, max(1, 128 // tiles)))
+    split = min(most, 8 if tiles <= 32 else 4 if tiles <= 128 else 2)
+    if columns:
+        return Plan(64, step, 8 if rows <= 16 and tiles <= 64 else 6, split)
+    return Plan(64, step, 4 if tiles <= 64 else 3, split)
+
+
+def narrow_linear(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    w_scale: torch.Tensor,
+    block: tuple[int, int],
+    bias: torch.Tensor | None,
+    plan: Plan,
+    counter: torch.Tensor,
+    *,
+    rows: int,
+    dtype: torch.dtype,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The first `rows` (64 at most) of x, e4m3 [P, K], times e4m3 weights [N, K], plus bias [N]: [rows, N] in `dtype`.
+
+    `block`: the outputs and inputs of a scale. With 0 inputs, w_scale is float32 [N] and x_scale [P, 1]; else w_scale is [N / outputs,
+    K / inputs] and x_scale [P, K / inputs] with stride(0) 1, and `plan.inputs` divides the block's. `counter` int32 [tiles of outputs] is
+    zero, and again when the product is done. `pdl`: launch before the kernel ahead has ended (`frame.kernels.pdl`).
+    """
+    outputs, inner = weight.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    partial = torch.empty(plan.split * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else x_scale
+    is_even = outputs % plan.outputs == 0
+    narrow_kernel[(-(-outputs // plan.outputs), plan.split)](
+        x, x_scale, weight, w_scale, w_scale if bias is None else bias, out, partial, counter, rows, outputs, inner,
+        x_scale.stride(1), w_scale.stride(0),
+        BM=16 if rows <= 16 else 32 if rows <= 32 else 64, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
+        AHEAD=plan.ahead if is_even and inner % plan.inputs == 0 and inner // plan.split >= 2 * plan.ahead else 0,
+        GROUP_N=block[0], GROUP_K=block[1], HAS_BIAS=bias is not None, EVEN_N=is_even, EVEN_K=inner % plan.inputs == 0,
+        PDL=pdl, UPCAST=INTERPRETED, num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

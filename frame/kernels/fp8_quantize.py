@@ -1,0 +1,111 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Rows rounded to e4m3, with one scale each or one for every 128 columns, and products of such rows scaled back.
+
+Knows no layer; how weights came by their scales is `frame.quantization`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels import INTERPRETED
+
+FP8 = torch.float8_e4m3fn
+GROUP = 128
+_SMALLEST = tl.constexpr(1e-12)
+_GROUPS = 8  # that a program rounds at once
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def rounded(values, INTERPRETED: tl.constexpr):
+    """float32 as e4m3. Triton's interpreter forgets the carry to the next power of two, so there it gets numbers that need no rounding."""
+    if INTERPRETED:
+        size = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(values), 1e-30))), -6.0) - 3.0)
+        values = tl.floor(values / size + 0.5) * size
+    return values.to(tl.float8e4nv)
+
+
+@triton.jit
+def rows_kernel(x, out, scale, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    begin(PDL)
+    values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(values), 0) / 448.0, _SMALLEST)
+    tl.store(scale + row, step)
+    tl.store(out + row * K + columns, rounded(values / step, INTERPRETED), mask=columns < K)
+
+
+@triton.jit
+def groups_kernel(
+    x, out, scale, M, K, x_stride, scale_stride,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = tl.program_id(1) * GROUPS * 128 + tl.arange(0, GROUPS * 128)
+    begin(PDL)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    values = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    values = tl.reshape(values, [ROWS, GROUPS, 128])
+    step = tl.maximum(tl.max(tl.abs(values), 2) / 448.0, _SMALLEST)
+    tl.store(scale + groups[None, :] * scale_stride + rows[:, None], step, mask=(rows < M)[:, None] & (groups * 128 < K)[None, :])
+    values = tl.reshape(rounded(values / step[:, :, None], INTERPRETED), [ROWS, GROUPS * 128])
+    tl.store(out + rows.to(tl.int64)[:, None] * K + columns[None, :], values, mask=mask)
+
+
+@triton.jit
+def rescale_kernel(out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    factors = tl.load(by_column + columns, mask=mask, other=0.0)  # of a weight: no step writes it
+    begin(PDL)
+    values = tl.load(out + row * N + columns, mask=mask).to(tl.float32)
+    tl.store(out + row * N + columns, (values * (factors * tl.load(by_row + row))).to(out.dtype.element_ty), mask=mask)
+
+
+def quantize_rows(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K], rows contiguous -> (e4m3 [M, K], float32 [M, 1]): the largest number of a row becomes 448."""
+    rows, inner = x.shape
+    out = torch.empty(rows, inner, dtype=FP8, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    block = 1 << (inner - 1).bit_length()
+    rows_kernel[(rows,)](
+        x, out, scale, inner, x.stride(0), BLOCK=block, PDL=pdl, INTERPRETED=INTERPRETED,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
+    return out, scale
+
+
+def quantize_groups(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K], K a multiple of 128 -> (e4m3 [P, K], float32 [P, K / 128], whose rows are next to one another in memory).
+
+    P is M rounded up to a multiple of 4, as cuBLAS wants it; what the rows past M hold is not said.
+    """
+    rows, inner = x.shape
+    padded = -(-rows // 4) * 4
+    out = torch.empty(padded, inner, dtype=FP8, device=x.device)
+    scale = torch.empty(inner // GROUP, padded, dtype=torch.float32, device=x.device)
+    per_program = 1 if rows <= 64 else 4
+    groups_kernel[(-(-rows // per_program), -(-inner // (GROUP * _GROUPS)))](
+        x, out, scale, rows, inner, x.stride(0), padded, ROWS=per_program, GROUPS=_GROUPS, PDL=pdl, INTERPRETED=INTERPRETED,
+        num_warps=2 * per_program, launch_pdl=pdl,
+    )  # fmt: skip
+    return out, scale.t()
+
+
+def rescale_(out: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+    """out [M, N], contiguous, times by_row float32 [M, 1] and by_column float32 [N], in place."""
+    rows, columns = out.shape
+    rescale_kernel[(rows, -(-columns // 1024))](out, by_row, by_column, columns, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    return out

@@ -1,0 +1,204 @@
+"""Weights in e4m3 with scales: checkpoints that store them so, and plain ones rounded while loading.
+
+On a GPU that multiplies fp8 weights stay as they are (`fp8_product`). Elsewhere, and in sizes that nothing takes, they are made plain
+once they are loaded: right, but as large and as slow as plain ones. Knows no model; what a configuration says is read by `fp8_format`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frame import kernels
+from frame.core.interfaces.quantization import ExpertsMethod, LayerKind, LinearMethod, QuantizationMethod
+from frame.models.layers.parameter import ShardedParameter, ShardRule
+from frame.quantization import Fp8Options
+from frame.quantization.fp8_format import Fp8Format, read_format
+from frame.quantization.fp8_product import Fp8Product
+from frame.quantization.fp8_weights import BLOCK, FP8, Fp8Parameter, RoundedParameter, Scales, dequantize, scale_parameter
+from frame.quantization.none import PlainExperts, PlainLinear
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+class Fp8(QuantizationMethod):
+    """fp8 for linear layers and experts: those that the checkpoint stores so, or, of a plain one, all that the option `ignore` spares."""
+
+    def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None:
+        self._format = read_format(checkpoint_config) if checkpoint_config else None
+        if self._format is not None and self._format.input_scale:
+            # a scale for each token, made as it comes, is finer than the checkpoint's one for all
+            self.left_out = (rf".*\.{re.escape(self._format.input_scale)}$",)
+        ignore = options.ignore if isinstance(options, Fp8Options) else Fp8Options().ignore
+        self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignore)) if ignore else None
+
+    def linear(self, prefix: str, kind: LayerKind = "linear") -> LinearMethod:
+        if kind != "linear" or not self._takes(prefix):
+            return PlainLinear()
+        return Fp8Linear(self._format) if self._format else RoundedLinear()
+
+    def experts(self, prefix: str) -> ExpertsMethod:
+        if not self._takes(prefix):
+            return PlainExperts()
+        return Fp8Experts(self._format) if self._format else RoundedExperts()
+
+    def _takes(self, prefix: str) -> bool:
+        if self._format is not None:
+            return self._format.stores(prefix)
+        return self._ignored is None or self._ignored.search(prefix) is None
+
+
+class Fp8Linear:
+    """`weight` e4m3 [outputs, inputs] and its scale under the checkpoint's own name; after loading the `product` with it, or, where
+    nothing multiplies fp8, the layer `plain` in its place."""
+
+    def __init__(self, stored: Fp8Format) -> None:
+        self._stored = stored
+        self._plain = PlainLinear()
+
+    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+        stored = self._stored
+        weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
+        layer.register_parameter("weight", Fp8Parameter(weight, ShardRule(output=0, input=1)))
+        layer.register_parameter(stored.scale, scale_parameter(stored.sharing, stored.block, output_sizes, input_size))
+        _prepare(layer, dtype)
+
+    def finish(self, layer: nn.Module) -> None:
+        """Choose how a weight that was loaded since the last time is multiplied."""
+        weight: Fp8Parameter = layer.weight  # type: ignore[assignment]
+        if not weight.numel():
+            return  # made plain before
+        scales = self._scales(layer)
+        layer.product = Fp8Product.find(weight, scales, layer.plain_dtype)  # type: ignore[assignment, arg-type]
+        layer.plain = None  # type: ignore[assignment]
+        if layer.product is None:
+            layer.plain = self._make_plain(dequantize(weight, scales, layer.plain_dtype))  # type: ignore[assignment, arg-type]
+            weight.release()
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.product is not None:
+            return layer.product(x, layer.weight, bias)  # type: ignore[operator, no-any-return]
+        return self._plain.apply(layer.plain, x, bias)  # type: ignore[arg-type]
+
+    def _scales(self, layer: nn.Module) -> Scales:
+        scale: ShardedParameter = getattr(layer, self._stored.scale)
+        if self._stored.sharing != "block":
+            return Scales(scale.data.flatten())
+        return Scales(scale.data, scale.rule.output_step, scale.rule.input_step).coarsest(*self._stored.block)
+
+    def _make_plain(self, weight: torch.Tensor) -> nn.Module:
+        plain = nn.Module()
+        self._plain.create(plain, weight.shape[1], [weight.shape[0]], weight.dtype)
+        plain.weight = ShardedParameter(weight, ShardRule(output=0, input=1))
+        self._plain.finish(plain)
+        return plain
+
+
+class RoundedLinear(Fp8Linear):
+    """A plain checkpoint's weight, rounded while it is loaded: one scale an output."""
+
+    def __init__(self) -> None:
+        super().__init__(Fp8Format("channel"))
+
+    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+        weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
+        layer.register_parameter("weight", RoundedParameter(weight, ShardRule(output=0, input=1)))
+        _prepare(layer, dtype)
+
+    def _scales(self, layer: nn.Module) -> Scales:
+        weight: RoundedParameter = layer.weight  # type: ignore[assignment]
+        return Scales(weight.scales if weight.scales is not None else torch.ones(len(weight), device=weight.device))
+
+
+class Fp8Experts:
+    """`gate_up` and `down` in e4m3, with `gate_up_scale_inv` and `down_scale_inv` float32 by blocks of 128 x 128, for runners that take
+    them: on a GPU that multiplies fp8, of sizes that are multiples of 128. All others are made plain once they are loaded."""
+
+    def __init__(self, stored: Fp8Format) -> None:
+        self._stored = stored
+        self._plain = PlainExperts()
+
+    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        self._plain.create(layer, num_experts, hidden, inner, dtype)
+        stored = self._stored
+        for name, outputs, inputs in (("gate_up", (inner, inner), hidden), ("down", (hidden,), inner)):
+            weight = torch.empty(num_experts, sum(outputs), inputs, dtype=FP8)
+            layer.register_parameter(name, Fp8Parameter(weight, ShardRule(expert=0, output=1, input=2)))
+            scale = scale_parameter(stored.sharing, stored.block, outputs, inputs, num_experts)
+            layer.register_parameter(name + stored.scale.removeprefix("weight"), scale)
+        layer.plain_dtype = dtype  # type: ignore[assignment]
+
+    def finish(self, layer: nn.Module) -> None:
+        """Make what was loaded since the last time plain, unless it is multiplied as it is."""
+        weights: list[Fp8Parameter] = [layer.gate_up, layer.down]  # type: ignore[list-item]
+        if weights[0].dtype != FP8:
+            return
+        scales = [self._scales(layer, name) for name in ("gate_up", "down")]
+        if _runners_take_fp8(weights[0].device) and all((each.rows, each.columns) == (BLOCK, BLOCK) for each in scales):
+            self._keep(layer, scales)
+            return
+        dtype: torch.dtype = layer.plain_dtype  # type: ignore[assignment]
+        for weight, scale in zip(weights, scales, strict=True):
+            dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            for numbers, stored, values in zip(dense, weight, scale.values, strict=True):
+                numbers.copy_(dequantize(stored, Scales(values, scale.rows, scale.columns), dtype))
+            weight.data = dense
+        self._plain.finish(layer)
+
+    def _scales(self, layer: nn.Module, name: str) -> Scales:
+        """Of all experts: one dimension more than those of a linear layer."""
+        scale: ShardedParameter = getattr(layer, name + self._stored.scale.removeprefix("weight"))
+        if self._stored.sharing != "block":
+            return Scales(scale.data.flatten(1))
+        return Scales(scale.data, scale.rule.output_step, scale.rule.input_step)
+
+    def _keep(self, layer: nn.Module, scales: Sequence[Scales]) -> None:
+        """Leave the scales where runners look for them: there they are, in a checkpoint of blocks."""
+
+
+class RoundedExperts(Fp8Experts):
+    """A plain checkpoint's experts, rounded by blocks of 128 x 128 while they are loaded; of other sizes they stay plain."""
+
+    def __init__(self) -> None:
+        super().__init__(Fp8Format("block"))
+
+    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        self._plain.create(layer, num_experts, hidden, inner, dtype)
+        layer.plain_dtype = dtype  # type: ignore[assignment]
+        if hidden % BLOCK or inner % BLOCK:
+            return
+        rule = ShardRule(expert=0, output=1, input=2)
+        layer.register_parameter("gate_up", RoundedParameter(torch.empty(num_experts, 2 * inner, hidden, dtype=FP8), rule))
+        layer.register_parameter("down", RoundedParameter(torch.empty(num_experts, hidden, inner, dtype=FP8), rule))
+
+    def finish(self, layer: nn.Module) -> None:
+        if layer.gate_up.dtype == FP8:
+            super().finish(layer)
+        else:
+            self._plain.finish(layer)
+
+    def _scales(self, layer: nn.Module, name: str) -> Scales:
+        weight: RoundedParameter = getattr(layer, name)
+        if weight.scales is None:
+            experts, outputs, inputs = weight.shape
+            return Scales(torch.ones(experts, outputs // BLOCK, inputs // BLOCK, device=weight.device), BLOCK, BLOCK)
+        return Scales(weight.scales, BLOCK, BLOCK)
+
+    def _keep(self, layer: nn.Module, scales: Sequence[Scales]) -> None:
+        for name, each in zip(("gate_up", "down"), scales, strict=True):
+            layer.register_buffer(f"{name}_scale_inv", each.values, persistent=False)
+
+
+def _prepare(layer: nn.Module, dtype: torch.dtype) -> None:
+    """What `finish` chooses between."""
+    layer.plain_dtype = dtype  # type: ignore[assignment]
+    layer.product = None  # type: ignore[assignment]
+    layer.plain = None  # type: ignore[assignment]
+
+
+def _runners_take_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and kernels.usable(device) and kernels.converts_fp8(device)

@@ -1,0 +1,101 @@
+"""How fp8 checkpoints say that they store weights: three dialects of `quantization_config`, read into one `Fp8Format`.
+
+Knows no tensor and no layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from frame.core.errors import CheckpointError
+
+Sharing = Literal["tensor", "channel", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """`sharing`: what has one scale: a whole tensor, an output, or a `block` of (outputs, inputs). `scale` and `input_scale` are the
+    names of the scales beside `weight`; None: activations are scaled as they come. Layers that a pattern of `plain` matches are stored
+    in the model's own type, and so are those that none of `targets` matches, where there are any."""
+
+    sharing: Sharing
+    scale: str = "weight_scale"
+    input_scale: str | None = None
+    block: tuple[int, int] = (128, 128)
+    plain: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+    def stores(self, name: str) -> bool:
+        """Whether the checkpoint's layer of this name is stored in fp8."""
+        if any(_matches(pattern, name) for pattern in self.plain):
+            return False
+        return not self.targets or any(_matches(pattern, name) for pattern in self.targets)
+
+
+def read_format(config: Mapping[str, Any]) -> Fp8Format:
+    """The format that a checkpoint's `quantization_config` describes. Raises CheckpointError for weights that are not fp8."""
+    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt}
+    method = config.get("quant_method")
+    if method not in readers:
+        raise CheckpointError(f"quantization_config.quant_method is {method!r}; fp8 reads {', '.join(readers)}.")
+    return readers[method](config)
+
+
+def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
+    """DeepSeek's and transformers' blocks (`weight_scale_inv`), and one scale a tensor under either of its two names."""
+    kind = config.get("fmt") or "e4m3"
+    if kind != "e4m3":
+        raise CheckpointError(f"quantization_config.fmt is {kind!r}; fp8 weights are read as e4m3 only.")
+    is_static = config.get("activation_scheme") == "static"
+    plain = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
+    block = config.get("weight_block_size")
+    if block is not None:
+        return Fp8Format("block", "weight_scale_inv", None, _block(block), plain)
+    if "weight_block_size" in config:
+        return Fp8Format("tensor", "weight_scale_inv", "activation_scale" if is_static else None, plain=plain)
+    return Fp8Format("tensor", "weight_scale", "input_scale" if is_static else None, plain=plain)
+
+
+def _read_compressed(config: Mapping[str, Any]) -> Fp8Format:
+    groups = list((config.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    kinds = {(weight.get("type"), weight.get("num_bits"), weight.get("strategy")) for weight in weights}
+    sharing = next((each for each in get_args(Sharing) if kinds == {("float", 8, each)}), None)
+    if sharing is None:
+        found = ", ".join(sorted(f"{bits}-bit {kind} by {strategy}" for kind, bits, strategy in kinds)) or "nothing"
+        raise CheckpointError(f"quantization_config stores weights as {found}; of compressed-tensors 8-bit floats of one form are read.")
+    inputs = [group.get("input_activations") or {"dynamic": True} for group in groups]
+    targets = tuple(target for group in groups for target in group.get("targets") or () if target != "Linear")
+    return Fp8Format(
+        sharing=sharing,
+        input_scale=None if all(each.get("dynamic") for each in inputs) else "input_scale",
+        block=_block(weights[0].get("block_structure") or (128, 128)),
+        plain=tuple(config.get("ignore") or ()),
+        targets=targets,
+    )
+
+
+def _read_modelopt(config: Mapping[str, Any]) -> Fp8Format:
+    algorithm = config.get("quant_algo")
+    if algorithm != "FP8":
+        raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of modelopt's formats FP8 is read.")
+    return Fp8Format("tensor", input_scale="input_scale", plain=tuple(config.get("exclude_modules") or config.get("ignore") or ()))
+
+
+def _block(value: Sequence[int]) -> tuple[int, int]:
+    if len(value) != 2 or not all(isinstance(size, int) and size > 0 for size in value):
+        raise CheckpointError(f"quantization_config has blocks of {value!r}; two positive sizes are expected, such as [128, 128].")
+    return value[0], value[1]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """A name itself, the name of a module around it, its last parts, `*` for anything, or a regular expression after `re:`."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    if "*" in pattern:
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}") or f".{pattern}." in name

@@ -1,0 +1,82 @@
+"""The product with one e4m3 weight, by whichever way is fastest for the rows at hand.
+
+Rows are rounded to e4m3 too: by token where the weight has a scale for each output, by token and 128 inputs where it has one for each
+block. Few rows go to a kernel that streams the weight, others to PyTorch. Knows no layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from frame import kernels
+from frame.quantization.fp8_weights import BLOCK, Scales, dequantize
+
+_TYPES = (torch.bfloat16, torch.float16)
+_MULTIPLE = 16  # of both sizes, for PyTorch's products
+# where PyTorch's product with scales leaves most of the device idle: scaling apart takes less (docs/performance.md)
+_FEW_OUTPUTS, _SOME_ROWS = 8192, 512
+
+
+class Fp8Product:
+    """[…, inputs] times a weight [outputs, inputs], transposed, for as long as the weight and its scales keep their sizes and places."""
+
+    def __init__(self, weight: torch.Tensor, scales: Scales) -> None:
+        from frame.kernels import fp8_linear, fp8_quantize  # load Triton
+
+        outputs, inputs = weight.shape
+        device = weight.device
+        self._narrow, self._few = fp8_linear.narrow_linear, fp8_linear.MOST_ROWS
+        self._plans = [fp8_linear.choose_plan(max(1, rows), outputs, inputs, scales.columns) for rows in range(self._few + 1)]
+        self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
+        self._quantize = fp8_quantize.quantize_groups if scales.columns else fp8_quantize.quantize_rows
+        self._rescale = fp8_quantize.rescale_
+        self._block = (scales.rows, scales.columns)
+        # rows a multiple of four scales long, as cuBLAS wants them
+        self._scales = F.pad(scales.values, (0, -scales.values.shape[1] % 4)) if scales.columns else scales.values
+        self._one = torch.ones((), device=device)
+        self._pdl = kernels.pdl(device)
+        self._multiplies_many = device.type == "cuda" and (
+            not scales.columns or torch.cuda.get_device_capability(device) == (9, 0)  # which cuBLAS has products of blocks for
+        )
+
+    @classmethod
+    def find(cls, weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> Fp8Product | None:
+        """None where no kernel multiplies this weight on its device, or with activations of this type."""
+        device = weight.device
+        if not (kernels.usable(device) and kernels.converts_fp8(device)) or (dtype not in _TYPES and device.type == "cuda"):
+            return None
+        is_whole = not any(size % _MULTIPLE for size in weight.shape)
+        if scales.columns:
+            is_whole = is_whole and (scales.rows, scales.columns) == (BLOCK, BLOCK) and weight.shape[1] % BLOCK == 0
+        return cls(weight, scales) if is_whole else None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+        rows = flat.shape[0]
+        if 0 < rows <= self._few:
+            rounded, by_row = self._quantize(flat, self._pdl)
+            out = self._narrow(
+                rounded, by_row, weight, self._scales, self._block, bias, self._plans[rows], self._counter,
+                rows=rows, dtype=x.dtype, pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            out = self._many(flat, weight) if rows else flat.new_empty(0, len(weight))
+            if bias is not None:
+                out += bias
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+    def _many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self._multiplies_many:
+            scales = Scales(self._scales, *self._block)
+            return F.linear(x, dequantize(weight, scales, x.dtype))
+        rounded, by_row = self._quantize(x, self._pdl)
+        if self._block[1]:
+            kinds = F.ScalingType  # type: ignore[attr-defined]
+            scales_of_blocks = (kinds.BlockWise1x128, self._scales.t(), kinds.BlockWise128x128)
+            return F.scaled_mm(rounded, weight.t(), by_row, *scales_of_blocks, output_dtype=x.dtype)[: len(x)]  # type: ignore[attr-defined, no-any-return]
+        if len(x) <= _SOME_ROWS and len(weight) <= _FEW_OUTPUTS and x.dtype == torch.bfloat16:  # which holds unscaled numbers
+            out = torch._scaled_mm(rounded, weight.t(), self._one, self._one, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
+            return self._rescale(out, by_row, self._scales, self._pdl)
+        by_output = self._scales[None]
+        return torch._scaled_mm(rounded, weight.t(), by_row, by_output, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001

@@ -1,0 +1,133 @@
+"""Products of fp8 rows and rounding to fp8 against float64, over shapes and scales.
+
+Collected by `tests/gpu/test_fp8.py`, and by `test_fp8.py` beside this file in a process whose Triton is interpreted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame import kernels
+from frame.kernels.fp8_linear import Plan, choose_plan, narrow_linear
+from frame.kernels.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
+from frame.quantization.fp8_product import Fp8Product
+from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+CLOSE = 1e-5 if DEVICE.type == "cpu" else 0.008  # of the largest number: the rounding of the result, and the tensor cores' own sums
+LARGE = DEVICE.type == "cuda"
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(DEVICE, DTYPE)
+
+
+def weight_of(outputs: int, inputs: int, is_block: bool) -> tuple[torch.Tensor, Scales]:
+    weight = torch.randn(outputs, inputs, device=DEVICE) * torch.rand(outputs, 1, device=DEVICE) * 4
+    if is_block:
+        numbers, scale = quantize_blocks(weight)
+        return numbers, Scales(scale, 128, 128)
+    numbers, scale = quantize_outputs(weight)
+    return numbers, Scales(scale)
+
+
+def check(got: torch.Tensor, want: torch.Tensor, close: float = CLOSE) -> None:
+    assert torch.isfinite(got).all()
+    error = float((got.double() - want).abs().max() / want.abs().max())
+    assert error <= close, f"largest error {error:.2e} of the largest number"
+
+
+def spread(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What rounded rows stand for."""
+    return numbers.double() * scale.double().repeat_interleave(numbers.shape[1] // scale.shape[1], 1)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "gap"), [(1, 128, 0), (5, 384, 8), (66, 128, 0), (3, 1152, 0)])
+def test_rounding(rows: int, inputs: int, gap: int) -> None:
+    torch.manual_seed(rows)
+    x = random(rows, inputs + gap)[:, :inputs]
+    x[0, :128] = 0
+    for quantize, groups in ((quantize_rows, 1), (quantize_groups, inputs // 128)):
+        numbers, scale = quantize(x)
+        assert numbers.dtype == FP8
+        assert scale.shape == (len(numbers), groups)
+        top = x.float().unflatten(1, (groups, -1)).abs().amax(2)
+        torch.testing.assert_close(scale[:rows], (top / 448).clamp_min(1e-12), rtol=1e-5, atol=0.0)
+        error = (spread(numbers, scale)[:rows] - x.double()).abs()
+        assert (error <= x.double().abs() / 16 + 2**-9 * scale[:rows].double().repeat_interleave(inputs // groups, 1)).all()
+    assert quantize_groups(x)[1].stride(0) == 1
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 17, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (208, 640), *([(4096, 4096), (6144, 1024), (28672, 512)] if LARGE else [])])
+def test_few_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
+    torch.manual_seed(rows)
+    weight, scales = weight_of(outputs, inputs, is_block)
+    x, bias = random(rows, inputs), random(outputs)
+    numbers, scale = quantize_groups(x) if is_block else quantize_rows(x)
+    want = spread(numbers, scale)[:rows] @ dequantize(weight, scales, torch.float64).T
+    counter = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
+    block = (scales.rows, scales.columns)
+    plans = [choose_plan(rows, outputs, inputs, scales.columns), Plan(32, 64, 2, split=2), Plan(64, 128, 3)]
+    for plan in plans if LARGE or rows == 3 else plans[:1]:
+        for with_bias in (None, bias):
+            out = narrow_linear(
+                numbers, scale, weight, scales.values, block, with_bias, plan, counter, rows=rows, dtype=DTYPE, pdl=kernels.pdl(DEVICE)
+            )
+            check(out, want if with_bias is None else want + bias.double())
+            assert not counter.any()
+
+
+def test_scaling_apart() -> None:
+    torch.manual_seed(0)
+    out, by_row, by_column = random(5, 1100), torch.rand(5, 1, device=DEVICE), torch.rand(1100, device=DEVICE)
+    want = out.double() * by_row.double() * by_column.double()
+    check(rescale_(out, by_row, by_column), want)
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 33, 65, *([300, 1024] if LARGE else [])])
+def test_a_product_is_near_that_of_plain_numbers(rows: int, is_block: bool) -> None:
+    torch.manual_seed(rows)
+    weight, scales = weight_of(256, 384, is_block)
+    product = Fp8Product.find(weight, scales, DTYPE)
+    assert product is not None
+    x, bias = random(rows, 2, 384)[:, 1], random(256)
+    want = x.double() @ dequantize(weight, scales, torch.float64).T + bias.double()
+    out = product(x, weight, bias)
+    assert out.shape == want.shape
+    assert out.dtype == DTYPE
+    if rows:
+        check(out, want, 0.04)
+        check(product(x[:, None], weight, bias)[:, 0], out.double(), 1e-6)
+
+
+@pytest.mark.skipif(not LARGE, reason="graphs need a GPU")
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_a_captured_product(rows: int, is_block: bool) -> None:
+    weight, scales = weight_of(4096, 1024, is_block)
+    product = Fp8Product.find(weight, scales, DTYPE)
+    assert product is not None
+    x = random(rows, 1024)
+    product(x, weight, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(x, weight, None)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(random(rows, 1024))
+        graph.replay()
+        assert torch.equal(out, product(x, weight, None))
+
+
+def test_what_nothing_multiplies() -> None:
+    weight, scales = weight_of(250, 384, False)
+    assert Fp8Product.find(weight, scales, DTYPE) is None
+    weight, scales = weight_of(256, 192, True)
+    assert Fp8Product.find(weight, scales, DTYPE) is None
+    weight, scales = weight_of(256, 384, True)
+    assert Fp8Product.find(weight, Scales(scales.values.repeat_interleave(2, 0), 64, 128), DTYPE) is None

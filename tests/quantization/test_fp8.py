@@ -1,0 +1,322 @@
+"""fp8: every dialect of checkpoint, merged and cut layers, plain checkpoints rounded while loading, and scales of the KV cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.attention import AttentionSpec
+from frame.core.memory_pool import KVPool, kv_geometry
+from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
+from frame.quantization import Fp8Options
+from frame.quantization.fp8 import Fp8, Fp8Linear, RoundedLinear
+from frame.quantization.fp8_format import Fp8Format, read_format
+from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
+from frame.quantization.none import PlainExperts, PlainLinear
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from tests.models.harness import Session, open_session
+from tests.models.ranks import on_ranks
+from tests.quantization.fp8_checkpoints import CONFIGS, make_pair
+
+TOKENS = list(range(20, 60))
+
+
+def logits_of(session: Session) -> torch.Tensor:
+    """Of a prompt in two pieces and of decodes."""
+    parts = [
+        session.step([(0, TOKENS[:20])])[0],
+        session.step([(0, TOKENS[20:38])])[0],
+        *(session.step([(0, [t])])[0] for t in TOKENS[38:]),
+    ]
+    return torch.cat(parts).float()
+
+
+def reference_logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = load_reference(folder)(torch.tensor([TOKENS])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dialect"),
+    [
+        ("LlamaForCausalLM", "block"),
+        ("LlamaForCausalLM", "tensor"),
+        ("Qwen3ForCausalLM", "small block"),
+        ("Qwen3ForCausalLM", "no block"),
+        ("Qwen3ForCausalLM", "channel"),
+        ("DeepseekV3ForCausalLM", "block"),
+        ("DeepseekV3ForCausalLM", "small block"),
+        ("DeepseekV3ForCausalLM", "modelopt"),
+        ("Qwen2ForCausalLM", "channel"),
+    ],
+)
+def test_a_checkpoint_is_the_numbers_that_it_stands_for(architecture: str, dialect: str, tmp_path: Path) -> None:
+    stored, plain = make_pair(architecture, dialect, tmp_path)
+    session = open_session(stored, quantization="fp8")
+    kinds = {type(module.method).__name__ for module in session.model.modules() if hasattr(module, "method")}  # type: ignore[attr-defined]
+    assert "Fp8Linear" in kinds
+    torch.testing.assert_close(logits_of(session), reference_logits(plain), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bound"), [("LlamaForCausalLM", 0.09), ("Qwen3ForCausalLM", 0.09), ("DeepseekV3ForCausalLM", 0.12)]
+)
+def test_blocks_stay_near_the_plain_model(architecture: str, bound: float, tmp_path: Path) -> None:
+    stored, _ = make_pair(architecture, "block", tmp_path)
+    want = reference_logits(make_checkpoint(architecture, tmp_path / "before"))
+    got = logits_of(open_session(stored, quantization="fp8", dtype=torch.bfloat16))
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < bound
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_plain_model_rounded_while_loading_stays_near(architecture: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 128, "hidden_size": 128} if "Moe" in architecture else {}
+    folder = make_checkpoint(architecture, tmp_path, **sizes)
+    want = reference_logits(folder)
+    session = open_session(folder, quantization="fp8", dtype=torch.float32)
+    got = logits_of(session)
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1
+    kinds = {type(module.method).__name__ for module in session.model.modules() if hasattr(module, "method")}  # type: ignore[attr-defined]
+    assert "RoundedLinear" in kinds
+    assert ("RoundedExperts" in kinds) == (session.facts.num_experts > 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dialect"), [("Qwen3ForCausalLM", "tensor"), ("LlamaForCausalLM", "small block"), ("DeepseekV3ForCausalLM", "channel")]
+)
+def test_two_ranks_take_their_parts_of_the_scales(architecture: str, dialect: str, tmp_path: Path) -> None:
+    stored, plain = make_pair(architecture, dialect, tmp_path)
+    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization="fp8")))
+    torch.testing.assert_close(both[0], reference_logits(plain), rtol=2e-4, atol=2e-4)
+
+
+class Layer(nn.Module):
+    """A merged layer as `Linear` makes it: `parts` outputs each, of the checkpoint layers "0", "1", …"""
+
+    def __init__(
+        self, method: Fp8Linear, inputs: int, parts: list[int], dtype: torch.dtype = torch.float32, ranks: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__()
+        method.create(self, inputs, [part // ranks for part in parts], dtype)
+        local = 0
+        for index, part in enumerate(parts):
+            span = Range.split(part, rank, ranks, local)
+            for key, parameter in self.named_parameters():
+                assert isinstance(parameter, ShardedParameter)
+                parameter.bind(f"{index}.{key}", span, Range.whole(inputs))
+            local += span.size
+        self.method = method
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x)
+
+
+@pytest.mark.parametrize("parts", [[256, 128], [192, 64], [1536, 576], [24, 96], [1, 130]])
+@pytest.mark.parametrize("inputs", [128, 192, 300])
+def test_parts_that_end_inside_a_block_lie_side_by_side(parts: list[int], inputs: int) -> None:
+    torch.manual_seed(0)
+    layer, wanted, tensors = Layer(Fp8Linear(Fp8Format("block", "weight_scale_inv")), inputs, parts), [], []
+    for index, part in enumerate(parts):
+        weight, scale = quantize_blocks(torch.randn(part, inputs) * 2.0**index)
+        assert scale.shape == (-(-part // 128), -(-inputs // 128))
+        tensors += [(f"{index}.weight", weight), (f"{index}.weight_scale_inv", scale)]
+        wanted.append(dequantize(weight, Scales(scale, 128, 128), torch.float32))
+    load_parameters(layer, tensors)
+    layer.method.finish(layer)
+    x = torch.randn(3, inputs)
+    torch.testing.assert_close(layer(x), x @ torch.cat(wanted).T, rtol=1e-4, atol=1e-3)
+    assert layer.weight.numel() == 0, "fp8 and plain numbers are both kept"  # type: ignore[operator]
+    load_parameters(layer, [(name, -tensor.float() if "scale" in name else tensor) for name, tensor in tensors])
+    layer.method.finish(layer)
+    torch.testing.assert_close(layer(x), -x @ torch.cat(wanted).T, rtol=1e-4, atol=1e-3)
+
+
+def test_scales_are_as_coarse_as_their_parts_allow() -> None:
+    """Blocks of 128 x 128 come back where parts are whole blocks, or the last one is ragged: what products on the device ask for."""
+    layer = Layer(Fp8Linear(Fp8Format("block", "weight_scale_inv")), 256, [256, 192])
+    stored: ShardedParameter = layer.weight_scale_inv  # type: ignore[assignment]
+    assert tuple(stored.shape) == (7, 2)
+    stored.load("0.weight_scale_inv", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    stored.load("1.weight_scale_inv", torch.tensor([[5.0, 6.0], [7.0, 8.0]]))
+    coarse = Scales(stored.data, 64, 128).coarsest(128, 128)
+    assert (coarse.rows, coarse.columns) == (128, 128)
+    assert coarse.values.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    crooked = Scales(torch.tensor([[1.0], [2.0], [2.0]]), 64, 128)
+    assert crooked.coarsest(128, 128) is crooked
+
+
+def test_a_rank_whose_part_begins_inside_a_block_is_told_to_use_fewer() -> None:
+    method = Fp8Linear(Fp8Format("block", "weight_scale_inv"))
+    layer = nn.Module()
+    method.create(layer, 128, [128], torch.float32)
+    with pytest.raises(Exception, match="set parallel.tp to a smaller number"):
+        layer.weight_scale_inv.bind("0.weight_scale_inv", Range(384, 64, 128), Range.whole(128))  # type: ignore[union-attr, operator]
+
+
+def test_rounding_is_at_most_half_a_step() -> None:
+    torch.manual_seed(0)
+    weight = torch.cat((torch.randn(200, 300), torch.zeros(1, 300)))
+    for numbers, scales in ((quantize_outputs(weight)), quantize_blocks(weight)):
+        whole = Scales(scales) if scales.dim() == 1 else Scales(scales, 128, 128)
+        error = (dequantize(numbers, whole, torch.float32) - weight).abs()
+        assert (error <= weight.abs() / 16 + 1e-3 * weight.abs().max()).all()
+        assert numbers.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_a_rounded_layer_multiplies(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    layer = Layer(RoundedLinear(), 64, [96, 32], dtype)
+    parts, x = [torch.randn(96, 64, dtype=dtype) / 8, torch.randn(32, 64, dtype=dtype) * 8], torch.randn(rows, 64, dtype=dtype)
+    for sign in (1, -1):
+        load_parameters(layer, [(f"{index}.weight", sign * part) for index, part in enumerate(parts)])
+        for _ in range(2):
+            layer.method.finish(layer)
+            want = x.float() @ torch.cat(parts).float().T * sign
+            assert ((layer(x).float() - want).norm() / want.norm()) < 0.035
+    assert layer(x[:0]).shape == (0, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (CONFIGS["block"], Fp8Format("block", "weight_scale_inv", None, (128, 128), ("lm_head",))),
+        (CONFIGS["tensor"], Fp8Format("tensor", "weight_scale", "input_scale", plain=("lm_head",))),
+        (CONFIGS["no block"], Fp8Format("tensor", "weight_scale_inv", "activation_scale")),
+        (CONFIGS["channel"], Fp8Format("channel", plain=("lm_head", "re:.*gate$"))),
+        (CONFIGS["modelopt"], Fp8Format("tensor", input_scale="input_scale", plain=("lm_head", "*.router"))),
+    ],
+)
+def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
+    assert read_format(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 reads fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "two positive sizes"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "stores weights as nothing"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}},
+            },
+            "4-bit int by group",
+        ),
+    ],
+)
+def test_other_weights_are_refused_with_a_sentence(config: dict[str, object], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        read_format(config)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain", "stored"),
+    [
+        ("lm_head", "lm_head", "model.layers.0.mlp.up_proj"),
+        ("model.layers.1", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"),
+        ("mlp.gate", "model.layers.3.mlp.gate", "model.layers.3.mlp.gate_proj"),
+        ("re:.*self_attn.*", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"),
+        ("*visual*", "model.visual.blocks.0.qkv", "model.layers.0.mlp.up_proj"),
+    ],
+)
+def test_names_of_layers_that_stay_plain(pattern: str, plain: str, stored: str) -> None:
+    found = Fp8Format("tensor", plain=(pattern,))
+    assert not found.stores(plain)
+    assert found.stores(stored)
+    assert Fp8Format("tensor", targets=(pattern,)).stores(plain)
+
+
+def test_what_is_left_plain() -> None:
+    method = Fp8(options=Fp8Options(ignore=("layers.0.",)))
+    assert isinstance(method.linear("model.layers.0.mlp.up_proj"), PlainLinear)
+    assert isinstance(method.experts("model.layers.0.mlp.experts"), PlainExperts)
+    assert isinstance(method.linear("lm_head", "head"), PlainLinear)
+    assert isinstance(method.linear("model.layers.1.mlp.up_proj"), RoundedLinear)
+    assert Fp8(dict(CONFIGS["tensor"])).left_out == (r".*\.input_scale$",)
+
+
+def test_fp8_numbers_are_not_taken_for_plain_ones() -> None:
+    layer = Layer(PlainLinear(), 64, [32])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, float32 is expected: choose the quantization method"):
+        load_parameters(layer, [("0.weight", torch.zeros(32, 64, dtype=torch.float8_e4m3fn))])
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("place", ["", "k_proj."])
+def test_the_kv_cache_takes_the_checkpoints_scales(architecture: str, place: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(architecture, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.{place}k_scale"] = torch.tensor(0.02)
+        tensors[f"model.layers.{layer}.self_attn.{place.replace('k', 'v')}v_scale"] = torch.tensor([0.01])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    session = open_session(folder, attention="torch_native", page_size=4)
+    session.pool = KVPool(kv_geometry(session.facts, 1, 4, "fp8_e4m3"), session.slots * 64 + 1, torch.device("cpu"))  # type: ignore[assignment]
+    got, want = logits_of(session), reference_logits_of_plain(architecture, tmp_path / "plain")
+    specs = [module.spec for module in session.model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)]  # type: ignore[attr-defined]
+    assert all((spec.k_scale, spec.v_scale) == pytest.approx((0.02, 0.01)) for spec in specs)
+    assert len(specs) == 2
+    assert session.pool.layer(0)[0].dtype == torch.float8_e4m3fn
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.05
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_refused(value: float, tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(value)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.v_proj.v_scale is .*must be a positive number"):
+        open_session(folder)
+
+
+def reference_logits_of_plain(architecture: str, folder: Path) -> torch.Tensor:
+    return reference_logits(make_checkpoint(architecture, folder))
+
+
+def test_random_weights_for_an_fp8_checkpoint(tmp_path: Path) -> None:
+    stored, _ = make_pair("DeepseekV3ForCausalLM", "block", tmp_path)
+    got = logits_of(open_session(stored, quantization="fp8", load_format="dummy"))
+    assert torch.isfinite(got).all()
+    assert got.std() > 0.01
+
+
+def test_a_checkpoint_that_transformers_made(tmp_path: Path) -> None:
+    """Its own fine-grained fp8, as far as it runs without a GPU: layers it made, with our numbers in them."""
+    fine_grained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path / "plain", hidden_size=128, intermediate_size=256)
+    model = load_reference(folder)
+    config = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"}
+    weights = {name: model.get_submodule(name).weight.data.clone() for name in layers}
+    with torch.device("meta"):
+        converted = fine_grained.replace_with_fp8_linear(
+            type(model)(model.config), modules_to_not_convert=["lm_head"], quantization_config=config
+        )
+    expected = {name: tuple(tensor.shape) for name, tensor in converted.state_dict().items()}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in layers}
+    for name, weight in weights.items():
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = quantize_blocks(weight)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    stored = tmp_path / "stored"
+    shutil.copytree(folder, stored)
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    raw = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**raw, "quantization_config": config.to_dict()}, default=str))
+    want = reference_logits(folder)
+    got = logits_of(open_session(stored, quantization="fp8"))
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.09
