@@ -1,6 +1,6 @@
 """Sizes of launches: how many queries, keys and programs a kernel takes, from the shapes of a layer and the facts of a device.
 
-The figures are what was fastest on an H200 (`benchmarks/attention.py`). Knows no tensor.
+The figures are what was fastest on an H200 (`frame bench attention`). Knows no tensor.
 """
 
 from __future__ import annotations

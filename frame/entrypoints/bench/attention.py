@@ -17,6 +17,7 @@ import torch
 from frame.core.errors import ConfigError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.entrypoints.bench.clock import LARGER_THAN_CACHES, Call, Clock
+from frame.entrypoints.bench.workload import Span
 from frame.testing.attention_batch import PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.attention_cases import Case, needs
 
@@ -49,24 +50,24 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`rows` equal requests of `context` cached tokens, of which `new` are computed in the step; 0: a decode."""
+    """`rows` requests of `context` cached tokens (a span: drawn evenly from it), of which `new` are computed in the step; 0: a decode."""
 
     rows: int
-    context: int
+    context: Span
     new: int = 0
 
     @property
     def name(self) -> str:
+        low, high = self.context
+        prefix = f"{low - self.new}" + (f"–{high - self.new}" if high > low else "")
         if not self.new:
-            return f"decode {self.rows} × {self.context}"
-        prefix = self.context - self.new
-        return f"extend {self.rows} × {self.new}" + (f" after {prefix}" if prefix else "")
+            return f"decode {self.rows} × {prefix}"
+        return f"extend {self.rows} × {self.new}" + ("" if prefix == "0" else f" after {prefix}")
 
     @property
     def layout(self) -> Rows:
-        if not self.new:
-            return Rows.of([self.context] * self.rows)
-        return Rows.of([], [(self.context - self.new, self.new)] * self.rows)
+        lengths = np.random.default_rng(self.rows).integers(self.context[0], self.context[1] + 1, self.rows).tolist()
+        return Rows.of([], [(length - self.new, self.new) for length in lengths]) if self.new else Rows.of(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,16 @@ def figures(seconds: float, how: str, read: int, operations: float, ceilings: Ce
     }
 
 
-def parse_batches(phases: tuple[str, ...], rows: list[int], contexts: list[int], new: int | None) -> list[Batch]:
-    """Every combination; extends compute `new` tokens after a prefix, or their whole context. Raises ConfigError."""
-    if new is not None and new > min(contexts):
-        raise ConfigError(f"--new {new} is more than the shortest context ({min(contexts)}); new tokens are the last ones of a context.")
+def parse_batches(phases: tuple[str, ...], rows: list[int], contexts: list[Span], new: int | None) -> list[Batch]:
+    """Every combination; extends compute `new` tokens after a prefix, or the whole (shortest) context. Raises ConfigError."""
+    shortest = min(low for low, _ in contexts)
+    if new is not None and new > shortest:
+        raise ConfigError(f"--new {new} is more than the shortest context ({shortest}); new tokens are the last ones of a context.")
     return [
-        Batch(count, context, 0 if phase == "decode" else new or context) for phase in phases for context in contexts for count in rows
+        Batch(count, context, 0 if phase == "decode" else new or context[0])
+        for phase in phases
+        for context in contexts
+        for count in rows
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,17 +132,26 @@ def serve(
 
 
 @config_command(help="Seconds until an engine of this configuration is ready in this process, phase by phase.")
+@click.option("--cold", is_flag=True, help="Keep compiled kernels in an empty folder, so that all are compiled.")
 @click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here.")
-def startup(loaded: LoadedConfig, path: Path | None) -> None:
+def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
+    import tempfile
+
     from frame.entrypoints.bench.report import report
     from frame.entrypoints.offline import Engine
+    from frame.kernels.cache import FOLDER
 
-    started = time.perf_counter()
-    with Engine(config=loaded.config) as engine:
-        seconds = time.perf_counter() - started
-        rows = {"ready": {"seconds": round(seconds, 3)}}
-        rows |= {name: {"seconds": phase} for name, phase in engine.info.get("phases", {}).items()}
-        finish(report("startup", rows, engine=engine.info), path)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if cold:
+            os.environ[FOLDER] = folder  # read when the first kernel is compiled
+        started = time.perf_counter()
+        with Engine(config=loaded.config) as engine:
+            seconds = time.perf_counter() - started
+            rows = {"ready": {"seconds": round(seconds, 3)}}
+            rows |= {name: {"seconds": phase} for name, phase in engine.info.get("phases", {}).items()}
+            finish(report("startup", rows, engine=engine.info), path)
+        if cold:
+            del os.environ[FOLDER]
 
 
 @click.command(help="Two reports side by side: the second's figures and their ratios to the first's.")

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
+from frame.entrypoints.bench.workload import Span, span
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -29,6 +30,20 @@ class Numbers(click.ParamType):
         if min(found) < 1:
             self.fail("the numbers must be at least 1", param, ctx)
         return found
+
+
+class Spans(click.ParamType):
+    """`1024,100:8000`."""
+
+    name = "N[:M],…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Span]:
+        if isinstance(value, list):
+            return value
+        try:
+            return [span(part) for part in str(value).split(",")]
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Names(click.ParamType):
@@ -68,11 +83,11 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--phase", type=click.Choice(["decode", "extend", "both"]), default="both", show_default=True)
 @click.option("--batch", "rows", type=Numbers(), default="1,8,64", show_default=True, help="Requests in a step.")
-@click.option("--context", "contexts", type=Numbers(), default="1024,4096", show_default=True, help="Tokens of each, with the new ones.")
+@click.option("--context", "contexts", type=Spans(), default="1024,4096", show_default=True, help="Tokens of each; a span: drawn from it.")
 @click.option("--new", type=click.IntRange(min=1), help="Tokens of each that an extend computes [all of them].")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 def attention(
-    names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[int],
+    names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[Span],
     new: int | None, page_size: int, path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
     from frame.core.model_facts import read_facts

@@ -17,7 +17,7 @@ from frame.entrypoints.bench.clock import Clock
 from frame.entrypoints.bench.experts import ExpertBench, ExpertShape
 from frame.entrypoints.bench.floors import Ceilings
 from frame.entrypoints.bench.plot import draw
-from frame.entrypoints.cli.bench_kernels import Names, Numbers
+from frame.entrypoints.cli.bench_kernels import Names, Numbers, Spans
 from frame.entrypoints.cli.main import cli
 from frame.plugins.loader import load_registry
 
@@ -32,18 +32,21 @@ def test_figures_stand_to_the_slower_ceiling() -> None:
 
 
 def test_batches_are_every_combination() -> None:
-    names = [batch.name for batch in parse_batches(("decode", "extend"), [1, 2], [64], None)]
+    names = [batch.name for batch in parse_batches(("decode", "extend"), [1, 2], [(64, 64)], None)]
     assert names == ["decode 1 × 64", "decode 2 × 64", "extend 1 × 64", "extend 2 × 64"]
-    assert [batch.name for batch in parse_batches(("extend",), [1], [64], 16)] == ["extend 1 × 16 after 48"]
+    assert [batch.name for batch in parse_batches(("extend",), [1], [(64, 64)], 16)] == ["extend 1 × 16 after 48"]
+    (ragged,) = parse_batches(("decode",), [50], [(10, 90)], None)
+    assert ragged.name == "decode 50 × 10–90"
+    assert 10 <= min(ragged.layout.lengths) < max(ragged.layout.lengths) <= 90
     with pytest.raises(ConfigError, match="--new 100"):
-        parse_batches(("extend",), [1], [64], 100)
+        parse_batches(("extend",), [1], [(64, 64)], 100)
 
 
 @pytest.mark.parametrize("shape", [AttentionShape(4, 2, 32, 32), AttentionShape(4, 4, 24, 16, rank=32, rope=8)])
 def test_a_backends_bytes_and_operations_are_counted(shape: AttentionShape) -> None:
     bench = AttentionBench(load_registry(), shape, Clock(torch.device("cpu"), 0.001), CEILINGS, torch.float32)
     (record,) = bench.records(("torch_native",))
-    ((_, decode), (_, extend)) = bench.rows(record, [Batch(3, 20), Batch(2, 10, 4)])
+    ((_, decode), (_, extend)) = bench.rows(record, [Batch(3, (20, 20)), Batch(2, (10, 10), 4)])
     cached = (2 * 2 * 32 if not shape.rank else 40) * 4
     read = 3 * 20 * cached + 2 * 3 * 4 * shape.head_dim * 4
     each = 2 * 4 * (shape.head_dim + shape.v_head_dim)  # operations of a pair
@@ -67,6 +70,7 @@ def test_a_runners_bytes_are_those_of_the_experts_that_were_touched() -> None:
 def test_lists_on_the_command_line() -> None:
     assert Numbers().convert("1,8", None, None) == [1, 8]
     assert Names().convert("a,b", None, None) == ("a", "b")
+    assert Spans().convert("7,1:8", None, None) == [(7, 7), (1, 8)]
     for wrong in ("1,x", "0", ""):
         with pytest.raises(BadParameter):
             Numbers().convert(wrong, None, None)
