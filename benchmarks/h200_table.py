@@ -133,7 +133,8 @@ def measure(model: str, arguments: argparse.Namespace, budget: float) -> dict[st
         kind = event.pop("event", None)
         if kind == "ready":
             found |= {"seconds_to_ready": round(time.monotonic() - began, 1), "engine": event["info"]}
-            print(f"{model}: ready after {found['seconds_to_ready']} s {event['info'].get('phases')}", flush=True)
+            about = {key: event["info"].get(key) for key in ("phases", "kernels", "cuda_graph_max_bs")}
+            print(f"{model}: ready after {found['seconds_to_ready']} s {about}", flush=True)
         elif kind == "warm":
             found["warm_up_seconds"] = event["seconds"]
         elif kind == "row":
@@ -192,13 +193,13 @@ def show(models: dict[str, dict[str, Any]]) -> None:
             if row := found["rows"].get(name):
                 peers = (row.get("peers", {}).get(peer) for peer in names)
                 shares = (row.get(key) for key in ("to_best_peer", "goal", "to_goal", "share_of_floor"))
-                lines.append((Path(model).name, name, *map(_shown, (row["tokens_per_s"], *peers, *shares))))
+                lines.append((model, name, *map(_shown, (row["tokens_per_s"], *peers, *shares))))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         left, right = line[:2], line[2:]
         print(*map(str.ljust, left, widths[:2]), *map(str.rjust, right, widths[2:]), sep="  ")
     for model, found in models.items():
-        print(f"{Path(model).name}: ready after {found.get('seconds_to_ready', '–')} s; {found['ended']} after {found['seconds']} s")
+        print(f"{model}: ready after {found.get('seconds_to_ready', '–')} s; {found['ended']} after {found['seconds']} s")
 
 
 def _shown(value: float | None) -> str:
@@ -225,11 +226,11 @@ def main() -> None:
         return
     from frame.entrypoints.bench.report import report
 
-    deadline, models = time.monotonic() + arguments.budget, {}
+    deadline, models = time.monotonic() + arguments.budget, dict[str, dict[str, Any]]()
     for number, model in enumerate(arguments.models):
         share = (deadline - time.monotonic()) / (len(arguments.models) - number)
-        models[model] = measure(model, arguments, max(1.0, share - SPARE))
-        compared(model, models[model], arguments)
+        models[Path(model).name] = found = measure(model, arguments, max(1.0, share - SPARE))
+        compared(model, found, arguments)
         if arguments.json:  # after each model: what is measured is kept
             about = {"settings": arguments.set, "shrink": arguments.shrink, "peers": json.loads(PEERS.read_text())["about"]}
             arguments.json.write_text(json.dumps(report("h200-table", models, **about), indent=2) + "\n")

@@ -87,7 +87,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
         runner = build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device))
     runner.capacity.phases["plugins"] = plugins
     kernels.complete(counts)
-    return runner, {"cache": "warm" if was_warm else "cold", "folder": str(kernels.folder), **asdict(counts)}
+    return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}
 
 
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
