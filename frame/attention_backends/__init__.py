@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
+from frame.attention_backends.libraries import (
+    FA3,
+    FLASHINFER,
+    FLASHMLA,
+    TRTLLM_MHA,
+    TRTLLM_MLA,
+    FlashInferOptions,
+    WorkspaceOptions,
+)
 from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
@@ -101,4 +109,41 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=5,
         summary="PyTorch's flex_attention over gathered pages: compiled on a GPU, its plain form on a CPU.",
+    )
+    registry.add(
+        "trtllm_mha",
+        "frame.attention_backends.trtllm.heads:TrtllmHeadsBackend",
+        capabilities=TRTLLM_MHA,
+        options=WorkspaceOptions,
+        api=API,
+        rank=30,
+        requires=("flashinfer-python>=0.6.12,<0.8",),
+        summary="TensorRT-LLM's multi-head kernels for Blackwell cards, as FlashInfer brings them.",
+    )
+    registry.add(
+        "trtllm_mla",
+        "frame.attention_backends.trtllm.latent:TrtllmLatentBackend",
+        capabilities=TRTLLM_MLA,
+        options=WorkspaceOptions,
+        api=API,
+        rank=30,
+        requires=("flashinfer-python>=0.6.12,<0.8",),
+        summary="TensorRT-LLM's latent kernels for Blackwell cards, as FlashInfer brings them.",
+    )
+    registry.add(
+        "fa3",
+        "frame.attention_backends.fa3:FlashAttention3Backend",
+        capabilities=FA3,
+        api=API,
+        rank=14,
+        summary="FlashAttention-3 by its own library, multi-head and absorbed latent attention.",
+    )
+    registry.add(
+        "flashmla",
+        "frame.attention_backends.flashmla:FlashMLABackend",
+        capabilities=FLASHMLA,
+        api=API,
+        rank=14,
+        requires=("sgl-flash-mla>=1.0",),
+        summary="DeepSeek's FlashMLA kernels for decodes of latent attention.",
     )

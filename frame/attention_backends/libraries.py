@@ -57,6 +57,96 @@ FLASHINFER = FlashInferCapabilities(
 )
 
 
+class WorkspaceOptions(BaseModel):
+    """Settings of the `trtllm_mha` and `trtllm_mla` backends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workspace_mib: int = Field(256, ge=128, le=8192, description="Device memory for the parts of rows that are split, in MiB.")
+
+
+BLACKWELL = ((10, 0), (10, 3))
+
+TRTLLM_MHA = AttentionCapabilities(
+    devices=("cuda",),
+    compute_capability=BLACKWELL,
+    head_dims=(64, 128, 256),
+    page_sizes=(16, 32, 64),
+    dtypes=("bfloat16", "float16"),
+    sliding_window=True,
+    sinks=True,
+    graphs="decode",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCapabilities(AttentionCapabilities):
+    """Latent attention without window and soft cap; `widths` are those of queries and values that the kernels for prompts take."""
+
+    widths: tuple[tuple[int, int], ...] | None = None
+
+    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
+        reasons = AttentionCapabilities.unsupported(self, needs)
+        if needs.kind == "mla" and self.widths is not None and (needs.head_dim, needs.v_head_dim) not in self.widths:
+            reasons.append(Reason(f"widths {(needs.head_dim, needs.v_head_dim)} of queries and values are not among {list(self.widths)}"))
+        return reasons
+
+
+TRTLLM_MLA = LatentCapabilities(
+    devices=("cuda",),
+    compute_capability=BLACKWELL,
+    kinds=("mla",),
+    latents=((512, 64), (256, 64)),
+    widths=((192, 128), (128, 128)),
+    page_sizes=(32, 64),
+    dtypes=("bfloat16",),
+    graphs="decode",
+)
+
+FLASHMLA = LatentCapabilities(
+    devices=("cuda",),
+    compute_capability=((9, 0), (9, 0)),
+    kinds=("mla",),
+    phases=("decode",),
+    latents=((512, 64),),
+    page_sizes=(64,),
+    dtypes=("bfloat16",),
+    graphs="decode",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCapabilities(AttentionCapabilities):
+    """Of a library that is found by its module, since no distribution of it is on PyPI."""
+
+    module: str = ""
+    remedy: str = ""
+
+    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
+        reasons = AttentionCapabilities.unsupported(self, needs)
+        if needs.kind == "mla" and (needs.sliding_window or needs.soft_cap):
+            reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
+        if needs.device == "cuda" and importlib.util.find_spec(self.module) is None:
+            reasons.append(Reason(f"needs the Python module {self.module}, which is not installed; {self.remedy}"))
+        return reasons
+
+
+FA3 = ModuleCapabilities(
+    devices=("cuda",),
+    compute_capability=((9, 0), (9, 0)),
+    kinds=("mha", "mla"),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    latents=((512, 64),),
+    dtypes=("bfloat16", "float16"),
+    sliding_window=True,
+    soft_cap=True,
+    graphs="decode",
+    module="flash_attn_interface",
+    remedy="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
+)
+
+
 def _has_kernels() -> bool:
     """Whether FlashInfer brings compiled kernels, or can compile them."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:

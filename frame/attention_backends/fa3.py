@@ -1,0 +1,75 @@
+"""The `fa3` backend: FlashAttention-3 (arXiv 2407.08608) by the library's own function over a paged cache, latents absorbed.
+
+Knows the arguments of `flash_attn_interface.flash_attn_with_kvcache` (read in Dao-AILab/flash-attention, `hopper/`), no request.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel
+
+from frame.attention_backends.libraries import FA3
+from frame.attention_backends.tables import TableBackend, TablePlan, dense
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
+from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.build import BuildContext
+
+
+class FlashAttention3Backend(TableBackend):
+    """One call for a step's decodes, one for its extends."""
+
+    capabilities: ClassVar[AttentionCapabilities] = FA3
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None, attend: Callable[..., Any] | None = None) -> None:
+        super().__init__(context, options)
+        if attend is None:
+            attend = importlib.import_module(FA3.module).flash_attn_with_kvcache  # no distribution of it is on PyPI
+        self._attend: Callable[..., Any] = attend
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        keys, values = batch.kv.layer(spec.layer)
+        return self._call(spec, batch.plan, dense(q), keys, values)
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        (cached,) = batch.kv.layer(layer.spec.layer)
+        keys = cached[:, :, None]  # one head
+        rank = layer.kv_lora_rank
+        absorbed = dense(layer.absorb(q_nope))
+        return layer.unabsorb(self._call(layer.spec, batch.plan, dense(q_rope), keys[..., rank:], keys[..., :rank], absorbed))
+
+    def _call(
+        self,
+        spec: AttentionSpec,
+        plan: TablePlan,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        against_values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`against_values`: further query parts, scored against the values, as absorbed latents are."""
+        outs: list[torch.Tensor] = []
+        for part in (plan.decodes, plan.extends):
+            if part is None:
+                continue
+            out = self._attend(
+                q[part.tokens],
+                keys,
+                values,
+                qv=None if against_values is None else against_values[part.tokens],
+                cache_seqlens=part.seq_lens,
+                page_table=part.table,
+                cu_seqlens_q=part.query_starts,
+                max_seqlen_q=part.max_queries,
+                softmax_scale=spec.scale,
+                causal=True,
+                window_size=(-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+                softcap=spec.soft_cap or 0.0,
+            )
+            outs.append(out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -1,0 +1,147 @@
+"""What backends share whose kernels read one table of pages a row: parts of a step with their tables, and expanded latents.
+
+Reads the batch's host view; never waits for the device. Knows no library and no layer's shape but that of latent projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+
+from frame.core.interfaces.attention import AttentionBackend, LatentProjections
+from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.build import BuildContext
+
+EXPANDED_KEYS = 1 << 15  # keys of latents that are expanded at once; a longer row is expanded whole
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive rows of a step, counted from their own first; int32 on the device but for the Python numbers."""
+
+    tokens: slice
+    table: torch.Tensor  # [rows, pages]; entries behind a row's last page mean nothing
+    seq_lens: torch.Tensor  # [rows]
+    query_starts: torch.Tensor  # [rows + 1]
+    max_queries: int
+    max_keys: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.seq_lens.shape[0])
+
+    def key_starts(self) -> torch.Tensor:
+        """[rows + 1]: where each row's keys begin when all rows' keys lie side by side."""
+        return F.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Extends whose latents are expanded together."""
+
+    part: Part
+    places: torch.Tensor | None  # int64 [keys] in the cache, rows side by side; None: the keys are this step's own
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """A step's decodes and extends; None where there are none."""
+
+    decodes: Part | None
+    extends: Part | None
+    pieces: list[Piece]  # the extends again, in pieces, where latents are expanded
+
+
+class TableBackend(AttentionBackend):
+    """A backend whose kernels take tables of pages. `plan` is a `TablePlan`."""
+
+    table_keys = 1  # a row's table holds pages for a multiple of so many tokens
+    expands = False  # whether extends run over expanded latents
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._tables: torch.Tensor | None = None  # of captured decodes
+
+    def plan(self, batch: ForwardBatch) -> TablePlan:
+        first, rows = batch.num_decodes, batch.num_rows
+        decodes = self._part(batch, 0, first) if first else None
+        extends = self._part(batch, first, rows) if first < rows else None
+        pieces = list(self._pieces(batch)) if extends is not None and self.expands else []
+        return TablePlan(decodes, extends, pieces)
+
+    def capture_plan(self, batch: ForwardBatch) -> TablePlan:
+        limits, rows = self.context.limits, batch.num_rows
+        if self._tables is None:
+            width = self._width(batch, batch.page_table.shape[1])
+            self._tables = torch.zeros(limits.max_running_requests, width, dtype=torch.int32, device=self.context.device)
+        part = Part(slice(0, rows), self._tables[:rows], batch.seq_lens, batch.query_starts, 1, limits.max_context)
+        plan = TablePlan(part, None, [])
+        self.replay_plan(plan, batch)
+        return plan
+
+    def replay_plan(self, plan: TablePlan, batch: ForwardBatch) -> None:
+        if plan.decodes is not None:
+            plan.decodes.table[:, : batch.page_table.shape[1]].copy_(batch.page_table.index_select(0, batch.request_slots))
+
+    def _part(self, batch: ForwardBatch, first: int, last: int) -> Part:
+        host = batch.host
+        start = int(host.query_lens[:first].sum())
+        queries, keys = host.query_lens[first:last], host.seq_lens[first:last]
+        width = self._width(batch, -(-int(keys.max()) // batch.kv.page_size))
+        table = batch.page_table[:, :width].index_select(0, batch.request_slots[first:last])
+        return Part(
+            tokens=slice(start, start + int(queries.sum())),
+            table=F.pad(table, (0, width - table.shape[1])) if table.shape[1] < width else table,
+            seq_lens=batch.seq_lens[first:last],
+            query_starts=batch.query_starts[first : last + 1] - start,
+            max_queries=int(queries.max()),
+            max_keys=int(keys.max()),
+        )
+
+    def _width(self, batch: ForwardBatch, pages: int) -> int:
+        multiple = max(1, self.table_keys // batch.kv.page_size)
+        return -(-pages // multiple) * multiple
+
+    def _pieces(self, batch: ForwardBatch) -> Iterator[Piece]:
+        first, keys = batch.num_decodes, batch.host.seq_lens.astype(np.int64)
+        while first < batch.num_rows:
+            fits = int(np.searchsorted(np.cumsum(keys[first:]), EXPANDED_KEYS, side="right"))
+            last = first + max(1, fits)
+            part = self._part(batch, first, last)
+            is_fresh = bool((keys[first:last] == batch.host.query_lens[first:last]).all())
+            yield Piece(part, None if is_fresh else key_places(batch, part, int(keys[first:last].sum())))
+            first = last
+
+
+def key_places(batch: ForwardBatch, part: Part, total: int) -> torch.Tensor:
+    """Where in the flat cache the `total` keys of all rows are, side by side; int64."""
+    page_size, lengths = batch.kv.page_size, part.seq_lens.long()
+    rows = torch.repeat_interleave(lengths, output_size=total)
+    positions = torch.arange(total, device=lengths.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
+    pages = part.table.view(-1).index_select(0, rows * part.table.shape[1] + positions // page_size)
+    return pages.long() * page_size + positions % page_size
+
+
+def expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope]."""
+    rank = layer.kv_lora_rank
+    k_nope, v = layer.expand(rows[:, :rank])
+    k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)
+    return torch.cat((k_nope, k_rope), dim=-1), v.contiguous()
+
+
+def latents_of(piece: Piece, latent: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    """The piece's latents side by side: this step's own, or those of the cache [pages, page_size, width]."""
+    if piece.places is None:
+        return latent[piece.part.tokens]
+    return cached.view(-1, cached.shape[-1]).index_select(0, piece.places)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,84 @@
+"""The `trtllm_mha` backend: multi-head attention by the TensorRT-LLM kernels for Blackwell, through FlashInfer's functions.
+
+Knows their arguments (read in flashinfer-python 0.6.12 and 0.7.2, `decode.py` and `prefill.py`) and pages, no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel
+
+from frame.attention_backends.libraries import TRTLLM_MHA, WorkspaceOptions
+from frame.attention_backends.tables import Part, TableBackend, TablePlan, dense
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
+from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.build import BuildContext
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKernels:
+    """The library's functions."""
+
+    decode: Callable[..., Any]  # trtllm_batch_decode_with_kv_cache
+    context: Callable[..., Any]  # trtllm_batch_context_with_kv_cache
+
+    @classmethod
+    def load(cls) -> HeadKernels:
+        """Imports the library. Raises ImportError with what it lacks."""
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+        from flashinfer.prefill import trtllm_batch_context_with_kv_cache
+
+        return cls(trtllm_batch_decode_with_kv_cache, trtllm_batch_context_with_kv_cache)
+
+
+class TrtllmHeadsBackend(TableBackend):
+    """Decodes by the generation kernels, extends by the context kernels."""
+
+    capabilities: ClassVar[AttentionCapabilities] = TRTLLM_MHA
+    table_keys = 128
+
+    def __init__(self, context: BuildContext, options: BaseModel | None = None, kernels: HeadKernels | None = None) -> None:
+        super().__init__(context, options)
+        self._kernels = kernels or HeadKernels.load()
+        size = (options if isinstance(options, WorkspaceOptions) else WorkspaceOptions()).workspace_mib << 20
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)  # the kernels' counters begin at zero
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        plan: TablePlan = batch.plan
+        q = dense(q)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        cache = batch.kv.layer(spec.layer)
+        if (part := plan.decodes) is not None:
+            self._kernels.decode(max_seq_len=part.max_keys, backend="trtllm-gen", **self._arguments(spec, q, cache, out, part))
+        if (part := plan.extends) is not None:
+            self._kernels.context(
+                max_q_len=part.max_queries,
+                max_kv_len=part.max_keys,
+                batch_size=part.rows,
+                cum_seq_lens_q=part.query_starts,
+                cum_seq_lens_kv=part.key_starts(),
+                causal=True,
+                **self._arguments(spec, q, cache, out, part),
+            )
+        return out
+
+    def _arguments(
+        self, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...], out: torch.Tensor, part: Part
+    ) -> dict[str, Any]:
+        return {
+            "query": q[part.tokens],
+            "kv_cache": cache,
+            "workspace_buffer": self._workspace,
+            "block_tables": part.table,
+            "seq_lens": part.seq_lens,
+            "bmm1_scale": spec.scale,
+            "bmm2_scale": 1.0,
+            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+            "out": out[part.tokens],
+            "sinks": None if spec.sinks is None else spec.sinks.float(),
+            "kv_layout": "NHD",
+        }
