@@ -1,6 +1,6 @@
 """What backends share whose kernels read one table of pages a row: parts of a step with their tables, and expanded latents.
 
-Reads the batch's host view; never waits for the device. Knows no library and no layer's shape but that of latent projections.
+Reads the batch's host view; never waits for the device. Knows no library and no layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 
-from frame.core.interfaces.attention import AttentionBackend, LatentProjections
+from frame.attention_backends.latents import key_places
+from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
@@ -114,25 +115,8 @@ class TableBackend(AttentionBackend):
             last = first + max(1, fits)
             part = self._part(batch, first, last)
             is_fresh = bool((keys[first:last] == batch.host.query_lens[first:last]).all())
-            yield Piece(part, None if is_fresh else key_places(batch, part, int(keys[first:last].sum())))
+            yield Piece(part, None if is_fresh else key_places(batch, first, int(keys[first:last].sum()), last))
             first = last
-
-
-def key_places(batch: ForwardBatch, part: Part, total: int) -> torch.Tensor:
-    """Where in the flat cache the `total` keys of all rows are, side by side; int64."""
-    page_size, lengths = batch.kv.page_size, part.seq_lens.long()
-    rows = torch.repeat_interleave(lengths, output_size=total)
-    positions = torch.arange(total, device=lengths.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
-    pages = part.table.view(-1).index_select(0, rows * part.table.shape[1] + positions // page_size)
-    return pages.long() * page_size + positions % page_size
-
-
-def expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope]."""
-    rank = layer.kv_lora_rank
-    k_nope, v = layer.expand(rows[:, :rank])
-    k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)
-    return torch.cat((k_nope, k_rope), dim=-1), v.contiguous()
 
 
 def latents_of(piece: Piece, latent: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
@@ -140,8 +124,3 @@ def latents_of(piece: Piece, latent: torch.Tensor, cached: torch.Tensor) -> torc
     if piece.places is None:
         return latent[piece.part.tokens]
     return cached.view(-1, cached.shape[-1]).index_select(0, piece.places)
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dimension contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

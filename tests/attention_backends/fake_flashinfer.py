@@ -44,7 +44,7 @@ class _Wrapper:
     def keep(self, **lists: torch.Tensor) -> None:
         for name, value in lists.items():
             assert value.dtype == torch.int32, f"{name} is {value.dtype}"
-            if name in self.buffers:
+            if name in self.buffers and self.buffers[name].data_ptr() != value.data_ptr():
                 self.buffers[name][: len(value)].copy_(value)
         self.planned.update(lists)
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from frame.attention_backends.flashinfer.library import Library
 from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists, list_pages
 from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, Heads, Latent, Wrapper, Wrappers
+from frame.attention_backends.latents import dense, expand, key_places
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
@@ -42,8 +43,6 @@ class StepPlan:
         found = self._lists.get((first, last))
         if found is None:
             found = list_pages(self.batch, first, last, self.buffers)
-            if self.buffers is not None:
-                self.buffers.fill(found)
             self._lists[first, last] = found
         return found
 
@@ -70,13 +69,12 @@ class FlashInferBackend(AttentionBackend):
         self._wrappers = Wrappers(library or Library.load(), device, self._capability, settings.workspace_mib << 20)
         self._shapes: list[Heads | Latent] = []  # those that this model's layers have, learnt in the first step
         self._buffers: PageBuffers | None = None
+        self._first_layer: int | None = None  # which writes the lists of pages in a captured step
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         return self._planned(StepPlan(batch))
 
     def capture_plan(self, batch: ForwardBatch) -> StepPlan:
-        if not self._shapes:
-            raise RuntimeError("Attention backend 'flashinfer' is captured before its first step; run one without a graph.")
         if self._buffers is None:
             limits = self.context.limits
             pages = -(-limits.max_context // limits.page_size) + 1
@@ -91,7 +89,7 @@ class FlashInferBackend(AttentionBackend):
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window - 1
         sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
         shape = Heads(*sizes, window, spec.soft_cap or 0.0, spec.scale, q.dtype, cache[0].dtype)
-        plan: StepPlan = batch.plan
+        plan = self._plan(spec, batch)
         if shape in plan.heads:
             return _attend(plan, shape, spec, q, cache)
         with self._learning(shape, plan):
@@ -103,7 +101,7 @@ class FlashInferBackend(AttentionBackend):
         spec = layer.spec
         sizes = spec.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, spec.head_dim, spec.v_head_dim
         shape = Latent(*sizes, spec.scale, q_nope.dtype)
-        plan: StepPlan = batch.plan
+        plan = self._plan(spec, batch)
         if shape not in plan.latents:
             with self._learning(shape, plan):
                 pass
@@ -118,8 +116,17 @@ class FlashInferBackend(AttentionBackend):
             out[:first] = _attend_absorbed(absorbed, layer, q_nope[:first], q_rope[:first], cached)
         rows = latent[first:] if expanded.places is None else cached.view(-1, cached.shape[-1]).index_select(0, expanded.places)
         q = torch.cat((q_nope[first:], q_rope[first:]), dim=-1)
-        expanded.wrapper.run(q, *_expand(layer, rows), out=out[first:])
+        expanded.wrapper.run(q, *expand(layer, rows), out=out[first:])
         return out
+
+    def _plan(self, spec: AttentionSpec, batch: ForwardBatch) -> StepPlan:
+        """The step's plan. In a captured step the first layer writes the lists of pages, so that replays find their own."""
+        plan: StepPlan = batch.plan
+        if self._first_layer is None or spec.layer < self._first_layer:
+            self._first_layer = spec.layer
+        if plan.buffers is not None and spec.layer == self._first_layer:
+            plan.buffers.write(batch)
+        return plan
 
     def _planned(self, plan: StepPlan) -> StepPlan:
         for shape in self._shapes:
@@ -155,7 +162,7 @@ class FlashInferBackend(AttentionBackend):
         if batch.token_ids.device.type == "cuda" and not is_fresh:
             key_starts = key_starts.pin_memory()
         wrapper = self._wrappers.expanded(shape, lists.query_starts, key_starts)
-        return Expanded(wrapper, None if is_fresh else _places(batch, lists, int(starts[-1])))
+        return Expanded(wrapper, None if is_fresh else key_places(batch, first, int(starts[-1])))
 
     def _expands(self, shape: Latent, batch: ForwardBatch) -> bool:
         """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
@@ -173,7 +180,7 @@ class FlashInferBackend(AttentionBackend):
     @contextmanager
     def _learning(self, shape: Heads | Latent, plan: StepPlan) -> Iterator[None]:
         """A shape's first step: kernels are compiled, wrappers made. That may wait for the device; no later step does."""
-        if plan.buffers is not None:
+        if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("Attention backend 'flashinfer' meets a new layer in a captured step; run one without a graph first.")
         with _may_wait(self.context.device):
             self._wrappers.compile(shape)
@@ -185,7 +192,7 @@ class FlashInferBackend(AttentionBackend):
 def _attend(plan: StepPlan, shape: Heads, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
     (decodes, extends), first = plan.heads[shape], plan.num_decodes
     scales = {} if shape.kv_dtype == shape.dtype else {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
-    q = _dense(q)
+    q = dense(q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if decodes is not None:
         decodes.run(q[:first], cache, out=out[:first], **scales)
@@ -198,33 +205,9 @@ def _attend_absorbed(
     wrapper: Wrapper, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor
 ) -> torch.Tensor:
     rank = layer.kv_lora_rank
-    q = _dense(layer.absorb(q_nope))
+    q = dense(layer.absorb(q_nope))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return layer.unabsorb(wrapper.run(q, _dense(q_rope), cached[..., :rank], cached[..., rank:], out=out))
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope]."""
-    rank = layer.kv_lora_rank
-    k_nope, v = layer.expand(rows[:, :rank])
-    k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)
-    return torch.cat((k_nope, k_rope), dim=-1), v.contiguous()
-
-
-def _places(batch: ForwardBatch, lists: PageLists, total: int) -> torch.Tensor:
-    """Cache places, int64 [total], of all keys of the listed rows side by side."""
-    device, page_size = batch.token_ids.device, batch.kv.page_size
-    lengths = lists.lengths.to(device, non_blocking=True).long()
-    page_starts = lists.page_starts.to(device, non_blocking=True).long()
-    rows = torch.repeat_interleave(lengths, output_size=total)
-    starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(total, device=device) - starts.index_select(0, rows)
-    pages = lists.pages.index_select(0, page_starts.index_select(0, rows) + positions // page_size)
-    return pages.long() * page_size + positions % page_size
+    return layer.unabsorb(wrapper.run(q, dense(q_rope), cached[..., :rank], cached[..., rank:], out=out))
 
 
 @contextmanager

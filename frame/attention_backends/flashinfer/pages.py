@@ -1,6 +1,6 @@
 """Rows of a step as FlashInfer takes them: compressed lists of pages, with what its planning reads on the host.
 
-Reads the batch's host view; the page numbers themselves never pass through the host. Knows no layer and no wrapper.
+Planning reads the batch's host view; page numbers never pass through the host. Knows no layer and no wrapper.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch
+from frame.kernels import usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +51,46 @@ class PageBuffers:
         starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         return cls(starts, make(max_rows + 1), make(max_rows), make(max_rows), make(max_rows * max_pages))
 
-    def fill(self, lists: PageLists) -> None:
-        """Copies on the current stream. `pages` are there already where `list_pages` was given this object."""
-        rows = lists.rows
-        self.page_starts[: rows + 1].copy_(lists.page_starts, non_blocking=True)
-        self.last_page[:rows].copy_(lists.last_page, non_blocking=True)
-        self.lengths[:rows].copy_(lists.lengths, non_blocking=True)
+    def write(self, batch: ForwardBatch) -> None:
+        """The lists of a batch of decodes, of its tensors alone: a captured step does it anew with every replay."""
+        rows = batch.num_rows
+        starts, last_page = self.page_starts[: rows + 1], self.last_page[:rows]
+        self.lengths[:rows].copy_(batch.seq_lens)
+        _write(batch, slice(0, rows), starts, last_page, self.pages)
 
 
 def list_pages(batch: ForwardBatch, first: int, last: int, buffers: PageBuffers | None = None) -> PageLists:
-    """The lists of rows `first` … `last - 1`; with `buffers`, the page numbers go there. Never waits for the device."""
-    host, page_size = batch.host, batch.kv.page_size
+    """The lists of rows `first` … `last - 1`. Never waits for the device. With `buffers`, which are of captured decodes, nothing goes
+    to the device either: `PageBuffers.write` is part of the graph."""
+    host, page_size, device = batch.host, batch.kv.page_size, batch.token_ids.device
     lengths = host.seq_lens[first:last].astype(np.int32)
     counts = -(-lengths // page_size)
     page_starts = _starts(counts)
     last_page = (lengths - (counts - 1) * page_size).astype(np.int32)
-    copied = _on_host(batch.token_ids.device, _starts(host.query_lens[first:last]), page_starts, last_page, lengths)
-    numbers = _page_numbers(batch, first, last, copied[1], int(page_starts[-1]), None if buffers is None else buffers.pages)
-    return PageLists(copied[0], copied[1], copied[2], copied[3], numbers)
+    queries = _starts(host.query_lens[first:last])
+    copied = _on_host(device, queries, page_starts, last_page, lengths)
+    if buffers is not None:
+        return PageLists(copied[0], copied[1], copied[2], copied[3], buffers.pages)
+    scratch = torch.empty(2 * (last - first) + 1, dtype=torch.int32, device=device)  # what the kernel also writes
+    pages = torch.empty(int(page_starts[-1]), dtype=torch.int32, device=device)
+    _write(batch, slice(first, last), scratch[: last - first + 1], scratch[last - first + 1 :], pages)
+    return PageLists(copied[0], copied[1], copied[2], copied[3], pages)
 
 
-def _page_numbers(batch: ForwardBatch, first: int, last: int, starts: torch.Tensor, total: int, out: torch.Tensor | None) -> torch.Tensor:
-    """int32 [total]: the table's entries of all rows in one gather on the device."""
-    table, device = batch.page_table, batch.token_ids.device
-    on_device = starts.to(device, non_blocking=True).long()
-    rows = torch.repeat_interleave(on_device.diff(), output_size=total)
-    offsets = batch.request_slots[first:last] * table.shape[1] - on_device[:-1]
-    places = offsets.index_select(0, rows).add_(torch.arange(total, device=device))
-    if out is None:
-        return table.view(-1).index_select(0, places)
-    return torch.index_select(table.view(-1), 0, places, out=out[:total])
+def _write(batch: ForwardBatch, rows: slice, starts: torch.Tensor, last_page: torch.Tensor, pages: torch.Tensor) -> None:
+    """Lists of pages from the batch's tensors: by a kernel, or in PyTorch where kernels do not run."""
+    slots, lengths, page_size = batch.request_slots[rows], batch.seq_lens[rows], batch.kv.page_size
+    if usable(lengths.device):
+        from frame.attention_backends.flashinfer.page_kernel import write_page_lists
+
+        write_page_lists(batch.page_table, slots, lengths, starts, last_page, pages, page_size)
+        return
+    counts = (lengths + page_size - 1) // page_size
+    starts.copy_(torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    last_page.copy_(lengths - (counts - 1) * page_size)
+    columns = torch.arange(batch.page_table.shape[1], device=lengths.device)
+    listed = batch.page_table.index_select(0, slots)[columns < counts[:, None]]
+    pages[: len(listed)].copy_(listed)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

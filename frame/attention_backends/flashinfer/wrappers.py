@@ -190,7 +190,7 @@ class Wrappers:
             inner.plan(
                 qo_indptr=lists.query_starts,
                 kv_indptr=lists.page_starts,
-                kv_indices=lists.pages,
+                kv_indices=lists.pages if buffers is None else lists.pages[:0],  # captured ones are written by the graph
                 kv_len_arr=lists.lengths,
                 num_heads=shape.heads,
                 head_dim_ckv=shape.rank,

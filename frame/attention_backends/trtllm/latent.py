@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel
 
+from frame.attention_backends.latents import expand
 from frame.attention_backends.libraries import TRTLLM_MLA, WorkspaceOptions
-from frame.attention_backends.tables import Part, Piece, TableBackend, TablePlan, expand, latents_of
+from frame.attention_backends.tables import Part, Piece, TableBackend, TablePlan, latents_of
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
