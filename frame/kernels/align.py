@@ -14,7 +14,7 @@ import triton.language as tl
 
 from frame.kernels.launch import begin, options, wait_for_previous
 
-_CHUNK = 4096  # pairs that a program takes at a time
+_FEW, _CHUNK = 512, 4096  # pairs that a program takes at a time, so that there are few compiled forms
 _COUNTED = 8192  # more pairs than that are counted by a launch of its own, not by every program
 
 
@@ -36,20 +36,19 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     numbers = torch.empty(blocks * (block + 1) + 1, dtype=torch.int32, device=device)
     found = Alignment(numbers[: blocks * block], numbers[blocks * block : -1], numbers[-1:], block)
     experts = triton.next_power_of_2(num_experts)
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
-    warps = max(4, chunk // 512)
+    chunk = _FEW if pairs <= _FEW else _CHUNK
     counts = numbers
     if pairs > _COUNTED:
         counts = torch.zeros(experts, dtype=torch.int32, device=device)
         _count_kernel[(triton.cdiv(pairs, 1024),)](ids, counts, pairs, EXPERTS=experts, CHUNK=1024, **options(device, 4))
     _align_kernel[(num_experts,)](
         ids, counts, found.pairs, found.experts, found.used, pairs, EXPERTS=experts, BLOCK=block, CHUNK=chunk, COUNTED=pairs > _COUNTED,
-        **options(device, warps),
+        **options(device, max(4, chunk // 512)),
     )  # fmt: skip
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     wait_for_previous(PDL)
@@ -59,7 +58,7 @@ def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
     tl.atomic_add(counts + tl.arange(0, EXPERTS), found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _align_kernel(
     ids,
     counts,  # int32 [EXPERTS], if COUNTED

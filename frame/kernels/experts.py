@@ -148,7 +148,7 @@ def _block(
     tl.store(out + places.to(tl.int64)[:, None] * N + columns[None, :], result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "x_scale_stride"])
 def experts_kernel(
     x,  # [tokens, K], or from the first product [rows, K]
     w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
@@ -204,7 +204,7 @@ def experts_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def combine_kernel(rows, out, tokens, N: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     """[tokens * TOP, N] -> [tokens, N]: sums over each token's rows, in float32."""
     wait_for_previous(PDL)

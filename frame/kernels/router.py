@@ -108,7 +108,7 @@ def _open_groups(choice, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TO
     return better < TOP_GROUPS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits,
     correction,

@@ -61,7 +61,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
 DISTRIBUTIONS = {  # where the import has another name
     "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client", "opentelemetry": "opentelemetry-sdk", "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection", "google": "protobuf",
-    "flashinfer": "flashinfer-python", "flash_mla": "sgl-flash-mla",
+    "flashinfer": "flashinfer-python", "deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla",
 }  # fmt: skip
 NOT_IN_CORE = ("click", "fastapi", "httpx", "pluggy", "prometheus_client", "starlette", "typer", "uvicorn")
 NO_TORCH = (

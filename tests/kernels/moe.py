@@ -5,7 +5,10 @@ Collected by `tests/gpu/test_moe.py`, and by `test_moe.py` beside this file in a
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -73,6 +76,7 @@ def test_every_pair_is_in_a_block_of_its_expert(
     tokens: int, experts: int, top: int, block: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(align_module, "_COUNTED", 0 if counted else 1 << 20)
+    monkeypatch.setattr(align_module, "_FEW", 64)
     monkeypatch.setattr(align_module, "_CHUNK", 512)
     spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
     for ids in (spread, torch.full_like(spread, experts - 1)):
@@ -162,6 +166,51 @@ def test_order_of_tokens_changes_nothing(tokens: int) -> None:
     out = runner.run(Dispatched(x, ids, weights), experts)
     order = torch.randperm(tokens, device=DEVICE)
     torch.testing.assert_close(runner.run(Dispatched(x[order], ids[order], weights[order]), experts), out[order], rtol=0, atol=0)
+
+
+class FakeDeepGemm(ModuleType):
+    """The library's functions, with the parameters of sgl-deep-gemm 0.1.4, in PyTorch. Rows of no expert are left as they are."""
+
+    def __init__(self) -> None:
+        super().__init__("deep_gemm")
+
+    @staticmethod
+    def get_mk_alignment_for_contiguous_layout() -> int:
+        return 128
+
+    @staticmethod
+    def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, compiled_dims="nk", use_psum_layout=False) -> None:  # type: ignore[no-untyped-def]
+        assert a.is_contiguous()
+        assert a.shape[0] % 128 == 0
+        assert grouped_layout.dtype == torch.int32
+        assert all(len(block.unique()) == 1 for block in grouped_layout.split(128))
+        for expert in grouped_layout.unique().tolist():
+            if expert >= 0:
+                d[grouped_layout == expert] = (a[grouped_layout == expert].float() @ b[expert].float().T).to(d.dtype)
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, d, grouped_layout, recipe=None) -> None:  # type: ignore[no-untyped-def]
+        assert a[0].dtype == b[0].dtype == torch.float8_e4m3fn
+        rows = a[0].float() * a[1].repeat_interleave(128, 1)
+        weights = b[0].float() * b[1].repeat_interleave(128, 1).repeat_interleave(128, 2)
+        self.m_grouped_bf16_gemm_nt_contiguous(rows, weights, d, grouped_layout)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="stands in for a library, where there is no GPU for it")
+@pytest.mark.parametrize("is_float8", [False, True], ids=["plain", "float8"])
+def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm())
+    monkeypatch.delitem(sys.modules, "frame.plugins.moe_runners.deep_gemm", raising=False)
+    runner = importlib.import_module("frame.plugins.moe_runners.deep_gemm").DeepGemm(CONTEXT)
+    x, ids, weights, first, second = drawn(7, (5, 2, 256, 128), torch.float32)
+    experts = PlainExperts(first, second, hidden_first=False)
+    if is_float8:
+        for name, plain in (("gate_up", first), ("down", second)):
+            made, stands_for = rounded(plain)
+            setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
+            setattr(experts, f"{name}_scale_inv", made.scale)
+            plain.copy_(stands_for)
+    error = (runner.run(Dispatched(x, ids, weights), experts).double() - reference(x, ids, weights, first, second)).abs().max()
+    assert error < (0.1 if is_float8 else 1e-4)
 
 
 def test_no_tokens() -> None:

@@ -55,3 +55,12 @@ def register_moe_runners(registry: KindRegistry) -> None:
         rank=20,
         summary="PyTorch's grouped multiplication of tokens sorted by expert.",
     )
+    registry.add(
+        "deep_gemm",
+        "frame.plugins.moe_runners.deep_gemm:DeepGemm",
+        capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True),
+        api=RUNNER_API,
+        requires=("sgl-deep-gemm>=0.1.4,<0.2", "triton>=3.4"),
+        rank=5,
+        summary="DeepGEMM's grouped multiplication, in bfloat16 or float8 blocks; by name, where it is installed.",
+    )
