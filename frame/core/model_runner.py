@@ -165,7 +165,8 @@ class TorchModelRunner(ModelRunner):
 
     def _redraw(self, batch: ForwardBatch, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor]) -> DecodeOutputs:
         """What a graph of steps with filters captures besides."""
-        return self._drawn(batch, outputs.logits, draw_by_kernels(outputs.logits, params))
+        drawn = draw_by_kernels(outputs.logits, params, (outputs.token_ids, outputs.best))
+        return self._drawn(batch, outputs.logits, drawn)
 
     def _drawn(self, batch: ForwardBatch, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor]) -> DecodeOutputs:
         token_ids, best = drawn

@@ -103,13 +103,15 @@ class Sampler:
         return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
 
 
-def draw_by_kernels(logits: torch.Tensor, params: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_by_kernels(
+    logits: torch.Tensor, params: Tensors, plain: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64, greatest logits float32) of logits [rows, vocab]; `params` of every row as in `SamplingPlan.arrays`. Can be
-    captured, as its work does not depend on the values."""
+    captured, as its work does not depend on the values. `plain`: what `draw_plain` gave, which is written over."""
     from frame.kernels.filtering import Filters, sample_filtered
     from frame.kernels.sampling import sample_simple
 
-    return sample_filtered(logits, Filters(**params)) if "top_k" in params else sample_simple(logits, **params)
+    return sample_filtered(logits, Filters(**params), plain) if "top_k" in params else sample_simple(logits, **params)
 
 
 def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
-from frame.kernels.sampling import BLOCK, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, survey
+from frame.kernels.sampling import BLOCK, INTERPRETED, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, survey
 
 CANDIDATES = 2048  # of a row, at most
 TILE = 8192  # columns at once where a row is searched whole
@@ -139,13 +139,38 @@ def gather_kernel(
 
 
 @triton.jit
+def _added(a1, a2, a3, b1, b2, b3):
+    return a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def sums(values1, values2, values3):
+    """Three sums for little more than the time of one."""
+    if INTERPRETED:
+        return tl.sum(values1, 0), tl.sum(values2, 0), tl.sum(values3, 0)
+    else:
+        return tl.reduce((values1, values2, values3), 0, _added)
+
+
+@triton.jit
+def mean(low, high):
+    """Rounded down; cannot overflow."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
 def limit_among(orders, weights, low, high, goal):
     """The greatest order from which on the weights sum up to the goal; it does for `low` and not for `high`."""
     while low + 1 < high:
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, which cannot overflow
-        is_enough = tl.sum(tl.where(orders >= middle, weights, 0), 0) >= goal
-        low = tl.where(is_enough, middle, low)
-        high = tl.where(is_enough, high, middle)
+        second = mean(low, high)
+        first, third = mean(low, second), mean(second, high)
+        sum1, sum2, sum3 = sums(
+            tl.where(orders >= first, weights, 0), tl.where(orders >= second, weights, 0), tl.where(orders >= third, weights, 0)
+        )
+        if sum2 >= goal:
+            low, high = tl.where(sum3 >= goal, third, second), tl.where(sum3 >= goal, high, third)
+        else:
+            low, high = tl.where(sum1 >= goal, first, low), tl.where(sum1 >= goal, second, first)
     return low
 
 
@@ -207,12 +232,8 @@ def pick_kernel(
             total = tl.sum(weights, 0)
             share = (total.to(tl.float64) * tl.load(uniform + row).to(tl.float64)).to(tl.int64)
             share = tl.minimum(share, total - 1)
-            before, token = -1, vocab - 1  # the running sum is above the share at `token`, and not at `before`
-            while before + 1 < token:
-                middle = (before + token) >> 1
-                is_past = tl.sum(tl.where(columns <= middle, weights, 0), 0) > share
-                token = tl.where(is_past, middle, token)
-                before = tl.where(is_past, before, middle)
+            # the running sum in column order passes the share at the greatest column from which on there is as much left
+            token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab, total - share)
             tl.store(token_ids + row, token.to(tl.int64))
             left = 0
     tl.store(pending + row, left)
@@ -368,12 +389,17 @@ def candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, seen:
     return Candidates(bounds, counts, values, columns)
 
 
-def sample_filtered(logits: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_simple` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type."""
+def sample_filtered(
+    logits: torch.Tensor, filters: Filters, simple: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_simple` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type.
+
+    `simple` is what `sample_simple` gave for the same logits, where that is known; token ids of rows with filters are written over.
+    """
     rows, vocab = logits.shape
     device = logits.device
     seen = survey(logits, filters.temperature, with_peaks=True)
-    token_ids, best = draw(logits, filters.temperature, filters.uniform, seen)
+    token_ids, best = simple or draw(logits, filters.temperature, filters.uniform, seen)
     found = candidates(logits, filters, best, seen)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
     blocks, low_bits = power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]

@@ -14,12 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from frame import kernels
 from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
 
 BLOCK = 2048  # columns of one program of the survey
 GROUP = 128  # columns whose greatest value the survey can keep, for filters
 NOWHERE = tl.constexpr(2**31 - 1)
 NEVER = tl.constexpr(float("-inf"))
+INTERPRETED = tl.constexpr(kernels.INTERPRETED)
 _WARPS = 4
 
 
@@ -37,13 +39,27 @@ def scale_of(temperature, row):
 
 
 @triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def greatest(values, AXIS: tl.constexpr):
+    """Maximum along an axis, of which a NaN is the greatest."""
+    if INTERPRETED:  # it would loop over the values, as it knows no such operation
+        return tl.where(tl.max((values != values).to(tl.int32), AXIS) > 0, float("nan"), tl.max(values, AXIS))
+    else:
+        return tl.reduce(values, AXIS, _greater)
+
+
+@triton.jit
 def survey_kernel(
     logits,  # [rows, vocab]
     stride,  # between rows
     temperature,  # float32 [rows], times ln 2
     tops,  # float32 [rows, blocks]: greatest value
-    firsts,  # int32 [rows, blocks]: its first column
-    masses,  # float32 [rows, blocks]: sum of weights, the greatest value's is 1
+    firsts,  # int32 [rows, blocks]: its first column, where it is not finite or the row is greedy
+    masses,  # float32 [rows, blocks]: sum of weights, the greatest value's is 1, where the row is drawn
     peaks,  # float32 [rows, blocks * BLOCK / GROUP]: greatest value of each group of columns
     vocab,
     BLOCK: tl.constexpr,
@@ -56,25 +72,21 @@ def survey_kernel(
     block, row = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     values = load_logits(logits, row, stride, columns, vocab)
-    top = tl.max(values, 0)
-    base = tl.where(top == NEVER, 0.0, top)
-    mass = tl.sum(tl.exp2((values - base) * scale_of(temperature, row)), 0)
-    if mass != mass:  # a NaN or an infinity somewhere; a NaN counts as the greatest
-        is_nan = values != values
-        if tl.max(is_nan.to(tl.int32), 0) > 0:
-            top = float("nan")
-            first = tl.min(tl.where(is_nan, columns, NOWHERE), 0)
-        else:
-            first = tl.min(tl.where(values == top, columns, NOWHERE), 0)
-    else:
-        first = tl.min(tl.where(values == top, columns, NOWHERE), 0)
     place = row * tl.num_programs(0) + block
-    tl.store(tops + place, top)
-    tl.store(firsts + place, first)
-    tl.store(masses + place, mass)
     if GROUP > 0:
         groups: tl.constexpr = BLOCK // GROUP
-        tl.store(peaks + place * groups + tl.arange(0, groups), tl.max(tl.reshape(values, (groups, GROUP)), 1))
+        heights = greatest(tl.reshape(values, (groups, GROUP)), 1)
+        tl.store(peaks + place * groups + tl.arange(0, groups), heights)
+        top = greatest(heights, 0)
+    else:
+        top = greatest(values, 0)
+    tl.store(tops + place, top)
+    if (tl.load(temperature + row) > 0) & (tl.abs(top) < float("inf")):
+        tl.store(masses + place, tl.sum(tl.exp2((values - top) * scale_of(temperature, row)), 0))
+    else:
+        is_greatest = (values == top) | (values != values)
+        tl.store(firsts + place, tl.min(tl.where(is_greatest, columns, NOWHERE), 0))
+        tl.store(masses + place, 0.0)
 
 
 @triton.jit
@@ -114,11 +126,8 @@ def draw_kernel(
     there = blocks < num_blocks
     heights = tl.load(tops + places, mask=there, other=NEVER)
     columns = tl.load(firsts + places, mask=there, other=NOWHERE)
-    top = tl.max(heights, 0)
-    is_greatest = heights == top
-    if tl.max((heights != heights).to(tl.int32), 0) > 0:
-        top = float("nan")
-        is_greatest = heights != heights
+    top = greatest(heights, 0)
+    is_greatest = (heights == top) | (heights != heights)
     token = tl.min(tl.where(is_greatest, columns, NOWHERE), 0)
     if (tl.load(temperature + row) > 0) & (tl.abs(top) < float("inf")):
         scale = scale_of(temperature, row)
