@@ -115,8 +115,8 @@ class RoundedLinear(Fp8Linear):
 
 
 class Fp8Experts:
-    """`gate_up` and `down` in e4m3, with `gate_up_scale_inv` and `down_scale_inv` float32 by blocks of 128 x 128, for runners that take
-    them: on a GPU that multiplies fp8, of sizes that are multiples of 128. All others are made plain once they are loaded."""
+    """`gate_up` and `down` in e4m3, with `gate_up_scale_inv` and `down_scale_inv` float32 by blocks of 128 x 128, where the layer's
+    runner takes them. Others, and of sizes that are no multiples of 128, are made plain once they are loaded."""
 
     def __init__(self, stored: Fp8Format) -> None:
         self._stored = stored
@@ -138,7 +138,7 @@ class Fp8Experts:
         if weights[0].dtype != FP8:
             return
         scales = [self._scales(layer, name) for name in ("gate_up", "down")]
-        if _runners_take_fp8(weights[0].device) and all((each.rows, each.columns) == (BLOCK, BLOCK) for each in scales):
+        if self._stays(layer) and all((each.rows, each.columns) == (BLOCK, BLOCK) for each in scales):
             self._keep(layer, scales)
             return
         dtype: torch.dtype = layer.plain_dtype  # type: ignore[assignment]
@@ -155,6 +155,12 @@ class Fp8Experts:
         if self._stored.sharing != "block":
             return Scales(scale.data.flatten(1))
         return Scales(scale.data, scale.rule.output_step, scale.rule.input_step)
+
+    @staticmethod
+    def _stays(layer: nn.Module) -> bool:
+        """Whether the layer's runner takes fp8, and on this device."""
+        device: torch.device = layer.gate_up.device  # type: ignore[assignment]
+        return bool(getattr(layer, "takes_fp8", False)) and kernels.usable(device) and kernels.converts_fp8(device)
 
     def _keep(self, layer: nn.Module, scales: Sequence[Scales]) -> None:
         """Leave the scales where runners look for them: there they are, in a checkpoint of blocks."""
@@ -198,7 +204,3 @@ def _prepare(layer: nn.Module, dtype: torch.dtype) -> None:
     layer.plain_dtype = dtype  # type: ignore[assignment]
     layer.product = None  # type: ignore[assignment]
     layer.plain = None  # type: ignore[assignment]
-
-
-def _runners_take_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and kernels.usable(device) and kernels.converts_fp8(device)

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from frame import kernels
+from frame.core.interfaces.moe import Dispatched
 from frame.kernels.fp8_linear import Plan, choose_plan, narrow_linear
 from frame.kernels.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
+from frame.models.layers.parameter import Range, ShardedParameter
+from frame.plugins.moe_runners.torch_native import TorchNative
+from frame.plugins.moe_runners.triton import Triton
+from frame.quantization.fp8 import Fp8Experts, RoundedExperts
+from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.fp8_product import Fp8Product
 from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
+from frame.testing.attention_batch import build_context
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -131,3 +138,33 @@ def test_what_nothing_multiplies() -> None:
     assert Fp8Product.find(weight, scales, DTYPE) is None
     weight, scales = weight_of(256, 384, True)
     assert Fp8Product.find(weight, Scales(scales.values.repeat_interleave(2, 0), 64, 128), DTYPE) is None
+
+
+@pytest.mark.parametrize("method", [Fp8Experts(Fp8Format("block", "weight_scale_inv")), RoundedExperts()], ids=["stored", "rounded"])
+def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> None:
+    torch.manual_seed(0)
+    context = build_context(DEVICE, DTYPE, 16)
+    x, ids, weights = random(5, 256), torch.randint(4, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
+    numbers = {"gate_up": torch.randn(4, 256, 256), "down": torch.randn(4, 256, 128)}
+    outs = {}
+    for runner in (Triton(context), TorchNative(context)):
+        layer = torch.nn.Module()
+        layer.takes_fp8 = runner.takes_fp8  # type: ignore[assignment]
+        with DEVICE:
+            method.create(layer, 4, 256, 128, DTYPE)
+        for name, weight in numbers.items():
+            parameter = layer.get_parameter(name)
+            assert isinstance(parameter, ShardedParameter)
+            for expert, part in enumerate(weight):
+                parameter.bind(f"{name}.{expert}", Range.whole(part.shape[0]), Range.whole(part.shape[1]), expert)
+                rounded, scale = quantize_blocks(part.to(DEVICE))
+                if isinstance(method, RoundedExperts):
+                    parameter.load(f"{name}.{expert}", part)
+                else:
+                    parameter.load(f"{name}.{expert}", rounded)
+                    layer.get_parameter(f"{name}_scale_inv").data[expert] = scale
+        method.finish(layer)
+        method.finish(layer)
+        assert (layer.gate_up.dtype == FP8) == runner.takes_fp8
+        outs[type(runner).__name__] = runner.run(Dispatched(x, ids, weights), layer)
+    check(outs["Triton"], outs["TorchNative"].double(), 0.02 if LARGE else 1e-4)

@@ -26,6 +26,8 @@ _GROUP = 128  # inputs that share one scale of a row
 class DeepGemm(MoERunner):
     """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], plain or with `_scale_inv` by blocks of 128 x 128."""
 
+    takes_fp8 = True
+
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._block = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
@@ -55,12 +57,11 @@ def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]
 def _product(x: torch.Tensor, experts: nn.Module, name: str, owners: torch.Tensor) -> torch.Tensor:
     """Each row times its expert's weights, transposed."""
     weights: torch.Tensor = getattr(experts, name)
-    scale: torch.Tensor | None = getattr(experts, f"{name}_scale_inv", None)
     out = torch.empty(len(x), weights.shape[1], dtype=x.dtype, device=x.device)
-    if scale is None:
+    if weights.dtype != torch.float8_e4m3fn:
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x, weights, out, owners)
     else:
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(_quantized(x), (weights, scale), out, owners)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(_quantized(x), (weights, getattr(experts, f"{name}_scale_inv")), out, owners)
     return out
 
 

@@ -29,6 +29,8 @@ _CPU_MEMORY = 1 << 20  # of the interpreter, which has no limit
 class Triton(MoERunner):
     """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous."""
 
+    takes_fp8 = True
+
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         if not kernels.usable(context.device):
@@ -59,8 +61,8 @@ class Triton(MoERunner):
 
 
 def _weights(experts: nn.Module, name: str) -> Weights:
-    scale: torch.Tensor | None = getattr(experts, f"{name}_scale_inv", None)
-    return Weights(getattr(experts, name), scale)
+    values: torch.Tensor = getattr(experts, name)
+    return Weights(values, getattr(experts, f"{name}_scale_inv") if values.dtype == torch.float8_e4m3fn else None)
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -1,0 +1,103 @@
+"""Products with fp8 weights beside bfloat16 ones: microseconds, bytes and operations a second, over rows and layers.
+
+Each in a CUDA graph of many launches over weights that together exceed the L2 cache; the fp8 ones with the rounding of their rows.
+
+    python benchmarks/fp8_linear.py --json benchmarks/results/fp8_linear.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from frame.quantization.fp8_product import Fp8Product
+from frame.quantization.fp8_weights import Scales, quantize_blocks, quantize_outputs
+
+LAYERS = {  # outputs, inputs of Llama 3.1 8B
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)
+SPREAD = 200 << 20  # bytes of weights that launches go through, so that none is found in the L2 cache
+LAUNCHES = 24
+
+
+def seconds(launch: Callable[[int], object], copies: int, repeats: int) -> float:
+    """Median seconds of `launch`, which is given the number of a weight."""
+    stream = torch.cuda.Stream()
+    count = max(copies, LAUNCHES)
+    with torch.cuda.stream(stream):
+        launch(0)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for number in range(count):
+                launch(number % copies)
+        graph.replay()
+        taken = []
+        for _ in range(repeats):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            stop.record(stream)
+            stop.synchronize()
+            taken.append(start.elapsed_time(stop) / 1000 / count)
+    return median(taken)
+
+
+def measure(name: str, rows_of: list[int], repeats: int) -> list[dict[str, object]]:
+    outputs, inputs = LAYERS[name]
+    copies = max(2, -(-SPREAD // (outputs * inputs)))
+    plain = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(max(2, copies // 2))]
+    forms: dict[str, tuple[Callable[[int, torch.Tensor], object], int, int]] = {
+        "bfloat16": (lambda number, x: F.linear(x, plain[number]), len(plain), 2)
+    }
+    for form in ("output", "block"):
+        numbers, values = (quantize_outputs if form == "output" else quantize_blocks)(plain[0])
+        scales = Scales(values) if form == "output" else Scales(values, 128, 128)
+        weights = [numbers.clone() for _ in range(copies)]
+        product = Fp8Product.find(numbers, scales, torch.bfloat16)
+        assert product is not None, "this card has no products of fp8"
+        forms[f"fp8 by {form}"] = (lambda number, x, w=weights, p=product: p(x, w[number], None), copies, 1)
+    found: list[dict[str, object]] = []
+    for rows in rows_of:
+        x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+        times = {form: seconds(lambda number, act=act, x=x: act(number, x), many, repeats) for form, (act, many, _) in forms.items()}
+        for form, taken in times.items():
+            read = outputs * inputs * forms[form][2] / taken / 1e12
+            found.append(
+                {
+                    "layer": name, "rows": rows, "form": form, "us": round(taken * 1e6, 2), "TB/s": round(read, 2),
+                    "TFLOP/s": round(2 * rows * outputs * inputs / taken / 1e12), "of bfloat16": round(times["bfloat16"] / taken, 2),
+                }
+            )  # fmt: skip
+        for each in found[-len(forms) :]:
+            print("{layer:8}{rows:6} {form:14}{us:10} us {TB/s:6} TB/s {TFLOP/s:6} TFLOP/s x{of bfloat16}".format_map(each), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows = [int(number) for number in arguments.rows.split(",")]
+    found = [line for name in arguments.layers.split(",") for line in measure(name, rows, arguments.repeats)]
+    if arguments.json:
+        report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": found}
+        arguments.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
