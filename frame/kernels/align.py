@@ -14,8 +14,7 @@ import triton.language as tl
 
 from frame.kernels.launch import begin, options, wait_for_previous
 
-_FEW, _CHUNK = 512, 4096  # pairs that a program takes at a time, so that there are few compiled forms
-_COUNTED = 8192  # more pairs than that are counted by a launch of its own, not by every program
+_CHUNKS = 512, 2048, 4096  # pairs that a program takes at a time; more than the last are counted by a launch of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,68 +35,77 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     numbers = torch.empty(blocks * (block + 1) + 1, dtype=torch.int32, device=device)
     found = Alignment(numbers[: blocks * block], numbers[blocks * block : -1], numbers[-1:], block)
     experts = triton.next_power_of_2(num_experts)
-    chunk = _FEW if pairs <= _FEW else _CHUNK
-    counts = numbers
-    if pairs > _COUNTED:
-        counts = torch.zeros(experts, dtype=torch.int32, device=device)
-        _count_kernel[(triton.cdiv(pairs, 1024),)](ids, counts, pairs, EXPERTS=experts, CHUNK=1024, **options(device, 4))
-    _align_kernel[(num_experts,)](
-        ids, counts, found.pairs, found.experts, found.used, pairs, EXPERTS=experts, BLOCK=block, CHUNK=chunk, COUNTED=pairs > _COUNTED,
-        **options(device, max(4, chunk // 512)),
+    chunk = next((size for size in _CHUNKS if pairs <= size), _CHUNKS[-1])
+    chunks = triton.cdiv(pairs, chunk)
+    counts, short = numbers, ids
+    if chunks > 1:
+        counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
+        short = torch.empty(pairs, dtype=torch.int16, device=device)
+        _count_kernel[(chunks,)](ids, short, counts, pairs, EXPERTS=experts, CHUNK=chunk, **options(device, chunk // 512))
+    _align_kernel[(num_experts, chunks)](
+        short, counts, found.pairs, found.experts, found.used, pairs, chunks, EXPERTS=experts, BLOCK=block, CHUNK=chunk,
+        COUNTED=chunks > 1, **options(device, max(4, chunk // 512)),
     )  # fmt: skip
     return found
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(ids, short, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Grid: chunks. Pairs of each expert in a chunk; ids as int16, which every expert's programs read."""
     begin(PDL)
     wait_for_previous(PDL)
     lanes = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
+    tl.store(short + lanes, expert.to(tl.int16), mask=lanes < pairs)
     found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
-    tl.atomic_add(counts + tl.arange(0, EXPERTS), found, mask=found > 0, sem="relaxed")
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "chunks"])
 def _align_kernel(
     ids,
-    counts,  # int32 [EXPERTS], if COUNTED
+    counts,  # int32 [chunks, EXPERTS], if COUNTED
     pairs_out,
     experts_out,
     used,
     pairs,
+    chunks,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: experts. A program finds its expert's pairs among all."""
+    """Grid: (experts, chunks). A program finds its expert's pairs in its chunk."""
     begin(PDL)
     wait_for_previous(PDL)
     mine = tl.program_id(0)
+    chunk = tl.program_id(1)
     experts = tl.arange(0, EXPERTS)
-    lanes = tl.arange(0, CHUNK)
+    lanes = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
     if COUNTED:
-        found = tl.load(counts + experts)
-    else:
         found = tl.zeros([EXPERTS], tl.int32)
-        for start in range(0, pairs, CHUNK):
-            inside = start + lanes < pairs
-            found += tl.histogram(tl.load(ids + start + lanes, mask=inside, other=0).to(tl.int32), EXPERTS, mask=inside)
+        ahead = tl.zeros([EXPERTS], tl.int32)
+        for each in range(chunks):
+            here = tl.load(counts + each * EXPERTS + experts)
+            found += here
+            ahead += tl.where(each < chunk, here, 0)
+    else:
+        found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
+        ahead = tl.zeros([EXPERTS], tl.int32)
     blocks = (found + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(experts < mine, blocks, 0))
-    count = tl.sum(tl.where(experts == mine, found, 0))
-    if mine == 0:
-        tl.store(used, tl.sum(blocks))
-    end = first * BLOCK
-    for start in range(0, pairs, CHUNK):
-        same = (tl.load(ids + start + lanes, mask=start + lanes < pairs, other=-1) == mine).to(tl.int32)
-        place = end + tl.cumsum(same, 0) - 1
-        tl.store(pairs_out + place, start + lanes, mask=same > 0)
-        end += tl.sum(same)
-    pads = tl.arange(0, BLOCK)
-    my_blocks = (count + BLOCK - 1) // BLOCK
-    tl.store(pairs_out + end + pads, tl.zeros([BLOCK], tl.int32) + pairs, mask=pads < my_blocks * BLOCK - count)
-    for block in range(0, my_blocks, BLOCK):
-        tl.store(experts_out + first + block + pads, tl.zeros([BLOCK], tl.int32) + mine, mask=block + pads < my_blocks)
+    same = ((expert == mine) & (lanes < pairs)).to(tl.int32)
+    place = first * BLOCK + tl.sum(tl.where(experts == mine, ahead, 0)) + tl.cumsum(same, 0) - 1
+    tl.store(pairs_out + place, lanes, mask=same > 0)
+    if chunk == 0:
+        count = tl.sum(tl.where(experts == mine, found, 0))
+        my_blocks = (count + BLOCK - 1) // BLOCK
+        pads = tl.arange(0, BLOCK)
+        nobody = tl.zeros([BLOCK], tl.int32)
+        tl.store(pairs_out + first * BLOCK + count + pads, nobody + pairs, mask=pads < my_blocks * BLOCK - count)
+        for block in range(0, my_blocks, BLOCK):
+            tl.store(experts_out + first + block + pads, nobody + mine, mask=block + pads < my_blocks)
+        if mine == 0:
+            tl.store(used, tl.sum(blocks))

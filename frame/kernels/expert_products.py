@@ -30,7 +30,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens, or what `gate_up` made of them; float8 ones come with a float32 `scale` [rows, inputs / 128], rows contiguous."""
+    """Tokens, or what `gate_up` made of them; float8 ones come with a float32 `scale` [rows, inputs / 128], rows side by side."""
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
@@ -48,9 +48,12 @@ class Pairs:
         return self.ids.numel()
 
 
-def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner]."""
-    act = torch.empty((len(order.pairs), weights.values.shape[1] // 2), dtype=dtype, device=x.values.device)
+def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile) -> Rows:
+    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner], in the type of x."""
+    rows, inner, device = len(order.pairs), weights.values.shape[1] // 2, x.values.device
+    act = Rows(torch.empty((rows, inner), dtype=x.values.dtype, device=device))
+    if x.scale is not None:
+        act = Rows(act.values, torch.empty((inner // 128, rows), dtype=torch.float32, device=device).t())
     _launch(x, weights, act, pairs, order, tile, gated=True)
     return act
 
@@ -58,7 +61,7 @@ def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Til
 def down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
-    _launch(act, weights, rows, pairs, order, tile, gated=False)
+    _launch(act, weights, Rows(rows), pairs, order, tile, gated=False)
     return rows
 
 
@@ -73,43 +76,46 @@ def combine(rows: torch.Tensor, top: int) -> torch.Tensor:
     return out
 
 
-def vector_gate_up(x: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector) -> torch.Tensor:
+def vector_gate_up(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs, size: Vector) -> torch.Tensor:
     """`gate_up` for a token or a few, times the pairs' weights: each pair reads its expert by itself."""
-    values, scale = weights.values, weights.scale
-    inner, hidden = values.shape[1] // 2, values.shape[2]
+    inner, hidden = weights.shape[1] // 2, weights.shape[2]
     act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
     vector_gate_up_kernel[(triton.cdiv(inner, size.bn), pairs.count)](
-        x, values, act, pairs.ids, pairs.weights, values if scale is None else scale, x.stride(0), values.stride(0), values.stride(1),
-        INNER=inner, HIDDEN=hidden, TOP=pairs.ids.shape[1], SCALED=scale is not None, BN=size.bn,
+        x, weights, act, pairs.ids, pairs.weights, x.stride(0), weights.stride(0), weights.stride(1),
+        INNER=inner, HIDDEN=hidden, TOP=pairs.ids.shape[1], BN=size.bn,
         BK=min(size.bk, triton.next_power_of_2(hidden)), **options(x.device, size.warps),
     )  # fmt: skip
     return act
 
 
-def vector_down(act: torch.Tensor, weights: Weights, ids: torch.Tensor, size: Vector) -> torch.Tensor:
+def vector_down(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, size: Vector) -> torch.Tensor:
     """What `vector_gate_up` gave -> [tokens, hidden], the sum over each token's experts."""
-    values, scale, (tokens, top) = weights.values, weights.scale, ids.shape
-    hidden, inner = values.shape[1:]
+    (tokens, top), (hidden, inner) = ids.shape, weights.shape[1:]
     out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
     vector_down_kernel[(triton.cdiv(hidden, size.bn), tokens)](
-        act, values, out, ids, values if scale is None else scale, values.stride(0), values.stride(1),
-        INNER=inner, HIDDEN=hidden, TOP=top, SCALED=scale is not None, PLACES=min(size.places, top & -top), BN=size.bn,
+        act, weights, out, ids, weights.stride(0), weights.stride(1),
+        INNER=inner, HIDDEN=hidden, TOP=top, PLACES=min(size.places, top & -top), BN=size.bn,
         BK=min(size.bk, triton.next_power_of_2(inner)), **options(act.device, size.warps),
     )  # fmt: skip
     return out
 
 
-def _launch(rows: Rows, weights: Weights, out: torch.Tensor, pairs: Pairs, order: Alignment, tile: Tile, *, gated: bool) -> None:
-    x, values, scale = rows.values, weights.values, weights.scale
+def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, *, gated: bool) -> None:
+    x, values = rows.values, weights.values
     outputs, inputs = values.shape[1] // 2 if gated else values.shape[1], values.shape[2]
     w: Any = values
     if tile.tma:
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
+    x_scale, w_scale, out_scale = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values)
     experts_kernel[(len(order.experts) * triton.cdiv(outputs, tile.bn),)](
-        x, w, out, pairs.weights, order.pairs, order.experts, order.used, x if rows.scale is None else rows.scale,
-        values if scale is None else scale, pairs.count, x.stride(0), 0 if rows.scale is None else rows.scale.stride(1),
-        values.stride(0), values.stride(1),
-        N=outputs, K=inputs, TOP=pairs.ids.shape[1], GATED=gated, SCALED=scale is not None, QUANTIZED=rows.scale is not None,
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, TMA=tile.tma, SWAP=tile.swap, HALVES=tile.halves, UPCAST=kernels.INTERPRETED,
-        num_stages=tile.stages, **options(x.device, tile.warps),
+        x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale,
+        pairs.count, x.stride(0), x_scale.stride(1), out_scale.stride(1), values.stride(0), values.stride(1),
+        N=outputs, K=inputs, TOP=pairs.ids.shape[1], GATED=gated, SCALED=weights.scale is not None, BM=tile.bm, BN=tile.bn, BK=tile.bk,
+        TMA=tile.tma, SWAP=tile.swap, HALVES=tile.halves, UPCAST=kernels.INTERPRETED, num_stages=tile.stages,
+        **options(x.device, tile.warps),
     )  # fmt: skip
+
+
+def _or(scale: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
+    """A kernel's argument is there even when it reads nothing of it."""
+    return instead if scale is None else scale

@@ -25,7 +25,7 @@ class Tile:
 
     def fitted(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
         """The tile for these sizes of a product with `width` weights side by side: no larger than they are, and within the memory."""
-        bk = max(16, min(self.bk * 2 // itemsize, _power(inputs)))
+        bk = max(16, min(self.bk * 2 // max(2, itemsize), _power(inputs)))
         bn = max(16, min(self.bn, _power(outputs)))
         room = shared_memory - (4 << 10)
         stages = min(self.stages, room // ((self.bm + bn * width) * bk * itemsize))
@@ -53,15 +53,21 @@ class Tiles:
 
 
 VECTORS = (  # tokens, at most
-    (1, Vector(2, 1024, 4), Vector(8, 256, 8, 8)),
-    (2, Vector(2, 1024, 4), Vector(8, 256, 4, 4)),
-    (4, Vector(4, 512, 2), Vector(4, 256, 4, 8)),
+    (1, Vector(2, 2048, 8), Vector(8, 256, 8, 8)),
+    (6, Vector(2, 1024, 4), Vector(8, 256, 4, 4)),
 )
 TILES = (  # rows of an expert on average, at most
-    (8.0, Tiles(Tile(16, 64, 128, 4, 4, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
+    (8.0, Tiles(Tile(16, 128, 128, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True))),
-    (96.0, Tiles(Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))),
-    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True, halves=True), Tile(128, 256, 64, 8, 4, tma=True, halves=True))),
+    (48.0, Tiles(Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))),
+    (300.0, Tiles(Tile(128, 128, 64, 8, 4, tma=True, halves=True), Tile(128, 256, 64, 8, 4, tma=True, halves=True))),
+    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True, halves=True), Tile(128, 256, 64, 8, 4, tma=True))),
+)
+FLOAT8_TILES = (  # BN and BK of the first are those of the scales
+    (8.0, Tiles(Tile(16, 128, 128, 4, 4, swap=True, tma=True), Tile(16, 128, 128, 4, 4, swap=True, tma=True))),
+    (24.0, Tiles(Tile(32, 128, 128, 4, 4, swap=True, tma=True), Tile(32, 128, 128, 4, 4, swap=True, tma=True))),
+    (96.0, Tiles(Tile(64, 128, 128, 8, 3, tma=True), Tile(64, 128, 128, 8, 4, tma=True))),
+    (float("inf"), Tiles(Tile(128, 128, 128, 8, 3, tma=True), Tile(128, 128, 128, 8, 4, tma=True))),
 )
 
 
@@ -70,9 +76,9 @@ def choose_vectors(tokens: int) -> tuple[Vector, Vector] | None:
     return next(((first, second) for limit, first, second in VECTORS if tokens <= limit), None)
 
 
-def choose_tiles(pairs: int, experts: int) -> Tiles:
+def choose_tiles(pairs: int, experts: int, *, float8: bool = False) -> Tiles:
     """For that many (token, expert) pairs over that many experts."""
-    return next(tiles for limit, tiles in TILES if pairs / experts <= limit)
+    return next(tiles for limit, tiles in (FLOAT8_TILES if float8 else TILES) if pairs / experts <= limit)
 
 
 def _power(size: int) -> int:

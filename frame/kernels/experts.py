@@ -2,8 +2,8 @@
 """Kernels that multiply tokens with their experts: [SiLU(gate) * up], then the weighted way down.
 
 `experts_kernel` takes blocks of rows of one expert, sorted beforehand, to the tensor cores. The `vector` kernels take one pair each to
-the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128. Knows neither
-routing nor the choice of tiles (`expert_tiles`).
+the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128; then rows are float8
+with a scale for every 128 columns. Knows neither routing nor the choice of tiles (`expert_tiles`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from frame.kernels.fp8_quantize import rounded
 from frame.kernels.launch import begin, wait_for_previous
 
 SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
@@ -33,35 +34,38 @@ def _weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl
 
 
 @triton.jit
-def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr, QUANTIZED: tl.constexpr):
+def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr):
     """acc + x times tile, [BM, BN], or [BN, BM] if `SWAP`: then few rows are no waste, as the weights fill the tall side."""
-    if SCALED and not QUANTIZED:
-        tile = tile.to(x.dtype)
     if SWAP:
         left, right = tile, tl.trans(x)
     else:
         left, right = x, tl.trans(tile)
     if SCALED:
-        part = tl.dot(left, right, input_precision="ieee") * scale
-        if QUANTIZED:
-            part *= x_scale[None, :] if SWAP else x_scale[:, None]
-        acc += part
+        scales = x_scale * scale
+        acc += tl.dot(left, right, input_precision="ieee") * (scales[None, :] if SWAP else scales[:, None])
     else:
         acc = tl.dot(left, right, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, QUANTIZED: tl.constexpr):
+def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr):
     """Of the weights, of the ups, and of the rows [BM], for one block of inputs; numbers without meaning where there are none."""
     scale, up_scale, row_scale = 0.0, 0.0, 0.0
     if SCALED:
         scale = tl.load(scales + step)
+        row_scale = tl.load(x_scale + step * stride + source)
         if GATED:
             up_scale = tl.load(scales + up_offset + step)
-        if QUANTIZED:
-            row_scale = tl.load(x_scale + step * stride + source)
     return scale, up_scale, row_scale
+
+
+@triton.jit
+def _scaled(values, places, column, out_scale, stride):
+    """[BM, BN] by a scale a row, which is stored: all BN columns share it."""
+    step = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, 1e-12)
+    tl.store(out_scale + column * stride + places, step)
+    return values * (1.0 / step)[:, None]
 
 
 @triton.jit
@@ -73,12 +77,14 @@ def _block(
     pairs_of,
     x_scale,
     w_scale,
+    out_scale,
     expert,
     start,
     first,
     num_pairs,
     x_stride,
     x_scale_stride,
+    out_scale_stride,
     w_expert,
     w_row,
     N: tl.constexpr,
@@ -86,7 +92,6 @@ def _block(
     TOP: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -117,10 +122,10 @@ def _block(
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     acc = tl.zeros(shape, tl.float32)
     up_acc = tl.zeros(shape, tl.float32)
-    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, QUANTIZED)
+    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED)
     for k in range(0, K, BK):
         ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK  # scales are read a step early: nothing else hides how long that takes
-        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, QUANTIZED)
+        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED)
         inputs = k + tl.arange(0, BK)
         if K % BK == 0:
             tile = tl.load(x_rows + inputs[None, :])
@@ -129,10 +134,10 @@ def _block(
         if UPCAST:
             tile = tile.to(tl.float32)
         weights = _weights(w, row, k, rows, w_row, K, BN, BK, TMA, UPCAST)
-        acc = _product(tile, weights, acc, row_scale, scale, SWAP, SCALED, QUANTIZED)
+        acc = _product(tile, weights, acc, row_scale, scale, SWAP, SCALED)
         if GATED:
             weights = _weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
-            up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED, QUANTIZED)
+            up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED)
         scale, up_scale, row_scale = following
     inside = (columns < N)[None, :]
     if GATED:
@@ -142,13 +147,16 @@ def _block(
         acc *= weight[None, :] if SWAP else weight[:, None]
         places = pairs
         inside = inside & valid[:, None]
-    result = acc.to(out.dtype.element_ty)
     if SWAP:
-        result = tl.trans(result)
+        acc = tl.trans(acc)
+    if GATED and SCALED:
+        result = rounded(_scaled(acc, places, first // SCALE_BLOCK, out_scale, out_scale_stride), UPCAST)
+    else:
+        result = acc.to(out.dtype.element_ty)
     tl.store(out + places.to(tl.int64)[:, None] * N + columns[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "x_scale_stride"])
+@triton.jit(do_not_specialize=["num_pairs", "x_scale_stride", "out_scale_stride"])
 def experts_kernel(
     x,  # [tokens, K], or from the first product [rows, K]
     w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
@@ -159,17 +167,18 @@ def experts_kernel(
     used,
     x_scale,  # float32 [K / 128, tokens or rows]
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]
+    out_scale,  # float32 [N / 128, rows]
     num_pairs,
     x_stride,
     x_scale_stride,
+    out_scale_stride,
     w_expert,
     w_row,
     N: tl.constexpr,
     K: tl.constexpr,
     TOP: tl.constexpr,
     GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
-    SCALED: tl.constexpr,  # weights are float8 with scales
-    QUANTIZED: tl.constexpr,  # so is x
+    SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -194,13 +203,13 @@ def experts_kernel(
         is_half = tl.load(pairs_of + start + BM // 2) >= num_pairs
     if is_half:
         _block(
-            x, w, out, pair_weights, pairs_of, x_scale, w_scale, expert, start, first, num_pairs, x_stride, x_scale_stride, w_expert,
-            w_row, N, K, TOP, GATED, SCALED, QUANTIZED, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
+            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BM // 2, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
     else:
         _block(
-            x, w, out, pair_weights, pairs_of, x_scale, w_scale, expert, start, first, num_pairs, x_stride, x_scale_stride, w_expert,
-            w_row, N, K, TOP, GATED, SCALED, QUANTIZED, BM, BN, BK, TMA, SWAP, UPCAST,
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
+            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BM, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
 
 
@@ -233,14 +242,12 @@ def vector_gate_up_kernel(
     act,  # [pairs, INNER], times the pairs' weights
     ids,
     pair_weights,
-    w_scale,
     x_stride,
     w_expert,
     w_row,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
-    SCALED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -255,9 +262,6 @@ def vector_gate_up_kernel(
     columns = first + tl.arange(0, BN)
     x += (pair // TOP).to(tl.int64) * x_stride
     gates = w + expert * w_expert + tl.minimum(columns, INNER - 1)[:, None] * w_row
-    SCALES: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
-    SCALE_ROWS: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
-    scales = w_scale + (expert * 2 * SCALE_ROWS + first // SCALE_BLOCK) * SCALES
     gate = tl.zeros([BN, BK // LANES], tl.float32)
     up = tl.zeros([BN, BK // LANES], tl.float32)
     for k in tl.static_range(0, HIDDEN, BK):
@@ -266,12 +270,7 @@ def vector_gate_up_kernel(
         gate_tile = tl.load(gates + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
         up_tile = tl.load(gates + INNER * w_row + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
         row = tl.load(x + inputs, mask=mask, other=0.0).to(tl.float32)
-        if SCALED:
-            row_up = row * tl.load(scales + SCALE_ROWS * SCALES + inputs // SCALE_BLOCK, mask=mask, other=0.0)
-            row *= tl.load(scales + inputs // SCALE_BLOCK, mask=mask, other=0.0)
-            up += _partial(up_tile, row_up, LANES)
-        else:
-            up += _partial(up_tile, row, LANES)
+        up += _partial(up_tile, row, LANES)
         gate += _partial(gate_tile, row, LANES)
     gate_sum = tl.sum(gate, 1)
     result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1) * tl.load(pair_weights + pair)
@@ -295,13 +294,11 @@ def vector_down_kernel(
     w,
     out,  # [tokens, HIDDEN]
     ids,
-    w_scale,
     w_expert,
     w_row,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
-    SCALED: tl.constexpr,
     PLACES: tl.constexpr,  # experts at a time
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -311,8 +308,6 @@ def vector_down_kernel(
     work: the ids are older than that one, which let this one begin after its own wait."""
     LANES: tl.constexpr = 8
     STEPS: tl.constexpr = (INNER + BK - 1) // BK
-    SCALES: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
-    SCALE_ROWS: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
     token = tl.program_id(1)
     first = tl.program_id(0) * BN
     columns = first + tl.arange(0, BN)
@@ -329,9 +324,6 @@ def vector_down_kernel(
         places = step // STEPS * PLACES + tl.arange(0, PLACES)
         inputs = (step % STEPS * BK + tl.arange(0, BK))[None, None, :]
         row = tl.load(act + ((token * TOP + places) * INNER)[:, None, None] + inputs, mask=inputs < INNER, other=0.0).to(tl.float32)
-        if SCALED:
-            blocks = (tl.load(ids + places) * SCALE_ROWS + first // SCALE_BLOCK) * SCALES
-            row *= tl.load(w_scale + blocks[:, None, None] + inputs // SCALE_BLOCK, mask=inputs < INNER, other=0.0)
         products = tile.to(tl.float32) * row
         acc += tl.sum(tl.reshape(products, [PLACES, BN, BK // LANES, LANES]), 3)
     total = tl.sum(tl.sum(acc, 2), 0)

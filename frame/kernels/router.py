@@ -14,7 +14,7 @@ from frame import kernels
 from frame.kernels.launch import begin, options, wait_for_previous
 
 MAX_EXPERTS = 1024  # of a row, which one warp holds
-FEW_TOKENS = 16  # as many read the router's weight at the speed of memory by `few_logits`
+FEW_TOKENS = 64  # up to here `few_logits` takes less time than a matrix product (H200: 1.3 µs for one, 4.8 for 64, against 5)
 
 
 def route(

@@ -17,6 +17,7 @@ from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.align import align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
 from frame.kernels.expert_tiles import Tile, choose_tiles, choose_vectors
+from frame.kernels.fp8_quantize import quantize_groups
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -27,7 +28,8 @@ _CPU_MEMORY = 1 << 20  # of the interpreter, which has no limit
 
 
 class Triton(MoERunner):
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous; float8 ones with `_scale_inv`
+    float32 by blocks of 128 x 128, and sizes that are multiples of 128: then tokens are rounded too."""
 
     takes_fp8 = True
 
@@ -44,20 +46,21 @@ class Triton(MoERunner):
         pairs = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous())
         if len(x) == 0:
             return x.clone()
-        vectors = choose_vectors(len(x))
+        is_float8 = first.scale is not None
+        vectors = None if is_float8 else choose_vectors(len(x))
         if vectors is not None:
-            return vector_down(vector_gate_up(x, first, pairs, vectors[0]), second, pairs.ids, vectors[1])
-        tiles = choose_tiles(pairs.count, len(first.values))
+            return vector_down(vector_gate_up(x, first.values, pairs, vectors[0]), second.values, pairs.ids, vectors[1])
+        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
         order = align(pairs.ids, len(first.values), tiles.first.bm)
-        act = gate_up(Rows(x), first, pairs, order, self._fitted(tiles.first, first, x.dtype, 2), x.dtype)
-        return combine(down(Rows(act), second, pairs, order, self._fitted(tiles.second, second, x.dtype, 1), x.dtype), top)
+        act = gate_up(Rows(*quantize_groups(x)) if is_float8 else Rows(x), first, pairs, order, self._fitted(tiles.first, first, 2))
+        return combine(down(act, second, pairs, order, self._fitted(tiles.second, second, 1), x.dtype), top)
 
-    def _fitted(self, tile: Tile, weights: Weights, dtype: torch.dtype, width: int) -> Tile:
+    def _fitted(self, tile: Tile, weights: Weights, width: int) -> Tile:
         """The tile for these weights, on this device."""
         values = weights.values
         _, outputs, inputs = values.shape
         tma = tile.tma and self._has_tma and values.stride(0) == outputs * values.stride(1) and inputs * values.element_size() % 16 == 0
-        return tile.fitted(outputs // width, inputs, dtype.itemsize, width, self._shared_memory, tma=tma)
+        return tile.fitted(outputs // width, inputs, values.element_size(), width, self._shared_memory, tma=tma)
 
 
 def _weights(experts: nn.Module, name: str) -> Weights:
