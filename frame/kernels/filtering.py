@@ -25,7 +25,7 @@ UNIT = tl.constexpr(float(2**40))  # weights as whole numbers: the greatest logi
 _MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks in which one program gathers: more where rows keep the device busy
 _STEPS = 14  # halvings of the range in which candidates begin
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that are 0 in values of the type
-_WARPS, _SEARCH_WARPS = 4, 16
+_WARPS, _SEARCH_WARPS = 4, 32
 
 
 @triton.jit
@@ -33,6 +33,13 @@ def order_of(values, LOW_BITS: tl.constexpr):
     """float32 -> int32 of the same order; equal for equal values."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS
+
+
+@triton.jit
+def value_of(order, LOW_BITS: tl.constexpr):
+    """The least float32 of an order."""
+    order = order << LOW_BITS
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -105,7 +112,7 @@ def bound_kernel(
     tl.store(counts + row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span"])
 def gather_kernel(
     logits,
     stride,
@@ -139,7 +146,7 @@ def gather_kernel(
 
 
 @triton.jit
-def _added(a1, a2, a3, b1, b2, b3):
+def _add(a1, a2, a3, b1, b2, b3):
     return a1 + b1, a2 + b2, a3 + b3
 
 
@@ -149,7 +156,7 @@ def sums(values1, values2, values3):
     if INTERPRETED:
         return tl.sum(values1, 0), tl.sum(values2, 0), tl.sum(values3, 0)
     else:
-        return tl.reduce((values1, values2, values3), 0, _added)
+        return tl.reduce((values1, values2, values3), 0, _add)
 
 
 @triton.jit
@@ -240,21 +247,18 @@ def pick_kernel(
 
 
 @triton.jit
-def sums_from(
-    logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr, LOW_BITS: tl.constexpr
-):
-    """How much lies at each of three orders and above: columns, or their weight."""
+def sums_from(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr):
+    """How much lies at each of three values and above: columns, or their weight."""
     sum1, sum2, sum3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for start in range(0, vocab, TILE):
         values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
-        orders = order_of(values, LOW_BITS)
         weights = tl.full([TILE], 1.0, tl.float32)
         if not COUNT:
             weights = tl.exp2((values - top) * scale)
-        sum1 += tl.where(orders >= first, weights, 0.0)
-        sum2 += tl.where(orders >= second, weights, 0.0)
-        sum3 += tl.where(orders >= third, weights, 0.0)
-    return tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
+        sum1 += tl.where(values >= first, weights, 0.0)
+        sum2 += tl.where(values >= second, weights, 0.0)
+        sum3 += tl.where(values >= third, weights, 0.0)
+    return sums(sum1, sum2, sum3)
 
 
 @triton.jit
@@ -265,7 +269,7 @@ def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, lo
         first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
         sum1, sum2, sum3 = sums_from(
             logits, row, stride, vocab, top, scale, COUNT,
-            first.to(tl.int32), second.to(tl.int32), tl.minimum(third, 0x7FFFFFFF).to(tl.int32), TILE, LOW_BITS,
+            value_of(first.to(tl.int32), LOW_BITS), value_of(second.to(tl.int32), LOW_BITS), value_of(third.to(tl.int32), LOW_BITS), TILE,
         )  # fmt: skip
         if sum2 >= goal:
             low, high = tl.where(sum3 >= goal, third, second), tl.where(sum3 >= goal, high, tl.minimum(third, high))
@@ -275,11 +279,11 @@ def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, lo
 
 
 @triton.jit
-def kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr, LOW_BITS: tl.constexpr):
+def kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr):
     """Weights of one tile's columns; 0 where a filter cuts."""
     values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
     distances = (values - top) * scale
-    return tl.where((order_of(values, LOW_BITS) >= limit) & (distances >= min_p), tl.exp2(distances), 0.0)
+    return tl.where((values >= limit) & (distances >= min_p), tl.exp2(distances), 0.0)
 
 
 @triton.jit
@@ -317,29 +321,28 @@ def search_kernel(
         if k > 0:
             low = limit_of_row(logits, row, stride, vocab, top, scale, True, low, high, k, TILE, LOW_BITS)
             if p < 1.0:
-                above, at = (low + 1).to(tl.int32), low.to(tl.int32)
-                number, _b, _c = sums_from(logits, row, stride, vocab, top, scale, True, above, above, above, TILE, LOW_BITS)
-                weight, least, _c = sums_from(logits, row, stride, vocab, top, scale, False, above, at, at, TILE, LOW_BITS)
-                number_at, _b, _c = sums_from(logits, row, stride, vocab, top, scale, True, at, at, at, TILE, LOW_BITS)
+                above, at = value_of((low + 1).to(tl.int32), LOW_BITS), value_of(low.to(tl.int32), LOW_BITS)
+                number, number_at, _c = sums_from(logits, row, stride, vocab, top, scale, True, above, at, at, TILE)
+                weight, least, _c = sums_from(logits, row, stride, vocab, top, scale, False, above, at, at, TILE)
                 each = (least - weight) / tl.maximum(number_at - number, 1.0)
                 whole = (weight + (k - number) * each).to(tl.float64)
         if p < 1.0:
             low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, p.to(tl.float64) * whole, TILE, LOW_BITS)
-        limit, min_p = low.to(tl.int32), tl.load(log_min_p + row)
+        limit, min_p = value_of(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
         total = tl.zeros([], tl.float64)
         for start in range(0, vocab, TILE):
-            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE, LOW_BITS)
+            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
             total += tl.sum(weights, 0).to(tl.float64)
         goal = total * tl.load(uniform + row).to(tl.float64)
         passed, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
         tile = 0
         for start in range(0, vocab, TILE):
-            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE, LOW_BITS)
+            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
             weight = tl.sum(weights, 0).to(tl.float64)
             if (passed <= goal) & (weight > 0):  # the goal lies in this tile or behind it
                 tile, before = start, passed
             passed += weight
-        weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE, LOW_BITS)
+        weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
         index, _before = crossing(weights.to(tl.float64), goal - before)
         tl.store(token_ids + row, (tile + index).to(tl.int64))
 

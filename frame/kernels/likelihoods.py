@@ -12,19 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.filtering import Filters, candidates, order_of, whole_mass
+from frame.kernels.filtering import Filters, candidates, order_of, value_of, whole_mass
 from frame.kernels.launch import begin, options, power_of_2, wait_for_previous
 from frame.kernels.sampling import NOWHERE, load_logits, scale_of, survey
 
 TILE = 4096  # columns at once where a row is ranked whole
 LEAST = tl.constexpr(-(2**31))
 _WARPS = 4
-
-
-@triton.jit
-def value_of(order):
-    """What `order_of` made an order of, with no low bits cut off."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -92,7 +86,7 @@ def rank_kernel(
                     highest = tl.maximum(candidate, highest)
                 order, column = highest, first
             tl.store(top_ids + row * num_top + rank, tl.minimum(column, vocab - 1).to(tl.int64))
-            tl.store(top_logprobs + row * num_top + rank, value_of(order) - normaliser)
+            tl.store(top_logprobs + row * num_top + rank, value_of(order, 0) - normaliser)
 
 
 def likelihoods(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
