@@ -320,3 +320,10 @@ def test_a_checkpoint_that_transformers_made(tmp_path: Path) -> None:
     want = reference_logits(folder)
     got = logits_of(open_session(stored, quantization="fp8"))
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.09
+
+
+def test_a_latent_layer_keeps_its_expansion_once(tmp_path: Path) -> None:
+    stored, _ = make_pair("DeepseekV3ForCausalLM", "block", tmp_path)
+    for method, folder in (("fp8", stored), ("fp8", make_checkpoint("DeepseekV3ForCausalLM", tmp_path / "plain"))):
+        expansion = open_session(folder, quantization=method).model.layers[0].attention.kv_b_proj  # type: ignore[attr-defined]
+        assert sum(tensor.numel() for tensor in (*expansion.stored.parameters(), *expansion.stored.buffers())) == 0

@@ -255,10 +255,11 @@ class LatentExpansion(nn.Module):
         w_uk, w_uv = dense.split((self.sizes.nope, self.sizes.value), 1)
         self.register_buffer("w_uk", w_uk.contiguous(), persistent=False)
         self.register_buffer("w_uv", w_uv.contiguous(), persistent=False)
-        for parameter in stored:
-            parameter.release()
-        for name, _ in list(self.stored.named_buffers(recurse=False)):
-            setattr(self.stored, name, None)
+        for part in self.stored.modules():  # whatever the method made of them
+            for _, parameter in own_parameters(part):
+                parameter.release()
+            for name, _ in list(part.named_buffers(recurse=False)):
+                setattr(part, name, None)
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, nope] -> [tokens, heads, rank]."""
