@@ -35,7 +35,8 @@ H200 = Ceilings(4.39e12, 780e12, 4.28e12)  # one card, bf16, as measured: docs/p
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """Sizes of one model, in values: of a layer's attention and feed-forward matrices (of one expert, where there are `experts`, of which a
-    token uses `active`), of the output matrix, of a token's cache in one layer, and of all query heads."""
+    token uses `active`), of the output matrix, of a token's cache in one layer, and of all query heads; bytes of a weight and of a cached
+    value."""
 
     layers: int
     attention: int
@@ -45,10 +46,11 @@ class ModelCost:
     queries: int
     experts: int = 0
     active: int = 1
-    value_bytes: int = 2
+    weight_bytes: int = 2
+    cache_bytes: int = 2
 
     @classmethod
-    def of(cls, facts: ModelFacts, value_bytes: int = 2) -> ModelCost | None:
+    def of(cls, facts: ModelFacts, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
         """From a configuration; None for shapes that this arithmetic does not know (latent attention, layers of several kinds)."""
         config: dict[str, Any] = facts.config
         experts = facts.num_experts
@@ -66,7 +68,8 @@ class ModelCost:
             queries=queries,
             experts=experts,
             active=int(config.get("num_experts_per_tok") or 1) if experts else 1,
-            value_bytes=value_bytes,
+            weight_bytes=weight_bytes,
+            cache_bytes=cache_bytes,
         )
 
     def prefill(self, lengths: Sequence[int], cached: int = 0) -> float:
@@ -78,9 +81,10 @@ class ModelCost:
     def step(self, rows: int, tokens: float) -> tuple[float, float]:
         """(bytes, operations) of one decode step of `rows` sequences that read `tokens` cached ones in all."""
         touched = self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 1
-        values = self.layers * (self.attention + touched * self.feed_forward) + self.head + tokens * self.cached * self.layers
+        read = self.weight_bytes * (self.layers * (self.attention + touched * self.feed_forward) + self.head)
+        read += self.cache_bytes * tokens * self.cached * self.layers
         operations = 2 * rows * (self.layers * (self.attention + self.active * self.feed_forward) + self.head)
-        return self.value_bytes * values, float(operations)
+        return read, float(operations)
 
 
 def floor_seconds(cost: ModelCost, ceilings: Ceilings, prompts: Sequence[int], outputs: Sequence[int], shared: int = 0) -> float:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from frame.entrypoints.bench.reference import Chosen
     from frame.entrypoints.bench.workload import Job
 
+PLAIN = "none"  # the method for plain weights
+
 
 def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
     """One run: seconds from the first request to the last token, and rates."""
@@ -53,18 +55,22 @@ class Floors:
 
 
 def floors(config: FrameConfig, source: str) -> Floors | None:
-    """For the model and device of a configuration; None for a model whose arithmetic is not known. `source`: h200, or measured (now, while
-    the device's memory is free)."""
+    """For the model and devices of a configuration; None for a model whose arithmetic is not known, or whose weights are quantized.
+    `source`: h200, or measured (now, while the device's memory is free)."""
     from frame.entrypoints.prepare import prepare
 
     resolved = prepare(config).resolved
-    cost = ModelCost.of(resolved.facts, 4 if resolved.dtype == "float32" else 2)
-    if cost is None:
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+    cost = ModelCost.of(resolved.facts, sizes[resolved.dtype], sizes.get(resolved.kv_dtype, 1))
+    if cost is None or resolved.choice("quantization_method").name != PLAIN:
         return None
     if source == "h200":
-        return Floors(H200, source, cost)
-    import torch
+        one = H200
+    else:
+        import torch
 
-    from frame.entrypoints.bench.clock import measured_ceilings
+        from frame.entrypoints.bench.clock import measured_ceilings
 
-    return Floors(measured_ceilings(torch.device(resolved.device), getattr(torch, resolved.dtype)), source, cost)
+        one = measured_ceilings(torch.device(resolved.device), getattr(torch, resolved.dtype))
+    ranks = resolved.user.parallel.tp if resolved.device == "cuda" else 1  # on the CPU they share one memory
+    return Floors(Ceilings(one.read * ranks, one.operations * ranks, one.copy * ranks), source, cost)
