@@ -20,6 +20,7 @@ class Plan:
     depth: int = 1  # tiles of weights that a program has under way
     outputs: int = 16  # columns of the result that a program of the vector kernel computes
     chunks: int = 4  # of 32 inputs, that a warp of the fragment kernel multiplies at a time
+    programs: int = 0  # of the fragment kernel on each multiprocessor; 0: as many as there are blocks of 16 outputs
 
 
 def plans(outputs: int, inner: int, gated: bool = False) -> tuple[Plan | None, ...]:
