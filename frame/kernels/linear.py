@@ -8,8 +8,6 @@ that is launched before them, since no step writes weights. `vector_kernel` mult
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -134,29 +132,6 @@ def right_side(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def step(block, k, K, SPAN: tl.constexpr):
-    """What follows columns k … of a block: its next columns, or the first of the program's next block."""
-    k += SPAN
-    is_last = k >= K
-    return tl.where(is_last, block + tl.num_programs(0), block), tl.where(is_last, 0, k)
-
-
-@triton.jit
-def store_block(
-    sums, bias, out, out_stride, block, M, N, GROUPS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    """Add up what the warps have, finish and write 16 outputs of all rows."""
-    rows = (block * 16 + tl.arange(0, 16))[:, None]
-    for g in tl.static_range(GROUPS):
-        totals = ()
-        for p in tl.static_range(PARTS):
-            totals += (tl.sum(sums[g * PARTS + p], 0),)
-        result = finish(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
-        group = (8 * g + tl.arange(0, 8))[None, :]
-        tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
-
-
-@triton.jit
 def fragment_kernel(
     x,  # [M, K]
     w,  # [PARTS * N, K]
@@ -177,26 +152,23 @@ def fragment_kernel(
     UPCAST: tl.constexpr,
     num_warps: tl.constexpr,
 ):
-    """A program computes blocks of 16 outputs, each as far from the one before as there are programs, without a pause between them."""
-    begin(PDL)
     WARPS: tl.constexpr = num_warps
     SPAN: tl.constexpr = CHUNKS * WARPS * 32
+    first = tl.program_id(0) * 16
     eight = tl.arange(0, 8)
     columns = tl.arange(0, CHUNKS * WARPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    w_rows = (eight[:, None] + 8 * tl.arange(0, 2)[None, :])[:, None, :, None]
+    w_rows = (first + eight[:, None] + 8 * tl.arange(0, 2)[None, :])[:, None, :, None]
     w_columns = columns[None, :, None, :]
-    pointers = w + w_rows.to(tl.int64) * w_stride + w_columns
-    part = N.to(tl.int64) * w_stride
     x_rows = eight[:, None, None]
     x_columns = columns[None, :, :]
-    fresh_block = tl.program_id(0)
-    fresh = 0
+    valid = w_rows < N
+    pointers = w + w_rows.to(tl.int64) * w_stride + w_columns
+    part = N.to(tl.int64) * w_stride
     tiles = ()
-    for _ in tl.static_range(DEPTH):
-        inside = (fresh_block * 16 + w_rows < N) & (fresh + w_columns < K)
+    for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
-            tiles += (load(pointers + (p * part + fresh_block.to(tl.int64) * 16 * w_stride + fresh), inside, UPCAST),)
-        fresh_block, fresh = step(fresh_block, fresh, K, SPAN)
+            tiles += (load(pointers + p * part + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
+    begin(PDL)
     wait_for_previous(PDL)
     inputs = ()
     sums = ()
@@ -205,13 +177,11 @@ def fragment_kernel(
         inputs += (tl.load(x + group * x_stride + x_columns, mask=(group < M) & (x_columns < K), other=0.0),)
         for _ in tl.static_range(PARTS):
             sums += (tl.zeros([WARPS, 16, 8], tl.float32),)
-    block = tl.program_id(0)
-    k = 0
-    while block * 16 < N:
+    for start in range(0, K, DEPTH * SPAN):
         next_tiles = ()
         for d in tl.static_range(DEPTH):
-            next_block, next_k = step(block, k, K, SPAN)
-            after = next_k + x_columns
+            k = start + d * SPAN
+            after = k + SPAN + x_columns
             next_inputs = ()
             next_sums = ()
             for g in tl.static_range(GROUPS):
@@ -223,25 +193,20 @@ def fragment_kernel(
                 for p in tl.static_range(PARTS):
                     left = left_side(tiles[d * PARTS + p], CHUNKS, WARPS)
                     next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
-            inside = (fresh_block * 16 + w_rows < N) & (fresh + w_columns < K)
+            fresh = k + DEPTH * SPAN
             for p in tl.static_range(PARTS):
-                next_tiles += (load(pointers + (p * part + fresh_block.to(tl.int64) * 16 * w_stride + fresh), inside, UPCAST),)
-            fresh_block, fresh = step(fresh_block, fresh, K, SPAN)
+                next_tiles += (load(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
             inputs = next_inputs
-            if next_k == 0:
-                store_block(next_sums, bias, out, out_stride, block, M, N, GROUPS, PARTS, HAS_BIAS)
-            sums = ()
-            for g in tl.static_range(GROUPS * PARTS):
-                sums += (tl.where(next_k == 0, 0.0, next_sums[g]),)
-            block = next_block
-            k = next_k
+            sums = next_sums
         tiles = next_tiles
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; one where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    rows = (first + tl.arange(0, 16))[:, None]
+    for g in tl.static_range(GROUPS):
+        totals = ()
+        for p in tl.static_range(PARTS):
+            totals += (tl.sum(sums[g * PARTS + p], 0),)
+        result = finish(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        group = (8 * g + eight)[None, :]
+        tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
@@ -263,7 +228,5 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
             *tensors, ROWS=power_of_2(rows), BN=plan.outputs, BK=256 * plan.warps, **sizes
         )
     else:
-        blocks = blocks_of(outputs, 16)
-        programs = min(blocks, plan.programs * processors(x.device)) if plan.programs else blocks
-        fragment_kernel[(programs,)](*tensors, GROUPS=power_of_2(blocks_of(rows, 8)), CHUNKS=plan.chunks, **sizes)
+        fragment_kernel[(blocks_of(outputs, 16),)](*tensors, GROUPS=power_of_2(blocks_of(rows, 8)), CHUNKS=plan.chunks, **sizes)
     return out

@@ -22,7 +22,6 @@ UNIT = {torch.bfloat16: 2**-8 if DEVICE.type == "cuda" else 2**-7, torch.float16
 VECTOR = Plan("vector", warps=1, depth=2, outputs=4)
 FRAGMENT = Plan("fragment", warps=2, depth=2, chunks=2)
 SHALLOW = Plan("fragment", warps=4, depth=1, chunks=1)
-LASTING = Plan("fragment", warps=2, depth=3, chunks=1, programs=2)  # three blocks or more a program, in a test
 
 each_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -71,8 +70,6 @@ def test_fragment(rows: int, gated: bool, dtype: torch.dtype) -> None:
     check(FRAGMENT, rows, 64, 512, dtype, gated=gated)
     check(SHALLOW, rows, 32, 384, dtype, gap=8, gated=gated)
     check(FRAGMENT, rows, 22, 100, dtype, gap=4, biased=True, gated=gated)
-    check(LASTING, rows, 150, 300, dtype, gap=4, biased=True, gated=gated)
-    check(LASTING, rows, 128, 128, dtype, gated=gated)
 
 
 @each_type
