@@ -14,7 +14,7 @@ import triton.language as tl
 
 from frame.kernels.launch import begin, options, wait_for_previous
 
-_CHUNKS = 512, 2048, 4096  # pairs that a program takes at a time; more than the last are counted by a launch of their own
+CHUNKS = 512, 2048, 4096  # pairs that a program takes at a time; more than the last are counted by a launch of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     numbers = torch.empty(blocks * (block + 1) + 1, dtype=torch.int32, device=device)
     found = Alignment(numbers[: blocks * block], numbers[blocks * block : -1], numbers[-1:], block)
     experts = triton.next_power_of_2(num_experts)
-    chunk = next((size for size in _CHUNKS if pairs <= size), _CHUNKS[-1])
+    chunk = next((size for size in CHUNKS if pairs <= size), CHUNKS[-1])
     chunks = triton.cdiv(pairs, chunk)
     counts, short = numbers, ids
     if chunks > 1:

@@ -81,6 +81,14 @@ def choose_tiles(pairs: int, experts: int, *, float8: bool = False) -> Tiles:
     return next(tiles for limit, tiles in (FLOAT8_TILES if float8 else TILES) if pairs / experts <= limit)
 
 
+def turning_points(top: int, experts: int, chunks: tuple[int, ...], most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, that together take every form of every kernel: each limit of the tables, and one more."""
+    limits = [limit for limit, *_ in VECTORS]
+    limits += [int(rows * experts) // top for table in (TILES, FLOAT8_TILES) for rows, _ in table[:-1]]
+    limits += [chunk // top for chunk in chunks]
+    return sorted({min(most, count) for limit in limits for count in (limit, limit + 1) if limit > 0})
+
+
 def _power(size: int) -> int:
     """The next power of two."""
     return 1 << (size - 1).bit_length()

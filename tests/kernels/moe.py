@@ -19,7 +19,7 @@ from frame.core.parallel import LocalGroup
 from frame.kernels import align as align_module
 from frame.kernels.align import align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors
+from frame.kernels.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, turning_points
 from frame.kernels.fp8_quantize import quantize_groups
 from frame.kernels.router import few_logits
 from frame.models.layers.router import Router, RoutingRule
@@ -76,7 +76,7 @@ def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
 def test_every_pair_is_in_a_block_of_its_expert(
     tokens: int, experts: int, top: int, block: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(align_module, "_CHUNKS", (512,) if counted else (512, 2048, 4096))
+    monkeypatch.setattr(align_module, "CHUNKS", (512,) if counted else (512, 2048, 4096))
     spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
     for ids in (spread, torch.full_like(spread, experts - 1)):
         found = align(ids, experts, block)
@@ -220,6 +220,17 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_tokens() -> None:
     x, ids, weights, first, second = drawn(0, (4, 2, 32, 16), torch.float32)
     assert Triton(CONTEXT).run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False)).shape == (0, 32)
+
+
+def test_every_form_is_met_before_it_is_needed() -> None:
+    counts = turning_points(8, 128, (512, 2048, 4096), 5000)
+    assert max(counts) <= 5000
+
+    def forms(tokens: int) -> tuple[object, ...]:
+        return choose_vectors(tokens), choose_tiles(8 * tokens, 128), choose_tiles(8 * tokens, 128, float8=True)
+
+    assert {forms(tokens) for tokens in range(1, 5001)} == {forms(tokens) for tokens in counts}
+    assert turning_points(8, 128, (512,), 4) == [1, 2, 4]
 
 
 def test_tiles_fit_the_device_and_the_sizes() -> None:

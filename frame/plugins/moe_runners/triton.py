@@ -14,9 +14,9 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
-from frame.kernels.align import align
+from frame.kernels.align import CHUNKS, align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import Tile, choose_tiles, choose_vectors
+from frame.kernels.expert_tiles import Tile, choose_tiles, choose_vectors, turning_points
 from frame.kernels.fp8_quantize import quantize_groups
 
 if TYPE_CHECKING:
@@ -39,13 +39,26 @@ class Triton(MoERunner):
             raise ValueError("The triton MoE runner needs a GPU; on a CPU it runs only under TRITON_INTERPRET=1: use torch_native there.")
         self._has_tma = context.device.type == "cpu" or torch.cuda.get_device_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
+        self._compiled: set[tuple[int, ...]] = set()  # sizes of layers: as many as a model has
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
-        x, top = tokens.x, tokens.ids.shape[1]
+        if len(tokens.x) == 0:
+            return tokens.x.clone()
         first, second = _weights(experts, "gate_up"), _weights(experts, "down")
-        pairs = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous())
-        if len(x) == 0:
-            return x.clone()
+        sizes = (*first.values.shape, tokens.ids.shape[1], first.values.element_size())
+        if sizes not in self._compiled and self.context.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._compiled.add(sizes)
+            self._compile(tokens, first, second)
+        return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), first, second)
+
+    def _compile(self, tokens: Dispatched, first: Weights, second: Weights) -> None:
+        """Run as many tokens as it takes to meet every form of the kernels, so that no later step waits for a compiler."""
+        top, experts, most = tokens.ids.shape[1], len(first.values), self.context.limits.max_tokens_per_step
+        for count in turning_points(top, experts, CHUNKS, most):
+            ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
+            self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), first, second)
+
+    def _run(self, x: torch.Tensor, pairs: Pairs, first: Weights, second: Weights) -> torch.Tensor:
         is_float8 = first.scale is not None
         vectors = None if is_float8 else choose_vectors(len(x))
         if vectors is not None:
@@ -53,7 +66,7 @@ class Triton(MoERunner):
         tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
         order = align(pairs.ids, len(first.values), tiles.first.bm)
         act = gate_up(Rows(*quantize_groups(x)) if is_float8 else Rows(x), first, pairs, order, self._fitted(tiles.first, first, 2))
-        return combine(down(act, second, pairs, order, self._fitted(tiles.second, second, 1), x.dtype), top)
+        return combine(down(act, second, pairs, order, self._fitted(tiles.second, second, 1), x.dtype), pairs.ids.shape[1])
 
     def _fitted(self, tile: Tile, weights: Weights, width: int) -> Tile:
         """The tile for these weights, on this device."""
