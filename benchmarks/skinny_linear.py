@@ -4,7 +4,7 @@ Each time is that of one launch among many in a CUDA graph, over as many copies 
 `products` tries every plan that fits, shape by shape; `layers` runs the four products of each layer of a model, one after the other, as a
 decode step does, with the plans that frame picks. FRAME_NO_PDL=1 shows what launches that overlap are worth.
 
-    python benchmarks/skinny_linear.py --rows 1 4 8 16 32 64 --out benchmarks/results/skinny-linear.json
+    python benchmarks/skinny_linear.py --rows 1 2 4 8 16 --out benchmarks/results/skinny-linear.json
     python benchmarks/skinny_linear.py --only 0.6B --part layers
 """
 
@@ -124,7 +124,7 @@ def layers(memory: torch.Tensor, rows: int, model: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--only", default="", help="models whose name holds this text")
     parser.add_argument("--part", choices=["products", "trials", "layers"], nargs="+", default=["products", "layers"])
     parser.add_argument("--out", type=Path, default=None, help="file for the JSON")
