@@ -56,6 +56,7 @@ VECTORS = (  # tokens, at most
     (1, Vector(2, 2048, 8), Vector(8, 256, 8, 8)),
     (6, Vector(2, 1024, 4), Vector(8, 256, 4, 4)),
 )
+MOST_SHARED = 0.32  # experts of the other tokens, of all: about twice the part of pairs whose expert is read already
 TILES = (  # rows of an expert on average, at most
     (8.0, Tiles(Tile(16, 128, 128, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True))),
@@ -71,8 +72,10 @@ FLOAT8_TILES = (  # BN and BK of the first are those of the scales
 )
 
 
-def choose_vectors(tokens: int) -> tuple[Vector, Vector] | None:
-    """For a few tokens, of which each pair reads its expert by itself; None for more."""
+def choose_vectors(tokens: int, top: int, experts: int) -> tuple[Vector, Vector] | None:
+    """For a few tokens that hardly share experts, as each pair reads its expert by itself; None for others."""
+    if (tokens - 1) * top > MOST_SHARED * experts:
+        return None
     return next(((first, second) for limit, first, second in VECTORS if tokens <= limit), None)
 
 
@@ -84,6 +87,7 @@ def choose_tiles(pairs: int, experts: int, *, float8: bool = False) -> Tiles:
 def turning_points(top: int, experts: int, chunks: tuple[int, ...], most: int) -> list[int]:
     """Numbers of tokens, up to `most`, that together take every form of every kernel: each limit of the tables, and one more."""
     limits = [limit for limit, *_ in VECTORS]
+    limits.append(1 + int(MOST_SHARED * experts) // top)
     limits += [int(rows * experts) // top for table in (TILES, FLOAT8_TILES) for rows, _ in table[:-1]]
     limits += [chunk // top for chunk in chunks]
     return sorted({min(most, count) for limit in limits for count in (limit, limit + 1) if limit > 0})

@@ -227,7 +227,7 @@ def test_every_form_is_met_before_it_is_needed() -> None:
     assert max(counts) <= 5000
 
     def forms(tokens: int) -> tuple[object, ...]:
-        return choose_vectors(tokens), choose_tiles(8 * tokens, 128), choose_tiles(8 * tokens, 128, float8=True)
+        return choose_vectors(tokens, 8, 128), choose_tiles(8 * tokens, 128), choose_tiles(8 * tokens, 128, float8=True)
 
     assert {forms(tokens) for tokens in range(1, 5001)} == {forms(tokens) for tokens in counts}
     assert turning_points(8, 128, (512,), 4) == [1, 2, 4]
@@ -243,6 +243,8 @@ def test_tiles_fit_the_device_and_the_sizes() -> None:
                     assert fitted.bk >= 16
             assert tile.fitted(24, 40, 4, width, 227 << 10, tma=False).bn <= 32
             assert tiles.first.bm == tiles.second.bm
-    assert choose_vectors(1) != choose_vectors(2)
-    assert choose_vectors(1000) is None
+    assert choose_vectors(1, 8, 128) != choose_vectors(2, 8, 128)
+    assert choose_vectors(7, 8, 128) is None
+    assert choose_vectors(1, 2, 4) is not None
+    assert choose_vectors(3, 2, 8) is None, "of six pairs two or more meet at one of eight experts"
     assert choose_tiles(1 << 20, 128).first.bm > choose_tiles(256, 128).first.bm

@@ -60,7 +60,7 @@ class Triton(MoERunner):
 
     def _run(self, x: torch.Tensor, pairs: Pairs, first: Weights, second: Weights) -> torch.Tensor:
         is_float8 = first.scale is not None
-        vectors = None if is_float8 else choose_vectors(len(x))
+        vectors = None if is_float8 else choose_vectors(len(x), pairs.ids.shape[1], len(first.values))
         if vectors is not None:
             return vector_down(vector_gate_up(x, first.values, pairs, vectors[0]), second.values, pairs.ids, vectors[1])
         tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
