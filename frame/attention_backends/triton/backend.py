@@ -5,6 +5,7 @@ Chooses between the forms of latent attention and hands views of queries and cac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -72,7 +73,11 @@ class TritonBackend(AttentionBackend):
             page_size=batch.kv.page_size,
         )
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-        self._launch(spec, operands, out, batch, extends=True)
+        own = None
+        if cached_k.dtype == k.dtype:  # what an fp8 cache holds is not quite what was put in
+            k, v = dense(k), dense(v)
+            own = replace(operands, k1=k[..., :first], k2=k[..., first:] if rest else None, v=v, page_size=0)
+        self._launch(spec, operands, own, out, batch)
         return out
 
     def run_mla(
@@ -89,7 +94,7 @@ class TritonBackend(AttentionBackend):
             q = dense(layer.absorb(q_nope[:absorbed]))
             operands = Operands(q, dense(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
             attended = q.new_empty(absorbed, spec.num_heads, rank)
-            self._launch(spec, operands, attended, batch, extends=not expands)
+            self._launch(spec, operands, None, attended, batch, extends=not expands)
             decoded = layer.unabsorb(attended)
             if absorbed == q_nope.shape[0]:
                 return decoded
@@ -99,12 +104,14 @@ class TritonBackend(AttentionBackend):
         self._extend_expanded(layer, q_nope, q_rope, latent, cached, batch, out)
         return out
 
-    def _launch(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, extends: bool) -> None:
+    def _launch(
+        self, spec: AttentionSpec, cached: Operands, own: Operands | None, out: torch.Tensor, batch: ForwardBatch, extends: bool = True
+    ) -> None:
         plan = _plan(batch)
         if plan.num_decodes:
-            self._decodes.run(spec, operands, out, batch, plan)
+            self._decodes.run(spec, cached, out, batch, plan)
         if extends and len(plan.query_lens):
-            self._extends.run(spec, operands, out, batch, plan)
+            self._extends.run(spec, cached, own, out, batch, plan)
 
     def _extend_expanded(
         self,
@@ -122,8 +129,8 @@ class TritonBackend(AttentionBackend):
         rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
-        operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0)
-        self._extends.run(layer.spec, operands, out, batch, plan, key_starts=starts)
+        operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0, are_whole=True)
+        self._extends.run(layer.spec, None, operands, out, batch, plan, key_starts=starts)
 
     def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:
         """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""

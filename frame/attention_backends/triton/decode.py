@@ -103,6 +103,7 @@ def scan_item(
     end,
     scale,
     table,
+    kv_head,
     k1_pointer,
     k2_pointer,
     v_pointer,
@@ -111,8 +112,11 @@ def scan_item(
     Q2_STRIDE: tl.constexpr,
     Q2_HEAD: tl.constexpr,
     K1_STRIDE: tl.constexpr,
+    K1_HEAD: tl.constexpr,
     K2_STRIDE: tl.constexpr,
+    K2_HEAD: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    V_HEAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH1: tl.constexpr,
     WIDTH2: tl.constexpr,
@@ -124,6 +128,7 @@ def scan_item(
     SOFT_CAP: tl.constexpr,
     SHARED: tl.constexpr,
     LANES: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One item's keys -> (result of each lane, logarithm (base 2) of its sum of weights)."""
@@ -145,6 +150,9 @@ def scan_item(
         k1_pointer,
         k2_pointer,
         v_pointer,
+        kv_head * K1_HEAD,
+        kv_head * K2_HEAD,
+        kv_head * V_HEAD,
         K1_STRIDE,
         K2_STRIDE,
         V_STRIDE,
@@ -160,12 +168,14 @@ def scan_item(
         SOFT_CAP,
         SHARED,
         TAIL,
+        False,
+        WIDE,
         UPCAST,
     )
     return acc / total[:, None], top + tl.log2(total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "own_items"])
 def decode_kernel(
     q1_pointer,
     q2_pointer,
@@ -179,8 +189,11 @@ def decode_kernel(
     schedule,
     order_pointer,  # int32: rows that share prefixes
     page_table,
+    table_stride,
+    capacity,
+    max_items,
+    own_items,
     scale,
-    TABLE_STRIDE: tl.constexpr,
     Q1_STRIDE: tl.constexpr,
     Q1_HEAD: tl.constexpr,
     Q2_STRIDE: tl.constexpr,
@@ -193,9 +206,6 @@ def decode_kernel(
     V_HEAD: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    MAX_ITEMS: tl.constexpr,
-    OWN_ITEMS: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # 0: no prefixes are shared
     TILE_LANES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -214,6 +224,7 @@ def decode_kernel(
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SHARED: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     AT_ONCE: tl.constexpr,  # parts that are merged at once
     PDL: tl.constexpr,
@@ -227,9 +238,9 @@ def decode_kernel(
     kv_head = tl.program_id(0) // blocks
     first_head = tl.program_id(0) % blocks * HEADS
     row_part = schedule + HEADER
-    item = row_part + CAPACITY * ROW + index * ITEM
-    arrivals = row_part + CAPACITY * ROW + MAX_ITEMS * ITEM
-    own_lines: tl.constexpr = OWN_ITEMS * NUM_HEADS  # lines of own parts; those of shared prefixes lie behind
+    item = row_part + capacity * ROW + index * ITEM
+    arrivals = row_part + capacity * ROW + max_items * ITEM
+    own_lines = own_items * NUM_HEADS  # lines of own parts; those of shared prefixes lie behind
     columns = tl.arange(0, BLOCK_VALUE)
     num_items = tl.load(schedule)
     num_shared = tl.load(schedule + 1) if TILE_ROWS > 0 else 0
@@ -258,17 +269,21 @@ def decode_kernel(
                 begin,
                 end,
                 scale,
-                page_table + slot * TABLE_STRIDE,
-                k1_pointer + kv_head * K1_HEAD,
-                k2_pointer + kv_head * K2_HEAD,
-                v_pointer + kv_head * V_HEAD,
+                page_table + slot * table_stride,
+                kv_head,
+                k1_pointer,
+                k2_pointer,
+                v_pointer,
                 Q1_STRIDE,
                 Q1_HEAD,
                 Q2_STRIDE,
                 Q2_HEAD,
                 K1_STRIDE,
+                K1_HEAD,
                 K2_STRIDE,
+                K2_HEAD,
                 V_STRIDE,
+                V_HEAD,
                 PAGE_SIZE,
                 WIDTH1,
                 WIDTH2,
@@ -280,6 +295,7 @@ def decode_kernel(
                 SOFT_CAP,
                 SHARED,
                 TILE_LANES,
+                WIDE,
                 UPCAST,
             )
             line = own_lines + ((index * TILE_ROWS + in_tile) * NUM_HEADS + head).to(tl.int64)
@@ -334,17 +350,21 @@ def decode_kernel(
             begin,
             end,
             scale,
-            page_table + slot * TABLE_STRIDE,
-            k1_pointer + kv_head * K1_HEAD,
-            k2_pointer + kv_head * K2_HEAD,
-            v_pointer + kv_head * V_HEAD,
+            page_table + slot * table_stride,
+            kv_head,
+            k1_pointer,
+            k2_pointer,
+            v_pointer,
             Q1_STRIDE,
             Q1_HEAD,
             Q2_STRIDE,
             Q2_HEAD,
             K1_STRIDE,
+            K1_HEAD,
             K2_STRIDE,
+            K2_HEAD,
             V_STRIDE,
+            V_HEAD,
             PAGE_SIZE,
             WIDTH1,
             WIDTH2,
@@ -356,6 +376,7 @@ def decode_kernel(
             SOFT_CAP,
             SHARED,
             BLOCK_QUERIES,
+            WIDE,
             UPCAST,
         )
         mask = valid[:, None] & (columns < VALUE)[None, :]

@@ -52,7 +52,7 @@ class Decodes:
         found = self._launches.get(key)
         if found is None or found.spec is not spec:
             sizes = choose_decode(operands.group, operands.loaded, operands.q1.element_size(), self._facts.shared_memory)
-            found = self._prepare(spec, operands, out, batch, sizes, shares)
+            found = self._prepare(spec, operands, out, sizes, shares)
             self._launches[key] = found
         schedule = plan.schedule(found.cut, batch, self._pdl)
         arguments = (
@@ -64,13 +64,15 @@ class Decodes:
             schedule,
             plan.prefixes.order,
             batch.page_table,
+            batch.page_table.stride(0),
+            found.cut.capacity,
+            found.cut.items(found.cut.capacity),
+            found.cut.own_items,
             spec.scale,
         )
         found.launch((found.blocks, found.cut.items(rows), 1), arguments)
 
-    def _prepare(
-        self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, sizes: DecodeSizes, shares: bool
-    ) -> DecodeLaunch:
+    def _prepare(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, sizes: DecodeSizes, shares: bool) -> DecodeLaunch:
         tile, group, heads = sizes.tile, operands.group, operands.q1.shape[1]
         taken = min(group, tile.queries)
         blocks = operands.k1.shape[1] * -(-group // taken)
@@ -86,10 +88,6 @@ class Decodes:
         )
         constants = {
             **operands.constants(spec, tile, out),
-            "TABLE_STRIDE": batch.page_table.stride(0),
-            "CAPACITY": cut.capacity,
-            "MAX_ITEMS": cut.items(cut.capacity),
-            "OWN_ITEMS": cut.own_items,
             "TILE_ROWS": cut.tile_rows,
             "TILE_LANES": sizes.tile_lanes,
             "HEAD_LANES": power_of_two(taken),

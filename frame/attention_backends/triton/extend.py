@@ -10,16 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.scan import CAUSAL, LOG2E, NONE, load_rows, scan_keys
+from frame.attention_backends.triton.scan import LOG2E, load_rows, scan_causal
 
 
-@triton.jit(do_not_specialize=["num_tiles", "first_row"])
+@triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
 def extend_kernel(
     q1_pointer,
     q2_pointer,
-    k1_pointer,
+    k1_pointer,  # of the cache, if `PAGED`
     k2_pointer,
     v_pointer,
+    own1,  # of keys side by side, if `BESIDE`: pointers, or descriptors if `DESCRIBED`
+    own2,
+    own_v,
     out_pointer,
     sinks_pointer,
     tiles,  # int32 [2, num_tiles]: extend row of each tile, its first query within the row
@@ -27,11 +30,11 @@ def extend_kernel(
     seq_lens,  # int32 [rows]
     request_slots,  # int64 [rows]
     page_table,
-    key_starts,  # int32 [extend rows]: where each row's keys begin, when they lie side by side
+    key_starts,  # int32 [extend rows]: where each row's keys begin, if all of them lie side by side (`WHOLE`)
     num_tiles,
     first_row,  # of the extends among all rows
+    table_stride,
     scale,
-    TABLE_STRIDE: tl.constexpr,
     Q1_STRIDE: tl.constexpr,
     Q1_HEAD: tl.constexpr,
     Q2_STRIDE: tl.constexpr,
@@ -42,6 +45,12 @@ def extend_kernel(
     K2_HEAD: tl.constexpr,
     V_STRIDE: tl.constexpr,
     V_HEAD: tl.constexpr,
+    OWN1_STRIDE: tl.constexpr,
+    OWN1_HEAD: tl.constexpr,
+    OWN2_STRIDE: tl.constexpr,
+    OWN2_HEAD: tl.constexpr,
+    OWN_V_STRIDE: tl.constexpr,
+    OWN_V_HEAD: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share keys
@@ -59,6 +68,11 @@ def extend_kernel(
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SHARED: tl.constexpr,
+    PAGED: tl.constexpr,  # some keys are read from the cache
+    BESIDE: tl.constexpr,  # some keys lie side by side: this step's own, or all
+    WHOLE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -75,10 +89,7 @@ def extend_kernel(
     token_start = tl.load(query_starts + row)
     query_len = tl.load(query_starts + row + 1) - token_start
     seq_len = tl.load(seq_lens + row)
-    table = page_table + tl.load(request_slots + row) * TABLE_STRIDE
-    key_start = 0
-    if PAGE_SIZE == 0:
-        key_start = tl.load(key_starts + extend)
+    table = page_table + tl.load(request_slots + row) * table_stride
     prefix = seq_len - query_len
 
     places = tl.arange(0, BLOCK_QUERIES)
@@ -99,77 +110,95 @@ def extend_kernel(
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
 
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(0, prefix + first_query - WINDOW + 1) // BLOCK_KEYS * BLOCK_KEYS
     last = tl.minimum(seq_len, prefix + first_query + per_tile)
-    whole = first  # keys up to here are seen by the whole tile and need no mask
-    if WINDOW == 0:
-        whole = tl.minimum(last, prefix + first_query + 1) // BLOCK_KEYS * BLOCK_KEYS
-    top, total, acc = scan_keys(
-        q1,
-        q2,
-        prefix + query,
-        top,
-        total,
-        acc,
-        first,
-        whole,
-        scale,
-        table,
-        key_start,
-        k1_pointer + kv_head * K1_HEAD,
-        k2_pointer + kv_head * K2_HEAD,
-        v_pointer + kv_head * V_HEAD,
-        K1_STRIDE,
-        K2_STRIDE,
-        V_STRIDE,
-        PAGE_SIZE,
-        WIDTH1,
-        WIDTH2,
-        VALUE,
-        BLOCK1,
-        BLOCK2,
-        BLOCK_VALUE,
-        BLOCK_KEYS,
-        WINDOW,
-        SOFT_CAP,
-        SHARED,
-        NONE,
-        UPCAST,
-    )
-    top, total, acc = scan_keys(
-        q1,
-        q2,
-        prefix + query,
-        top,
-        total,
-        acc,
-        whole,
-        last,
-        scale,
-        table,
-        key_start,
-        k1_pointer + kv_head * K1_HEAD,
-        k2_pointer + kv_head * K2_HEAD,
-        v_pointer + kv_head * V_HEAD,
-        K1_STRIDE,
-        K2_STRIDE,
-        V_STRIDE,
-        PAGE_SIZE,
-        WIDTH1,
-        WIDTH2,
-        VALUE,
-        BLOCK1,
-        BLOCK2,
-        BLOCK_VALUE,
-        BLOCK_KEYS,
-        WINDOW,
-        SOFT_CAP,
-        SHARED,
-        CAUSAL,
-        UPCAST,
-    )
+    window_start = 0 if WINDOW == 0 else tl.maximum(0, prefix + first_query - WINDOW + 1)
+    seen = prefix + first_query + 1  # keys that all queries of the tile see, if there is no window
+    begin = 0  # of the keys side by side
+    if PAGED:
+        stop = prefix if BESIDE else last
+        first = window_start // BLOCK_KEYS * BLOCK_KEYS
+        whole = tl.minimum(stop, seen) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
+        top, total, acc = scan_causal(
+            q1,
+            q2,
+            prefix + query,
+            top,
+            total,
+            acc,
+            first,
+            whole,
+            stop,
+            scale,
+            table,
+            0,
+            k1_pointer,
+            k2_pointer,
+            v_pointer,
+            kv_head * K1_HEAD,
+            kv_head * K2_HEAD,
+            kv_head * V_HEAD,
+            K1_STRIDE,
+            K2_STRIDE,
+            V_STRIDE,
+            PAGE_SIZE,
+            WIDTH1,
+            WIDTH2,
+            VALUE,
+            BLOCK1,
+            BLOCK2,
+            BLOCK_VALUE,
+            BLOCK_KEYS,
+            WINDOW,
+            SOFT_CAP,
+            SHARED,
+            False,
+            WIDE,
+            UPCAST,
+        )
+        begin = prefix
+    if BESIDE:
+        start = tl.load(key_starts + extend) if WHOLE else token_start - prefix
+        if not WHOLE:
+            begin = prefix
+        first = begin + tl.maximum(0, window_start - begin) // BLOCK_KEYS * BLOCK_KEYS
+        whole = begin + (tl.minimum(last, seen) - begin) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
+        top, total, acc = scan_causal(
+            q1,
+            q2,
+            prefix + query,
+            top,
+            total,
+            acc,
+            first,
+            whole,
+            last,
+            scale,
+            table,
+            start,
+            own1,
+            own2,
+            own_v,
+            kv_head * OWN1_HEAD,
+            kv_head * OWN2_HEAD,
+            kv_head * OWN_V_HEAD,
+            OWN1_STRIDE,
+            OWN2_STRIDE,
+            OWN_V_STRIDE,
+            0,
+            WIDTH1,
+            WIDTH2,
+            VALUE,
+            BLOCK1,
+            BLOCK2,
+            BLOCK_VALUE,
+            BLOCK_KEYS,
+            WINDOW,
+            SOFT_CAP,
+            SHARED,
+            DESCRIBED,
+            WIDE,
+            UPCAST,
+        )
     columns = tl.arange(0, BLOCK_VALUE)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     places = (token * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]

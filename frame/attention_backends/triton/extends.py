@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +11,20 @@ from frame.attention_backends.triton.extend import extend_kernel
 from frame.attention_backends.triton.launch import Launch, Operands, other
 from frame.attention_backends.triton.tiles import Device, choose_tile, extend_queries
 from frame.core.interfaces.attention import AttentionSpec
-from frame.kernels import pdl
+from frame.kernels import INTERPRETED, pdl
 
 if TYPE_CHECKING:
     from frame.attention_backends.triton.plan import StepPlan
     from frame.core.interfaces.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendLaunch:
+    """What one layer's extends need besides its tensors."""
+
+    spec: AttentionSpec
+    launch: Launch
+    block_keys: int
 
 
 class Extends:
@@ -23,30 +33,38 @@ class Extends:
     def __init__(self, device: torch.device, facts: Device) -> None:
         self._facts = facts
         self._pdl = pdl(device)
-        self._launches: dict[tuple[Any, ...], tuple[AttentionSpec, Launch]] = {}  # by layer, tile and strides of its queries
+        # from compute capability 9.0 on, boxes of consecutive rows are copied by a unit of their own
+        self._describes = INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+        self._launches: dict[tuple[Any, ...], ExtendLaunch] = {}  # by layer, tile, where keys lie and strides of queries
 
     def run(
         self,
         spec: AttentionSpec,
-        operands: Operands,
+        cached: Operands | None,
+        own: Operands | None,
         out: torch.Tensor,
         batch: ForwardBatch,
         plan: StepPlan,
         key_starts: torch.Tensor | None = None,
     ) -> None:
-        """All extend rows. Queries and `out` are indexed by the step's tokens; `key_starts` tells where a row's keys begin that lie
-        side by side."""
-        group = operands.group
-        queries = extend_queries(group, max(operands.blocks), operands.q1.element_size(), plan.longest_query)
+        """All extend rows. Queries, `out` and `own`, this step's keys and values, are indexed by the step's tokens; without `own`
+        those are read from the cache as well. With `key_starts`, `own` has all keys of a row, from there on."""
+        some = cached or own
+        assert some is not None
+        if cached and own and not plan.has_prefixes:
+            cached = None
+        group = some.group
+        queries = extend_queries(group, max(some.blocks), some.q1.element_size(), plan.longest_query)
         tiles = plan.tiles(queries // min(group, queries))
-        q2 = operands.q2
-        key = (spec.layer, queries, operands.page_size, operands.q1.stride(), None if q2 is None else q2.stride())
+        described = own is not None and self._describes and own.describable
+        key = (spec.layer, queries, cached is None, described, *(None if part is None else part.q_strides for part in (cached, own)))
         found = self._launches.get(key)
-        if found is None or found[0] is not spec:
-            found = spec, self._prepare(spec, operands, out, batch, queries)
+        if found is None or found.spec is not spec:
+            found = self._prepare(spec, cached, own, out, queries, described)
             self._launches[key] = found
         arguments = (
-            *operands.pointers(),
+            *some.pointers(),
+            *(own.descriptors(found.block_keys) if own and described else (own or some).pointers()[2:]),
             out,
             other(spec.sinks, out),
             tiles,
@@ -57,17 +75,31 @@ class Extends:
             other(key_starts, batch.seq_lens),
             tiles.shape[1],
             plan.num_decodes,
+            batch.page_table.stride(0),
             spec.scale,
         )
-        blocks = operands.k1.shape[1] * -(-group // min(group, queries))
-        found[1]((blocks, tiles.shape[1], 1), arguments)
+        blocks = some.k1.shape[1] * -(-group // min(group, queries))
+        found.launch((blocks, tiles.shape[1], 1), arguments)
 
-    def _prepare(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, queries: int) -> Launch:
-        tile = choose_tile(queries, operands.loaded, operands.q1.element_size(), self._facts.shared_memory, is_decode=False)
-        constants = {
-            **operands.constants(spec, tile, out),
-            "TABLE_STRIDE": batch.page_table.stride(0),
+    def _prepare(
+        self, spec: AttentionSpec, cached: Operands | None, own: Operands | None, out: torch.Tensor, queries: int, described: bool
+    ) -> ExtendLaunch:
+        some, beside = cached or own, own or cached
+        assert some is not None
+        assert beside is not None
+        tile = choose_tile(queries, some.loaded, some.q1.element_size(), self._facts.shared_memory, is_decode=False)
+        constants = some.constants(spec, tile, out)
+        names = [f"{part}_{what}" for part in ("OWN1", "OWN2", "OWN_V") for what in ("STRIDE", "HEAD")]
+        constants |= dict(zip(names, beside.strides()[4:], strict=True))
+        constants |= {
             "WINDOW": spec.sliding_window or 0,
+            "PAGED": cached is not None,
+            "BESIDE": own is not None,
+            "WHOLE": own is not None and own.are_whole,
+            "DESCRIBED": described,
             "PDL": self._pdl,
         }
-        return Launch(extend_kernel, constants, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=self._pdl)
+        launch = Launch(
+            extend_kernel, constants, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=self._pdl
+        )
+        return ExtendLaunch(spec, launch, tile.keys)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame.attention_backends.triton.tiles import Tile, padded
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED
 
+MAX_BOX = 256  # columns that are copied at once
 ALIGNMENT = 16  # bytes; a kernel compiled for pointers at multiples of it reads 16 bytes at once
 
 
@@ -29,6 +31,7 @@ class Operands:
     k2: torch.Tensor | None
     v: torch.Tensor | None
     page_size: int  # 0: a row's keys lie side by side
+    are_whole: bool = False  # side by side lie all keys of a row, not only this step's
 
     @property
     def group(self) -> int:
@@ -49,8 +52,28 @@ class Operands:
         first, second, value = self.blocks
         return first, 0 if self.k2 is None else second, 0 if self.v is None else value
 
+    @property
+    def wide(self) -> bool:
+        """Whether a number's place among the keys or values does not fit into an int32."""
+        return any(part.shape[0] * part.stride(0) >= 1 << 31 for part in (self.k1, self.k2, self.v) if part is not None)
+
     def pointers(self) -> tuple[torch.Tensor, ...]:
         return self.q1, other(self.q2, self.q1), self.k1, other(self.k2, self.k1), other(self.v, self.k1)
+
+    @property
+    def q_strides(self) -> tuple[int, ...]:
+        return (*self.q1.stride(), *(() if self.q2 is None else self.q2.stride()))
+
+    @property
+    def describable(self) -> bool:
+        """Whether keys and values can be copied as boxes: no padding, and rows at multiples of 16 bytes."""
+        parts = [part for part in (self.k1, self.k2, self.v) if part is not None]
+        fits = all(part.shape[2] == padded(part.shape[2]) <= MAX_BOX and part.element_size() == 2 for part in parts)
+        return fits and all(part.stride(0) * 2 % ALIGNMENT == 0 and part.data_ptr() % ALIGNMENT == 0 for part in parts)
+
+    def descriptors(self, rows: int) -> tuple[TensorDescriptor, ...]:
+        """Of keys and values, as [tokens, columns of all heads], to be copied `rows` at a time."""
+        return tuple(_descriptor(part, rows) for part in self.pointers()[2:])
 
     def strides(self) -> tuple[int, ...]:
         """Of tokens or places, and of heads, in the order of `pointers`."""
@@ -78,8 +101,15 @@ class Operands:
             "SOFT_CAP": spec.soft_cap or 0.0,
             "HAS_SINKS": spec.sinks is not None,
             "SHARED": self.v is None,
+            "WIDE": self.wide,
             "UPCAST": INTERPRETED,
         }
+
+
+def _descriptor(part: torch.Tensor, rows: int) -> TensorDescriptor:
+    width = part.shape[2]
+    columns = (part.shape[1] - 1) * part.stride(1) + width
+    return TensorDescriptor(part, [part.shape[0], columns], [part.stride(0), 1], [rows, width])
 
 
 class Launch:

@@ -28,6 +28,7 @@ class StepPlan:
         self.query_lens = host.query_lens[self.num_decodes :].astype(np.int64)
         self.key_lens = lengths[self.num_decodes :]
         self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2  # query-key pairs of extends
+        self.has_prefixes = bool((self.key_lens > self.query_lens).any())
         self.longest_query = int(self.query_lens.max(initial=0))
         self._schedules: dict[Cut, torch.Tensor] = {}
         self._tiles: dict[int, torch.Tensor] = {}

@@ -33,6 +33,28 @@ def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASK
 
 
 @triton.jit
+def load_keys(
+    source,  # a pointer, or a descriptor of [rows, columns]
+    column,
+    row,
+    places,
+    STRIDE: tl.constexpr,
+    columns,
+    WIDTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """[keys, columns] of keys or values from `column` on: a box of consecutive rows from `row` on, or rows at any places."""
+    if DESCRIBED:
+        tile = source.load([row, column])
+        if UPCAST:
+            tile = tile.to(tl.float32)
+        return tile
+    else:
+        return load_rows(source + column, places, STRIDE, columns, WIDTH, None, False, UPCAST)
+
+
+@triton.jit
 def soft_capped(scores, SOFT_CAP: tl.constexpr):
     """cap * tanh(scores / cap), by an exponential that cannot overflow to NaN."""
     return SOFT_CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / SOFT_CAP)) + 1.0))
@@ -50,10 +72,13 @@ def scan_keys(
     last,
     scale,  # > 0
     table,  # this row's entries of the page table
-    key_start,  # where its keys begin, when they lie side by side
-    k1_pointer,
-    k2_pointer,
-    v_pointer,
+    key_start,  # where key 0 lies, when they lie side by side
+    k1,
+    k2,
+    v,
+    k1_column,
+    k2_column,
+    v_column,
     K1_STRIDE: tl.constexpr,
     K2_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -69,6 +94,8 @@ def scan_keys(
     SOFT_CAP: tl.constexpr,
     SHARED: tl.constexpr,  # the values are the first part of the keys
     MASK: tl.constexpr,  # NONE, TAIL or CAUSAL
+    DESCRIBED: tl.constexpr,  # keys lie side by side and k1, k2 and v are descriptors; else pointers
+    WIDE: tl.constexpr,  # the cache has more numbers than an int32 counts
     UPCAST: tl.constexpr,
 ):
     """-> (top, total, acc): running maximum (base 2), sum of weights, weighted sum of values."""
@@ -81,15 +108,18 @@ def scan_keys(
         # past the last key that one is read again: no load needs a mask, and what has no weight is finite all the same
         read = keys if MASK == NONE else tl.minimum(keys, last - 1)
         if PAGE_SIZE > 0:
-            page = tl.load(table + read // PAGE_SIZE).to(tl.int64)
+            page = tl.load(table + read // PAGE_SIZE)
             places = page * PAGE_SIZE + read % PAGE_SIZE
         else:
-            places = (key_start + read).to(tl.int64)
-        k1 = load_rows(k1_pointer, places, K1_STRIDE, columns1, WIDTH1, None, False, UPCAST).to(q1.dtype)
-        scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+            places = key_start + read
+        if WIDE:
+            places = places.to(tl.int64)
+        row = key_start + start
+        keys1 = load_keys(k1, k1_column, row, places, K1_STRIDE, columns1, WIDTH1, DESCRIBED, UPCAST).to(q1.dtype)
+        scores = tl.dot(q1, tl.trans(keys1), input_precision="ieee")
         if WIDTH2 > 0:
-            k2 = load_rows(k2_pointer, places, K2_STRIDE, columns2, WIDTH2, None, False, UPCAST).to(q1.dtype)
-            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+            keys2 = load_keys(k2, k2_column, row, places, K2_STRIDE, columns2, WIDTH2, DESCRIBED, UPCAST).to(q1.dtype)
+            scores = tl.dot(q2, tl.trans(keys2), scores, input_precision="ieee")
         if SOFT_CAP > 0:
             scores = soft_capped(scores * scale, SOFT_CAP)
         if MASK == TAIL:
@@ -108,9 +138,127 @@ def scan_keys(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         if SHARED:
-            v = k1
+            values = keys1
         else:
-            v = load_rows(v_pointer, places, V_STRIDE, value_columns, VALUE, None, False, UPCAST).to(q1.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+            values = load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, DESCRIBED, UPCAST).to(q1.dtype)
+            if DESCRIBED and MASK != NONE:  # a box may reach into another row's values, which may be anything
+                values = tl.where((keys < last)[:, None], values, 0.0)
+        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def scan_causal(
+    q1,
+    q2,
+    query_at,
+    top,
+    total,
+    acc,
+    first,
+    whole,
+    last,
+    scale,
+    table,
+    key_start,
+    k1,
+    k2,
+    v,
+    k1_column,
+    k2_column,
+    v_column,
+    K1_STRIDE: tl.constexpr,
+    K2_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK1: tl.constexpr,
+    BLOCK2: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SHARED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`scan_keys` in two parts: keys first … whole - 1, in whole blocks, are seen by all queries and need no mask; the rest does."""
+    top, total, acc = scan_keys(
+        q1,
+        q2,
+        query_at,
+        top,
+        total,
+        acc,
+        first,
+        whole,
+        scale,
+        table,
+        key_start,
+        k1,
+        k2,
+        v,
+        k1_column,
+        k2_column,
+        v_column,
+        K1_STRIDE,
+        K2_STRIDE,
+        V_STRIDE,
+        PAGE_SIZE,
+        WIDTH1,
+        WIDTH2,
+        VALUE,
+        BLOCK1,
+        BLOCK2,
+        BLOCK_VALUE,
+        BLOCK_KEYS,
+        WINDOW,
+        SOFT_CAP,
+        SHARED,
+        NONE,
+        DESCRIBED,
+        WIDE,
+        UPCAST,
+    )
+    top, total, acc = scan_keys(
+        q1,
+        q2,
+        query_at,
+        top,
+        total,
+        acc,
+        whole,
+        last,
+        scale,
+        table,
+        key_start,
+        k1,
+        k2,
+        v,
+        k1_column,
+        k2_column,
+        v_column,
+        K1_STRIDE,
+        K2_STRIDE,
+        V_STRIDE,
+        PAGE_SIZE,
+        WIDTH1,
+        WIDTH2,
+        VALUE,
+        BLOCK1,
+        BLOCK2,
+        BLOCK_VALUE,
+        BLOCK_KEYS,
+        WINDOW,
+        SOFT_CAP,
+        SHARED,
+        CAUSAL,
+        DESCRIBED,
+        WIDE,
+        UPCAST,
+    )
     return top, total, acc

@@ -61,16 +61,16 @@ def pieces_of(keys, split, BLOCK_KEYS: tl.constexpr):
     return tl.cdiv(keys, length), length
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items"])
 def schedule_kernel(
     schedule,
     seq_lens,
     request_slots,
-    prefixes,  # int32 [5, CAPACITY], see `prefixes.py`
+    prefixes,  # int32 [5, capacity], see `prefixes.py`
     num_rows,
+    capacity,
+    max_items,
     BLOCK_ROWS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    MAX_ITEMS: tl.constexpr,
     HEADS: tl.constexpr,
     TARGET: tl.constexpr,
     MIN_KEYS: tl.constexpr,
@@ -93,13 +93,13 @@ def schedule_kernel(
         begin = tl.maximum(0, seq_len - WINDOW)
     total = tl.sum(seq_len - begin, 0)
     row_part = schedule + HEADER + rows * ROW
-    item_part = schedule + HEADER + CAPACITY * ROW
+    item_part = schedule + HEADER + capacity * ROW
     num_shared = 0
     if TILE_ROWS > 0:
         begin = tl.load(prefixes + rows, mask=valid, other=0)
-        place = tl.load(prefixes + CAPACITY + rows, mask=valid, other=0)
-        position = tl.load(prefixes + 2 * CAPACITY + rows, mask=valid, other=0)
-        group = tl.load(prefixes + 3 * CAPACITY + rows, mask=valid, other=0)
+        place = tl.load(prefixes + capacity + rows, mask=valid, other=0)
+        position = tl.load(prefixes + 2 * capacity + rows, mask=valid, other=0)
+        group = tl.load(prefixes + 3 * capacity + rows, mask=valid, other=0)
         within = position % TILE_ROWS
         leads = (begin > 0) & (within == 0)
         total += tl.sum(tl.where(leads, begin, 0) - begin, 0)
@@ -110,7 +110,7 @@ def schedule_kernel(
         num_shared = tl.sum(counts, 0)
         tl.store(row_part + 2, first, mask=valid)
         tl.debug_barrier()
-        leader = tl.load(prefixes + 4 * CAPACITY + place - within, mask=valid & (begin > 0), other=0)
+        leader = tl.load(prefixes + 4 * capacity + place - within, mask=valid & (begin > 0), other=0)
         tl.debug_barrier()
         tl.store(row_part + 2, tl.load(schedule + HEADER + leader * ROW + 2, mask=valid, other=0), mask=valid & ~leads)
         tl.store(row_part + 3, tl.where(begin > 0, count, 0), mask=valid)
@@ -142,7 +142,7 @@ def schedule_kernel(
     tl.store(schedule + 1, num_shared)
     for start in range(0, num_rows * HEADS, BLOCK_ARRIVALS):
         arrivals = start + tl.arange(0, BLOCK_ARRIVALS)
-        tl.store(item_part + MAX_ITEMS * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * HEADS)
+        tl.store(item_part + max_items * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * HEADS)
 
 
 def make_schedule(
@@ -158,9 +158,9 @@ def make_schedule(
         request_slots,
         prefixes,
         rows,
+        cut.capacity,
+        most,
         BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
-        CAPACITY=cut.capacity,
-        MAX_ITEMS=most,
         HEADS=cut.heads,
         TARGET=cut.target,
         MIN_KEYS=cut.min_keys,

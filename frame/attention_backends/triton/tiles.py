@@ -19,6 +19,7 @@ class Tile:
     keys: int  # BLOCK_KEYS
     warps: int
     stages: int
+    registers: int | None = None  # most of a thread
 
 
 def padded(width: int) -> int:
