@@ -35,6 +35,7 @@ class Case:
     groups: tuple[tuple[int, int], ...] = ()  # (rows, pages): rows that have their first pages in common, from the first row on
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None  # of the cache, if another one
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # what its keys and values stand for; powers of two, so that they change no number
     device: str = "cpu"
     seed: int = 0
     shuffled: bool = True
@@ -133,8 +134,8 @@ def _shared_cases() -> Iterator[tuple[str, Case]]:
 def _fp8_cases() -> Iterator[tuple[str, Case]]:
     fp8 = torch.float8_e4m3fn
     for rows, name in ((DECODES, "decodes"), (MIXED, "mixed")):
-        yield f"mha-fp8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=fp8)
-        yield f"mla-fp8-{name}", Case(rows, kv_dtype=fp8, **LATENT)
+        yield f"mha-fp8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=fp8, kv_scales=(2.0, 0.5))
+        yield f"mla-fp8-{name}", Case(rows, kv_dtype=fp8, kv_scales=(0.5, 1.0), **LATENT)
 
 
 def replays() -> Iterator[tuple[str, Case, Changes]]:

@@ -101,9 +101,12 @@ def make_inputs(case: Case) -> Inputs:
         soft_cap=case.soft_cap,
         sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
         causal=case.causal,
+        k_scale=case.kv_scales[0],
+        v_scale=case.kv_scales[1],
     )
     stored = case.kv_dtype or case.dtype
-    cached = [tuple(normal(int(length), *shape, dtype=stored) for shape in shapes) for length in case.rows.lengths]
+    scaled = list(zip(shapes, case.kv_scales, strict=False))  # a latent has one scale
+    cached = [tuple(normal(int(n), *shape, dtype=stored) * scale for shape, scale in scaled) for n in case.rows.lengths]
     for row, parts in enumerate(cached):
         leader, pages = shared_with(case.groups, row)
         for part, shared in zip(parts, cached[leader], strict=True):
@@ -184,7 +187,7 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
     for index, shape in enumerate(inputs.shapes):
         part = torch.full((pages.num_pages * case.page_size, *shape), torch.nan, dtype=torch.float64)
         for row in order:
-            part[torch.from_numpy(pages.places[row])] = poison(row, inputs.cached[row][index])
+            part[torch.from_numpy(pages.places[row])] = poison(row, inputs.cached[row][index] / case.kv_scales[index])
         parts.append(part.view(pages.num_pages, case.page_size, *shape).to(dtype=case.kv_dtype or case.dtype).to(device))
     new = [tuple(poison(row, part[prefix:]) for part in inputs.cached[row]) for row, prefix in enumerate(rows.prefixes)]
     q = torch.cat([poison(row, query) for row, query in enumerate(inputs.queries)]).to(device=device, dtype=case.dtype)

@@ -74,7 +74,7 @@ class TritonBackend(AttentionBackend):
         )
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
         own = None
-        if cached_k.dtype == k.dtype:  # what an fp8 cache holds is not quite what was put in
+        if cached_k.dtype == k.dtype and len(_plan(batch).query_lens):  # what an fp8 cache holds is not quite what was put in
             k, v = dense(k), dense(v)
             own = replace(operands, k1=k[..., :first], k2=k[..., first:] if rest else None, v=v, page_size=0)
         self._launch(spec, operands, own, out, batch)
@@ -126,7 +126,7 @@ class TritonBackend(AttentionBackend):
         """All extends, over keys and values made of their latents side by side."""
         plan, rank = _plan(batch), layer.kv_lora_rank
         places, starts = plan.expanded_keys()
-        rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype)
+        rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype, layer.spec.k_scale)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
         operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0, are_whole=True)
@@ -149,8 +149,8 @@ def _plan(batch: ForwardBatch) -> StepPlan:
     return plan
 
 
-def _gathered(cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _gathered(cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Rows of the cache in the computing dtype. An fp8 cache is gathered as bytes: PyTorch selects no fp8 by index."""
     if cached.dtype == dtype:
         return cached.index_select(0, places)
-    return cached.view(torch.uint8).index_select(0, places).view(cached.dtype).to(dtype)
+    return cached.view(torch.uint8).index_select(0, places).view(cached.dtype).to(dtype).mul_(scale)

@@ -102,6 +102,7 @@ def scan_item(
     begin,
     end,
     scale,
+    value_scale,
     table,
     kv_head,
     k1_pointer,
@@ -172,7 +173,7 @@ def scan_item(
         WIDE,
         UPCAST,
     )
-    return acc / total[:, None], top + tl.log2(total)
+    return acc * (value_scale / total)[:, None], top + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "own_items"])
@@ -194,6 +195,7 @@ def decode_kernel(
     max_items,
     own_items,
     scale,
+    value_scale,
     Q1_STRIDE: tl.constexpr,
     Q1_HEAD: tl.constexpr,
     Q2_STRIDE: tl.constexpr,
@@ -269,6 +271,7 @@ def decode_kernel(
                 begin,
                 end,
                 scale,
+                value_scale,
                 page_table + slot * table_stride,
                 kv_head,
                 k1_pointer,
@@ -350,6 +353,7 @@ def decode_kernel(
             begin,
             end,
             scale,
+            value_scale,
             page_table + slot * table_stride,
             kv_head,
             k1_pointer,

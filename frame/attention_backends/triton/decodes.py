@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from frame.attention_backends.triton.decode import decode_kernel
-from frame.attention_backends.triton.launch import Launch, Operands, other, power_of_two
+from frame.attention_backends.triton.launch import Launch, Operands, other, power_of_two, scales
 from frame.attention_backends.triton.prefixes import MIN_ROWS
 from frame.attention_backends.triton.schedule import Cut
 from frame.attention_backends.triton.tiles import DecodeSizes, Device, choose_decode
@@ -68,7 +68,7 @@ class Decodes:
             found.cut.capacity,
             found.cut.items(found.cut.capacity),
             found.cut.own_items,
-            spec.scale,
+            *scales(spec, operands),
         )
         found.launch((found.blocks, found.cut.items(rows), 1), arguments)
 

@@ -35,6 +35,7 @@ def extend_kernel(
     first_row,  # of the extends among all rows
     table_stride,
     scale,
+    value_scale,
     Q1_STRIDE: tl.constexpr,
     Q1_HEAD: tl.constexpr,
     Q2_STRIDE: tl.constexpr,
@@ -200,6 +201,6 @@ def extend_kernel(
             UPCAST,
         )
     columns = tl.arange(0, BLOCK_VALUE)
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
     places = (token * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
     tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from frame.attention_backends.triton.extend import extend_kernel
-from frame.attention_backends.triton.launch import Launch, Operands, other
+from frame.attention_backends.triton.launch import Launch, Operands, other, scales
 from frame.attention_backends.triton.tiles import Device, choose_tile, extend_queries
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED, pdl
@@ -76,7 +76,7 @@ class Extends:
             tiles.shape[1],
             plan.num_decodes,
             batch.page_table.stride(0),
-            spec.scale,
+            *scales(spec, some),
         )
         blocks = some.k1.shape[1] * -(-group // min(group, queries))
         found.launch((blocks, tiles.shape[1], 1), arguments)

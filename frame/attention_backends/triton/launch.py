@@ -132,6 +132,13 @@ class Launch:
             self._compiled = compiled
 
 
+def scales(spec: AttentionSpec, operands: Operands) -> tuple[float, float]:
+    """What scores and results are multiplied by: the layer's scale, and what keys and values of an fp8 cache stand for."""
+    if operands.k1.element_size() > 1:
+        return spec.scale, 1.0
+    return spec.scale * spec.k_scale, spec.k_scale if operands.v is None else spec.v_scale
+
+
 def other(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
     """A pointer for an argument that the kernel will not use."""
     return instead if tensor is None else tensor
