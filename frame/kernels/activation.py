@@ -6,11 +6,13 @@ Reference: `frame.models.layers.mlp.GatedMLP`. Knows no layer.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _COLUMNS = 1024  # of a program, while rows are few; then twice as many, as programs that wait for one another start slowly
 _FEW_ROWS = 64
@@ -20,14 +22,18 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up for [rows, gate | up], each `inner` wide -> contiguous [rows, inner], float32 inside. Rows may have gaps."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-    columns = _COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS
-    block = min(columns, power_of_2(inner))
-    together = rows_per_program(rows, columns // block)
-    _silu_mul[(blocks_of(rows, together), blocks_of(inner, block))](
-        gate_up, out, rows, gate_up.stride(0), INNER=inner, BLOCK=block, ROWS=together,
-        **options(gate_up.device, warps_for(block * together)),
-    )  # fmt: skip
+    block = min(_COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS, power_of_2(inner))
+    together = rows_per_program(rows, _COLUMNS // block)
+    stride = gate_up.stride(0)
+    launch = _prepared(inner, block, together, gate_up.dtype, stride, gate_up.device)
+    launch((blocks_of(rows, together), blocks_of(inner, block), 1), (gate_up, out), (rows, stride))
     return out
+
+
+@lru_cache(maxsize=256)
+def _prepared(inner: int, block: int, rows: int, dtype: torch.dtype, stride: int, device: torch.device) -> Prepared:
+    constants = {"INNER": inner, "BLOCK": block, "ROWS": rows}
+    return Prepared(_silu_mul, (dtype, dtype, 0, stride), constants, device, warps_for(block * rows))
 
 
 @triton.jit(do_not_specialize=["rows"])

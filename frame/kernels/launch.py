@@ -1,6 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """How the kernels of this folder are launched: warps, rows a program, and the two halves of programmatic dependent launch.
 
+Triton's own launch looks at every argument anew, to find the code compiled for such ones, which takes twice as long as the launch does.
+`Prepared` looks once; what it takes for granted after that is the caller's to keep.
+
 The law of dependent launches: a kernel that is launched so waits (`wait_for_previous`) in every program before it reads what an earlier
 kernel wrote, and before it writes anything; then a chain of such kernels is in order throughout. Weights, which no step writes, may be
 read before. Knows no kernel.
@@ -8,6 +11,7 @@ read before. Knows no kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +23,7 @@ from frame import kernels
 
 _ELEMENTS_PER_LOAD = 8  # 16 bytes of the narrow types
 _MAX_WARPS = 16
+_ALIGNMENT = 15  # bits of an address that a wide load wants to be zero
 _INTERPRETED_ROWS = 64  # the interpreter takes about a millisecond a program, whatever its size
 
 
@@ -28,6 +33,33 @@ def options(device: torch.device, warps: int) -> dict[str, Any]:
     if kernels.pdl(device):
         return {"num_warps": warps, "PDL": True, "launch_pdl": True}
     return {"num_warps": warps, "PDL": False}
+
+
+class Prepared:
+    """A kernel compiled for pointers to types, and for numbers, like the `example`; called with a grid, tensors and numbers.
+
+    The kernel's parameters are tensors, then numbers, then constants. Tensors begin at multiples of 16 bytes, as those of PyTorch do
+    that are not parts of others; if not, Triton finds other code. Numbers may differ from the example's where the kernel does not
+    specialise on them (`do_not_specialize`); others are part of the key under which an object of this class is kept.
+    """
+
+    def __init__(
+        self, kernel: Any, example: Sequence[torch.dtype | int | float], constants: dict[str, Any], device: torch.device, warps: int
+    ) -> None:
+        self.kernel = kernel
+        self.constants = constants | options(device, warps)
+        self.compiled = None if kernels.INTERPRETED else kernel.warmup(*example, grid=(1,), **self.constants)
+        self.values = tuple(self.constants[name] for name in kernel.arg_names if name in self.constants)
+
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]) -> None:
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        misplaced = 0
+        for pointer in pointers:
+            misplaced |= pointer
+        if self.compiled is None or misplaced & _ALIGNMENT:
+            self.kernel[grid](*tensors, *numbers, **self.constants)
+        else:
+            self.compiled[grid](*pointers, *numbers, *self.values)
 
 
 def power_of_2(number: int) -> int:

@@ -6,11 +6,13 @@ Reference: `frame.models.layers.norm.RMSNorm`. Knows no layer.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _ELEMENTS = 1024  # of a program at least, so that short rows share one
 
@@ -27,14 +29,20 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = power_of_2(size)
-    together = rows_per_program(rows, _ELEMENTS // block)
     stream = x if residual is None else residual
-    _add_rms_norm[(blocks_of(rows, together),)](
-        x, stream, weight, out, rows, x.stride(0), stream.stride(0), eps,
-        SIZE=size, BLOCK=block, ROWS=together, ADDS=residual is not None, **options(x.device, warps_for(block * together)),
-    )  # fmt: skip
+    together = rows_per_program(rows, _ELEMENTS // size)
+    strides = x.stride(0), stream.stride(0)
+    launch = _prepared(size, together, residual is not None, x.dtype, weight.dtype, strides, x.device)
+    launch((blocks_of(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
     return out, stream
+
+
+@lru_cache(maxsize=256)
+def _prepared(
+    size: int, rows: int, adds: bool, dtype: torch.dtype, weight: torch.dtype, strides: tuple[int, int], device: torch.device
+) -> Prepared:
+    constants = {"SIZE": size, "BLOCK": power_of_2(size), "ROWS": rows, "ADDS": adds}
+    return Prepared(_add_rms_norm, (dtype, dtype, weight, dtype, 0, *strides, 0.0), constants, device, warps_for(power_of_2(size) * rows))
 
 
 @triton.jit(do_not_specialize=["rows"])

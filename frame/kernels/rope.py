@@ -7,22 +7,23 @@ rounded once. References: `frame.models.layers.attention` and `mla`. Knows no la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, blocks_of, options, power_of_2, rows_per_program, wait_for_previous, warps_for
+from frame.kernels import INTERPRETED
+from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _ELEMENTS = 2048  # of a program over heads
 _HEADS = 8  # of a program, of one token
+_TOKENS = 16  # of a program at most
 FP8_MAX = tl.constexpr(448.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(NamedTuple):
     """How rows of [queries | keys | values] are made of heads. `rotated` of `dim` entries turn, neighbours together if `interleaved`."""
 
     num_heads: int
@@ -56,37 +57,62 @@ def norm_rope_store(
     The keys are normed and rotated in place. `positions` int64 [tokens]; `table` [positions, 2, 1, rotated]; `norm`: weights
     [2, dim] (of queries, of keys) and epsilon; `cache`: where keys and values go as well.
     """
-    tokens = qkv.shape[0]
+    tokens, stride = qkv.shape[0], qkv.stride(0)
     q = torch.empty((tokens, heads.num_heads, heads.dim), dtype=qkv.dtype, device=qkv.device)
-    half = power_of_2(heads.rotated // 2)
-    tail = heads.dim - heads.rotated
-    together = min(_HEADS, power_of_2(max(heads.num_heads, heads.num_kv_heads)))
-    elements = together * power_of_2(heads.dim)
-    block = rows_per_program(tokens, _ELEMENTS // elements)
-    q_blocks, kv_blocks = blocks_of(heads.num_heads, together), blocks_of(heads.num_kv_heads, together)
     weights, eps = norm if norm is not None else (table, 0.0)
     slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else HeadsCache(positions, q, q)
-    _norm_rope_store[(blocks_of(tokens, block), q_blocks + kv_blocks * (1 if cache is None else 2))](
-        qkv, positions, table, weights, slots, k_cache, v_cache, q, tokens, qkv.stride(0), eps, 1.0 / k_scale, 1.0 / v_scale,
-        NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, DIM=heads.dim, ROTATED=heads.rotated,
-        INTERLEAVED=heads.interleaved, BLOCK_HALF=half, BLOCK_TAIL=power_of_2(max(tail, 1)),
-        HEADS=together, TOKENS=block, NORM=norm is not None, STORE=cache is not None,
-        **options(qkv.device, warps_for(elements * block, loads=2)),
-    )  # fmt: skip
+    types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype
+    few = rows_per_program(tokens, _TOKENS)
+    launch, block, across = _prepared_heads(heads, few, norm is not None, cache is not None, types, stride, qkv.device)
+    tensors = qkv, positions, table, weights, slots, k_cache, v_cache, q
+    launch((blocks_of(tokens, block), across, 1), tensors, (tokens, stride, eps, 1.0 / k_scale, 1.0 / v_scale))
     return q
+
+
+@lru_cache(maxsize=256)
+def _prepared_heads(
+    heads: Heads, most: int, norm: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
+) -> tuple[Prepared, int, int]:
+    """The launch, how many tokens a program takes, and how many programs share them."""
+    together = min(_HEADS, power_of_2(max(heads.num_heads, heads.num_kv_heads)))
+    elements = together * power_of_2(heads.dim)
+    block = most if INTERPRETED else max(1, min(most, _ELEMENTS // elements))
+    constants = {
+        "NUM_HEADS": heads.num_heads, "NUM_KV_HEADS": heads.num_kv_heads, "DIM": heads.dim, "ROTATED": heads.rotated,
+        "INTERLEAVED": heads.interleaved, "BLOCK_HALF": power_of_2(heads.rotated // 2),
+        "BLOCK_TAIL": power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": block, "NORM": norm, "STORE": store,
+    }  # fmt: skip
+    dtype, table, weights, cache = types
+    example = dtype, torch.int64, table, weights, torch.int64, cache, cache, dtype, 0, stride, 0.0, 1.0, 1.0
+    q_blocks, kv_blocks = blocks_of(heads.num_heads, together), blocks_of(heads.num_kv_heads, together)
+    launch = Prepared(_norm_rope_store, example, constants, device, warps_for(elements * block, loads=2))
+    return launch, block, q_blocks + kv_blocks * (2 if store else 1)
 
 
 def rotate_(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> None:
     """Rotate x [tokens, heads, rotated] in place; its last dimension is contiguous, the others may have gaps."""
-    tokens, heads, rotated = x.shape
-    half = power_of_2(rotated // 2)
-    together = min(2 * _HEADS, power_of_2(heads))
+    shape, strides = x.shape, (x.stride(0), x.stride(1))
+    tokens, heads = shape[0], shape[1]
+    few = rows_per_program(tokens, _TOKENS)
+    launch, block, across = _prepared_rotation(heads, shape[2], interleaved, few, (x.dtype, table.dtype), strides, x.device)
+    launch((blocks_of(tokens, block), across, 1), (x, positions, table), (tokens, *strides))
+
+
+@lru_cache(maxsize=256)
+def _prepared_rotation(
+    heads: int, rotated: int, interleaved: bool, most: int, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int],
+    device: torch.device,
+) -> tuple[Prepared, int, int]:  # fmt: skip
+    """The launch, how many tokens a program takes, and how many programs share them."""
+    half, together = power_of_2(rotated // 2), min(2 * _HEADS, power_of_2(heads))
     elements = together * half * 2
-    block = rows_per_program(tokens, _ELEMENTS // elements)
-    _rotate[(blocks_of(tokens, block), blocks_of(heads, together))](
-        x, positions, table, tokens, x.stride(0), x.stride(1), HEADS=heads, ROTATED=rotated, INTERLEAVED=interleaved,
-        BLOCK_HALF=half, BLOCK_HEADS=together, TOKENS=block, **options(x.device, warps_for(elements * block)),
-    )  # fmt: skip
+    block = most if INTERPRETED else max(1, min(most, _ELEMENTS // elements))
+    constants = {
+        "HEADS": heads, "ROTATED": rotated, "INTERLEAVED": interleaved, "BLOCK_HALF": half, "BLOCK_HEADS": together, "TOKENS": block
+    }  # fmt: skip
+    dtype, table = types
+    launch = Prepared(_rotate, (dtype, torch.int64, table, 0, *strides), constants, device, warps_for(elements * block))
+    return launch, block, blocks_of(heads, together)
 
 
 def latent_norm_rope_store(
@@ -108,15 +134,25 @@ def latent_norm_rope_store(
     q_rank = 0 if q_weight is None else q_weight.shape[0]
     q = None if q_weight is None else torch.empty((tokens, q_rank), dtype=x.dtype, device=x.device)
     slots, rows, scale = cache if cache is not None else (positions, x, 1.0)
-    block = power_of_2(rank)
-    _latent_norm_rope_store[(tokens, 1 if q is None else 2)](
-        x, positions, table, weight, weight if q_weight is None else q_weight, slots, rows, x if q is None else q,
-        x.stride(0), eps, 1.0 / scale,
-        Q_RANK=q_rank, RANK=rank, ROPE=rope, INTERLEAVED=interleaved, STORE=cache is not None,
-        BLOCK_Q=power_of_2(max(q_rank, 1)), BLOCK=block, BLOCK_HALF=power_of_2(rope // 2),
-        **options(x.device, warps_for(max(block, q_rank), loads=2)),
-    )  # fmt: skip
+    types = x.dtype, table.dtype, weight.dtype, rows.dtype
+    launch = _prepared_latent((q_rank, rank, rope), interleaved, cache is not None, types, x.stride(0), x.device)
+    tensors = x, positions, table, weight, weight if q_weight is None else q_weight, slots, rows, x if q is None else q
+    launch((tokens, 1 if q is None else 2, 1), tensors, (x.stride(0), eps, 1.0 / scale))
     return q
+
+
+@lru_cache(maxsize=256)
+def _prepared_latent(
+    sizes: tuple[int, int, int], interleaved: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
+) -> Prepared:
+    q_rank, rank, rope = sizes
+    constants = {
+        "Q_RANK": q_rank, "RANK": rank, "ROPE": rope, "INTERLEAVED": interleaved, "STORE": store,
+        "BLOCK_Q": power_of_2(max(q_rank, 1)), "BLOCK": power_of_2(rank), "BLOCK_HALF": power_of_2(rope // 2),
+    }  # fmt: skip
+    dtype, table, weight, cache = types
+    example = dtype, torch.int64, table, weight, weight, torch.int64, cache, dtype, stride, 0.0, 1.0
+    return Prepared(_latent_norm_rope_store, example, constants, device, warps_for(max(power_of_2(rank), q_rank), loads=2))
 
 
 @triton.jit

@@ -1,6 +1,9 @@
-"""How launches are sized, and what a CPU's launch lacks."""
+"""How launches are sized and prepared, and what a CPU's launch lacks."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +11,19 @@ import torch
 pytest.importorskip("triton")
 
 from frame import kernels
-from frame.kernels.launch import options, rows_per_program, warps_for
+from frame.kernels.launch import Prepared, blocks_of, options, power_of_2, rows_per_program, warps_for
+
+CPU = torch.device("cpu")
 
 
-def test_a_thread_has_one_load() -> None:
+def test_sizes() -> None:
+    assert [power_of_2(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    assert [blocks_of(number, 8) for number in (0, 1, 8, 9)] == [0, 1, 1, 2]
+
+
+def test_a_thread_has_one_load_or_two() -> None:
     assert [warps_for(elements) for elements in (16, 256, 1024, 5120, 1 << 20)] == [1, 1, 4, 16, 16]
+    assert warps_for(1024, loads=2) == 2
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter takes more rows")
@@ -22,4 +33,43 @@ def test_short_rows_share_a_program() -> None:
 
 
 def test_a_cpu_launches_without_flags() -> None:
-    assert options(torch.device("cpu"), 4) == {"num_warps": 4, "PDL": False}
+    assert options(CPU, 4) == {"num_warps": 4, "PDL": False}
+
+
+class FakeKernel:
+    """A kernel (x, y, rows, SIZE, PDL) that notes how it is launched."""
+
+    arg_names = ("x", "y", "rows", "SIZE", "PDL")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def warmup(self, *example: Any, grid: tuple[int, ...], **constants: Any) -> Any:
+        self.calls.append(("compiled", example, constants))
+        return FakeCode(self)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: self.calls.append(("looked up", grid, arguments, constants))
+
+
+class FakeCode(SimpleNamespace):
+    def __init__(self, kernel: FakeKernel) -> None:
+        super().__init__(kernel=kernel)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self.kernel.calls.append(("launched", grid, arguments))
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter compiles nothing")
+def test_code_is_looked_up_once_and_when_a_tensor_begins_at_an_odd_place() -> None:
+    kernel: Any = FakeKernel()
+    constants = {"num_warps": 1, "PDL": False, "SIZE": 4}
+    launch = Prepared(kernel, (torch.float32, torch.float32, 0), {"SIZE": 4}, CPU, 1)
+    assert kernel.calls == [("compiled", (torch.float32, torch.float32, 0), constants)]
+    x, y = torch.zeros(64), torch.zeros(64)
+    launch((7, 1, 1), (x, y), (64,))
+    launch((7, 1, 1), (x, y[1:]), (63,))
+    assert kernel.calls[1] == ("launched", (7, 1, 1), (x.data_ptr(), y.data_ptr(), 64, 4, False))
+    assert kernel.calls[2][:2] == ("looked up", (7, 1, 1))
+    assert kernel.calls[2][2][2:] == (63,)
+    assert kernel.calls[2][3] == constants
