@@ -17,9 +17,10 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
 
-_ELEMENTS = 2048  # of a program over heads
+_ELEMENTS = 2048  # of a program that rotates alone
 _HEADS = 8  # of a program, of one token
-_TOKENS = 16  # of a program at most
+_FEW_TOKENS = 64
+_TOKENS = 16  # of a program that rotates alone, at most
 FP8_MAX = tl.constexpr(448.0)
 
 
@@ -62,31 +63,38 @@ def norm_rope_store(
     weights, eps = norm if norm is not None else (table, 0.0)
     slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else HeadsCache(positions, q, q)
     types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype
-    few = rows_per_program(tokens, _TOKENS)
-    launch, block, across = _prepared_heads(heads, few, norm is not None, cache is not None, types, stride, qkv.device)
+    tile = _tile(tokens)
+    launch, across = _prepared_heads(heads, tile, norm is not None, cache is not None, types, stride, qkv.device)
     tensors = qkv, positions, table, weights, slots, k_cache, v_cache, q
-    launch((blocks_of(tokens, block), across, 1), tensors, (tokens, stride, eps, 1.0 / k_scale, 1.0 / v_scale))
+    launch((blocks_of(tokens, tile[0]), across, 1), tensors, (tokens, stride, eps, 1.0 / k_scale, 1.0 / v_scale))
     return q
+
+
+def _tile(tokens: int) -> tuple[int, int]:
+    """How many tokens, and how many heads of each, are a program's. Few tokens are many programs, for their latency."""
+    if INTERPRETED:
+        return rows_per_program(tokens, 1), _HEADS
+    if tokens <= _FEW_TOKENS:
+        return 1, _HEADS // 2
+    return (1, _HEADS) if tokens <= 4 * _FEW_TOKENS else (2, _HEADS)
 
 
 @lru_cache(maxsize=256)
 def _prepared_heads(
-    heads: Heads, most: int, norm: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
-) -> tuple[Prepared, int, int]:
-    """The launch, how many tokens a program takes, and how many programs share them."""
-    together = min(_HEADS, power_of_2(max(heads.num_heads, heads.num_kv_heads)))
-    elements = together * power_of_2(heads.dim)
-    block = most if INTERPRETED else max(1, min(most, _ELEMENTS // elements))
+    heads: Heads, tile: tuple[int, int], norm: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
+) -> tuple[Prepared, int]:
+    """The launch, and how many programs share a token."""
+    together = min(tile[1], power_of_2(max(heads.num_heads, heads.num_kv_heads)))
     constants = {
         "NUM_HEADS": heads.num_heads, "NUM_KV_HEADS": heads.num_kv_heads, "DIM": heads.dim, "ROTATED": heads.rotated,
         "INTERLEAVED": heads.interleaved, "BLOCK_HALF": power_of_2(heads.rotated // 2),
-        "BLOCK_TAIL": power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": block, "NORM": norm, "STORE": store,
+        "BLOCK_TAIL": power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": tile[0], "NORM": norm, "STORE": store,
     }  # fmt: skip
     dtype, table, weights, cache = types
     example = dtype, torch.int64, table, weights, torch.int64, cache, cache, dtype, 0, stride, 0.0, 1.0, 1.0
     q_blocks, kv_blocks = blocks_of(heads.num_heads, together), blocks_of(heads.num_kv_heads, together)
-    launch = Prepared(_norm_rope_store, example, constants, device, warps_for(elements * block, loads=2))
-    return launch, block, q_blocks + kv_blocks * (2 if store else 1)
+    launch = Prepared(_norm_rope_store, example, constants, device, warps_for(together * power_of_2(heads.dim) * tile[0], loads=2))
+    return launch, q_blocks + kv_blocks * (2 if store else 1)
 
 
 def rotate_(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> None:
