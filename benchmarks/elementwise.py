@@ -1,17 +1,16 @@
 """Times the kernels between a layer's products: norm with its sum, gated activation, rotation with its store. A GPU, no model.
 
 A chain of launches is captured in a CUDA graph, so the host costs nothing; the chain goes through more memory than the caches hold where a
-launch moves much. Each kernel is timed with and without programmatic dependent launches, beside PyTorch's operators, and as what a call
-costs the host.
+launch moves much. Each kernel is timed beside PyTorch's operators, and as what a call costs the host.
 
     python benchmarks/elementwise.py --out benchmarks/results/elementwise.json
+    FRAME_NO_PDL=1 python benchmarks/elementwise.py  # without programmatic dependent launches
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
-from frame.kernels import launch
 from frame.kernels.activation import silu_mul
 from frame.kernels.norm import add_rms_norm
 from frame.kernels.rope import Heads, HeadsCache, norm_rope_store
@@ -130,20 +128,12 @@ def host_microseconds(step: Step, calls: int = 200) -> float:
     return min(times)
 
 
-def ahead(on: bool) -> None:
-    """Programmatic dependent launches on or off."""
-    os.environ[kernels.NO_PDL] = "0" if on else "1"
-    launch.options.cache_clear()
-
-
 def measure(name: str, rows: int, case: tuple[Step, Step, int]) -> dict[str, Any]:
     fused, plain, num_bytes = case
     launches = 100 if rows <= 256 else 2 * copies(num_bytes)
     found: dict[str, Any] = {"op": name, "rows": rows, "torch_us": round(microseconds(plain, launches), 2)}
-    for key, on in (("plain_us", False), ("pdl_us", True)):
-        ahead(on)
-        found[key] = round(microseconds(fused, launches), 2)
-    found["gb_s"] = round(num_bytes / found["pdl_us"] / 1e3)
+    found["us"] = round(microseconds(fused, launches), 2)
+    found["gb_s"] = round(num_bytes / found["us"] / 1e3)
     if rows == 8:
         found["host_us"] = round(host_microseconds(fused), 1)
     print(json.dumps(found), flush=True)
@@ -164,7 +154,7 @@ def main() -> None:
     large = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     other = torch.empty_like(large)
     rate = round(2 * large.numel() / microseconds(lambda _: other.copy_(large), 4) / 1e3)
-    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gb_s": rate, "results": results}
+    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dependent_launches": kernels.pdl(DEVICE), "copy_gb_s": rate, "results": results}
     print(f"copy {rate} GB/s")
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n")

@@ -79,7 +79,7 @@ def warps_for(elements: int, loads: int = 1) -> int:
 
 
 def rows_per_program(rows: int, most: int) -> int:
-    """How many of `rows` short rows share a program, a power of two: `most` on a device, where that is more than none."""
+    """How many of `rows` short rows share a program, a power of two: on a device `most`, a power of two or 0, or one."""
     wanted = power_of_2(rows)
     return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, most))
 

@@ -30,7 +30,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     stream = x if residual is None else residual
-    together = rows_per_program(rows, _ELEMENTS // size)
+    together = rows_per_program(rows, _ELEMENTS // power_of_2(size))
     strides = x.stride(0), stream.stride(0)
     launch = _prepared(size, together, residual is not None, x.dtype, weight.dtype, strides, x.device)
     launch((blocks_of(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
