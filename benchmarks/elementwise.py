@@ -154,7 +154,13 @@ def main() -> None:
     large = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     other = torch.empty_like(large)
     rate = round(2 * large.numel() / microseconds(lambda _: other.copy_(large), 4) / 1e3)
-    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dependent_launches": kernels.pdl(DEVICE), "copy_gb_s": rate, "results": results}
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "dependent_launches": kernels.pdl(DEVICE),
+        "copy_gb_s": rate,
+        "results": results,
+    }
     print(f"copy {rate} GB/s")
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n")
