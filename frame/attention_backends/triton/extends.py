@@ -35,7 +35,7 @@ class Extends:
         self._pdl = pdl(device)
         # from compute capability 9.0 on, boxes of consecutive rows are copied by a unit of their own
         self._describes = INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
-        self._launches: dict[tuple[Any, ...], ExtendLaunch] = {}  # by layer, tile, where keys lie and strides of queries
+        self._launches: dict[tuple[Any, ...], ExtendLaunch] = {}  # by layer, tile, where keys lie and strides
 
     def run(
         self,
@@ -57,7 +57,10 @@ class Extends:
         queries = extend_queries(group, max(some.blocks), some.q1.element_size(), plan.longest_query)
         tiles = plan.tiles(queries // min(group, queries))
         described = own is not None and self._describes and own.describable
-        key = (spec.layer, queries, cached is None, described, *(None if part is None else part.q_strides for part in (cached, own)))
+        # the cache's strides are always the same; those of own keys are others when they were gathered from it
+        key = (
+            spec.layer, queries, described, None if cached is None else cached.q_strides, None if own is None else own.strides()
+        )  # fmt: skip
         found = self._launches.get(key)
         if found is None or found.spec is not spec:
             found = self._prepare(spec, cached, own, out, queries, described)
