@@ -21,7 +21,7 @@ _FEW_ROWS = 64
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up for [rows, gate | up], each `inner` wide -> contiguous [rows, inner], float32 inside. Rows may have gaps."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((rows, inner))
     block = min(_COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS, power_of_2(inner))
     together = rows_per_program(rows, _COLUMNS // block)
     stride = gate_up.stride(0)

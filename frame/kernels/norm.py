@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from frame.kernels import INTERPRETED
 from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
 
 _ELEMENTS = 1024  # of a program at least, so that short rows share one
@@ -28,9 +29,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     The sum is rounded to the tensors' type, written over `residual`, and normed as rounded.
     """
     rows, size = x.shape
-    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     stream = x if residual is None else residual
-    together = rows_per_program(rows, _ELEMENTS // power_of_2(size))
+    together = 1 if size > _ELEMENTS and not INTERPRETED else rows_per_program(rows, _ELEMENTS // power_of_2(size))
     strides = x.stride(0), stream.stride(0)
     launch = _prepared(size, together, residual is not None, x.dtype, weight.dtype, strides, x.device)
     launch((blocks_of(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))

@@ -59,7 +59,7 @@ def norm_rope_store(
     [2, dim] (of queries, of keys) and epsilon; `cache`: where keys and values go as well.
     """
     tokens, stride = qkv.shape[0], qkv.stride(0)
-    q = torch.empty((tokens, heads.num_heads, heads.dim), dtype=qkv.dtype, device=qkv.device)
+    q = qkv.new_empty((tokens, heads.num_heads, heads.dim))
     weights, eps = norm if norm is not None else (table, 0.0)
     slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else HeadsCache(positions, q, q)
     types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype
@@ -140,7 +140,7 @@ def latent_norm_rope_store(
     q_weight, weight, eps = norms
     tokens, rank, rope = x.shape[0], weight.shape[0], table.shape[-1]
     q_rank = 0 if q_weight is None else q_weight.shape[0]
-    q = None if q_weight is None else torch.empty((tokens, q_rank), dtype=x.dtype, device=x.device)
+    q = None if q_weight is None else x.new_empty((tokens, q_rank))
     slots, rows, scale = cache if cache is not None else (positions, x, 1.0)
     types = x.dtype, table.dtype, weight.dtype, rows.dtype
     launch = _prepared_latent((q_rank, rank, rope), interleaved, cache is not None, types, x.stride(0), x.device)
