@@ -52,13 +52,13 @@ def narrow_kernel(
     rows = first + tl.arange(0, BN)
     row_of = rows if EVEN_N else tl.minimum(rows, N - 1)
     batch = tl.arange(0, BM)
-    batch_of = tl.minimum(batch, M - 1)
+    is_row = batch < M  # rows past the last are not read: all programs at once would ask for the same bytes
     columns = tl.arange(0, BK)
     steps = tl.cdiv(K, BK)
     start = (steps * split // SPLIT) * BK
     stop = (steps * (split + 1) // SPLIT) * BK
     w_pointers = w + row_of.to(tl.int64)[:, None] * K + columns[None, :]
-    x_pointers = x + batch_of[None, :] * K + columns[:, None]
+    x_pointers = x + batch[None, :] * K + columns[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,16 +68,16 @@ def narrow_kernel(
     for k in tl.range(start, stop, BK, num_stages=num_stages):
         if EVEN_K:
             weights = tl.load(w_pointers + k, eviction_policy="evict_first")
-            inputs = tl.load(x_pointers + k)
+            inputs = tl.load(x_pointers + k, mask=is_row[None, :], other=0.0)
         else:
             weights = tl.load(w_pointers + k, mask=(k + columns < K)[None, :], other=0.0, eviction_policy="evict_first")
-            inputs = tl.load(x_pointers + k, mask=(k + columns < K)[:, None], other=0.0)
+            inputs = tl.load(x_pointers + k, mask=(k + columns < K)[:, None] & is_row[None, :], other=0.0)
         if UPCAST:
             weights = weights.to(tl.float32)
             inputs = inputs.to(tl.float32)
         part = tl.dot(weights, inputs)  # added apart: the tensor cores' own sums over fp8 are short of bits
         if GROUP_K > 0:
-            factors = tl.load(x_scale + (k // GROUP_K) * x_scale_stride + batch_of)[None, :]
+            factors = tl.load(x_scale + (k // GROUP_K) * x_scale_stride + batch, mask=is_row, other=0.0)[None, :]
             if GROUP_N % BN == 0:
                 factors *= tl.load(w_scale + (first // GROUP_N) * w_scale_stride + k // GROUP_K)
             else:
@@ -85,9 +85,9 @@ def narrow_kernel(
             part *= factors
         total += part
     if GROUP_K == 0:
-        total *= tl.load(w_scale + row_of)[:, None] * tl.load(x_scale + batch_of)[None, :]
+        total *= tl.load(w_scale + row_of)[:, None] * tl.load(x_scale + batch, mask=is_row, other=0.0)[None, :]
     places = batch[None, :].to(tl.int64) * N + rows[:, None]
-    mask = (batch < M)[None, :] & (rows < N)[:, None]
+    mask = is_row[None, :] & (rows < N)[:, None]
     if SPLIT > 1:
         tl.store(partial + split.to(tl.int64) * M * N + places, total, mask=mask)
         tl.debug_barrier()
@@ -127,16 +127,17 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     if INTERPRETED:
         return Plan(32, 64, 1, split=2 if inputs >= 256 else 1)
     step = 128 if columns or inputs % 256 else 256
-    tiles = -(-outputs // 64)
-    if tiles >= 256:
-        if rows <= 16 or columns:
-            return Plan(128, step, (3 if step == 256 else 5) if rows <= 16 else 4, ahead=256)
+    tiles, most = -(-outputs // 64), max(1, inputs // step // 2)
+    if tiles >= 256:  # enough for the whole device
+        if rows <= 16:
+            return Plan(64, step, 8 if step == 128 else 4, ahead=512 if step == 128 else 0)
+        if columns:
+            return Plan(128, step, 4, ahead=256)
         return Plan(64, 256, 4) if rows <= 32 and step == 256 else Plan(64, 128, 6)
-    most = max(1, inputs // step // 2)
     if rows > 32 and not columns:
         return Plan(64, step, 4, split=min(most, max(1, 128 // tiles)))
     split = min(most, 8 if tiles <= 32 else 4 if tiles <= 128 else 2)
-    if columns:
+    if step == 128:
         return Plan(64, step, 8 if rows <= 16 and tiles <= 64 else 6, split)
     return Plan(64, step, 4 if tiles <= 64 else 3, split)
 

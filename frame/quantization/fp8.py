@@ -84,6 +84,10 @@ class Fp8Linear:
             return layer.product(x, layer.weight, bias)  # type: ignore[operator, no-any-return]
         return self._plain.apply(layer.plain, x, bias)  # type: ignore[arg-type]
 
+    def apply_gated(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """As a plain layer does it, where it was made plain."""
+        return None if layer.product is not None else self._plain.apply_gated(layer.plain, x, bias)  # type: ignore[arg-type]
+
     def _scales(self, layer: nn.Module) -> Scales:
         scale: ShardedParameter = getattr(layer, self._stored.scale)
         if self._stored.sharing != "block":
