@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     size = 1 << 30
-    memory = torch.zeros(2, size, dtype=torch.uint8, device=DEVICE)
+    memory = torch.zeros(2, size // 8, dtype=torch.int64, device=DEVICE)
     rate = 2 * size / seconds(memory[0].copy_, [memory[1]], 5)
     found: list[dict[str, Any]] = []
 

@@ -19,11 +19,12 @@ from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for
 from frame.kernels.sampling import BLOCK, INTERPRETED, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, survey
 
 CANDIDATES = 2048  # of a row, at most
+_FEW = 256  # candidates that are compared for less
 TILE = 8192  # columns at once where a row is searched whole
 LOWEST = tl.constexpr(-115.0)  # powers of 2 below this are taken for 0
 UNIT = tl.constexpr(float(2**40))  # weights as whole numbers: the greatest logit's
 _MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks in which one program gathers: more where rows keep the device busy
-_STEPS = 14  # halvings of the range in which candidates begin
+_STEPS = 10  # halvings of the range in which candidates begin
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that are 0 in values of the type
 _WARPS, _SEARCH_WARPS = 4, 32
 
@@ -137,9 +138,8 @@ def gather_kernel(
         if tl.load(tops + row * num_blocks + block) >= bound:
             columns = block * BLOCK + tl.arange(0, BLOCK)
             values = load_logits(logits, row, stride, columns, vocab)
-            taken = values >= bound
-            ranks = tl.cumsum(taken.to(tl.int32), 0)
-            places = tl.atomic_add(counts + row, tl.max(ranks, 0)) + ranks - 1
+            taken = values >= bound  # few
+            places = tl.atomic_add(counts + row + tl.zeros([BLOCK], tl.int32), 1, mask=taken, sem="relaxed")
             taken &= places < CANDIDATES
             tl.store(values_out + row * CANDIDATES + places, values, mask=taken)
             tl.store(columns_out + row * CANDIDATES + places, columns, mask=taken)
@@ -182,6 +182,38 @@ def limit_among(orders, weights, low, high, goal):
 
 
 @triton.jit
+def token_among(
+    values_in, columns_in, count, bound, top, scale, k, p, min_p, whole, uniform, vocab, ROOM: tl.constexpr, LOW_BITS: tl.constexpr
+):
+    """The token of a row whose `count` candidates have their room; -1 where its filters keep more than these."""
+    places = tl.arange(0, ROOM)
+    there = places < count
+    values = tl.where(there, tl.load(values_in + places), NEVER)  # without a mask: wide loads
+    columns = tl.where(there, tl.load(columns_in + places), NOWHERE)
+    distances = (values - top) * scale
+    weights = (tl.exp2(distances) * UNIT).to(tl.int64)
+    orders = order_of(values, LOW_BITS)
+    low, high = order_of(bound, LOW_BITS), order_of(top, LOW_BITS) + 1
+    if k > 0:
+        low = limit_among(orders, there.to(tl.int32), low, high, k)
+        above = orders > low
+        least = tl.max(tl.where(orders == low, weights, 0), 0)
+        rest = k - tl.sum(above.to(tl.int32), 0)
+        whole = (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
+    goal = tl.where(p < 1.0, p.to(tl.float64) * whole, 0.0)
+    token = -1
+    if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
+        if p < 1.0:
+            low = limit_among(orders, weights, low, high, goal)
+        weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
+        total = tl.sum(weights, 0)
+        share = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
+        # the running sum in column order passes the share at the greatest column from which on there is as much left
+        token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab, total - share)
+    return token
+
+
+@triton.jit
 def pick_kernel(
     temperature,
     uniform,
@@ -201,6 +233,7 @@ def pick_kernel(
     num_blocks,
     BLOCKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,  # candidates that most rows do not have more than
     LOW_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -215,32 +248,14 @@ def pick_kernel(
     bound, count = tl.load(bounds + row), tl.load(counts + row)
     if (left > 0) & (count <= CANDIDATES):
         scale = scale_of(temperature, row)
-        places = tl.arange(0, CANDIDATES)
-        there = places < count
-        values = tl.where(there, tl.load(values_in + row * CANDIDATES + places), NEVER)  # without a mask: wide loads
-        columns = tl.where(there, tl.load(columns_in + row * CANDIDATES + places), NOWHERE)
-        distances = (values - top) * scale
-        weights = (tl.exp2(distances) * UNIT).to(tl.int64)
-        orders = order_of(values, LOW_BITS)
-        low, high = order_of(bound, LOW_BITS), order_of(top, LOW_BITS) + 1
-        goal = tl.zeros([], tl.float64)
-        if k > 0:
-            low = limit_among(orders, there.to(tl.int32), low, high, k)
-            above = orders > low
-            least = tl.max(tl.where(orders == low, weights, 0), 0)
-            rest = k - tl.sum(above.to(tl.int32), 0)
-            goal = p.to(tl.float64) * (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
-        elif p < 1.0:
-            goal = p.to(tl.float64) * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
-        if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
-            if p < 1.0:
-                low = limit_among(orders, weights, low, high, goal)
-            weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
-            total = tl.sum(weights, 0)
-            share = (total.to(tl.float64) * tl.load(uniform + row).to(tl.float64)).to(tl.int64)
-            share = tl.minimum(share, total - 1)
-            # the running sum in column order passes the share at the greatest column from which on there is as much left
-            token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab, total - share)
+        whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
+        share = tl.load(uniform + row).to(tl.float64)
+        values, columns = values_in + row * CANDIDATES, columns_in + row * CANDIDATES
+        if count <= FEW:
+            token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, FEW, LOW_BITS)
+        else:
+            token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, CANDIDATES, LOW_BITS)
+        if token >= 0:
             tl.store(token_ids + row, token.to(tl.int64))
             left = 0
     tl.store(pending + row, left)
@@ -409,7 +424,7 @@ def sample_filtered(
     pick_kernel[(rows,)](
         filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses,
         found.bounds, found.counts, found.values, found.columns, pending, token_ids, vocab, seen.num_blocks,
-        blocks, CANDIDATES, low_bits, **options(device, _WARPS),
+        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, **options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](
         logits, logits.stride(0), filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best,
