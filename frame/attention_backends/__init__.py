@@ -20,6 +20,7 @@ from frame.attention_backends.libraries import (
     FlashInferOptions,
     WorkspaceOptions,
 )
+from frame.attention_backends.measured import MEASURED
 from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
@@ -36,7 +37,6 @@ TORCH_NATIVE = AttentionCapabilities(
     bidirectional=True,
     kv_dtypes=("fp8_e4m3",),
 )
-
 
 FLEX_ATTENTION = replace(TORCH_NATIVE, compute_capability=((8, 0), (12, 1)))
 
@@ -61,6 +61,7 @@ TRITON = KernelCapabilities(
     sinks=True,
     kv_dtypes=("fp8_e4m3",),
     graphs="decode",
+    measured=MEASURED["triton"],
 )
 
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel
 
-from frame.attention_backends.latents import dense
 from frame.attention_backends.libraries import FA3
+from frame.attention_backends.shared import dense
 from frame.attention_backends.tables import TableBackend, TablePlan
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from frame.attention_backends import FLEX_ATTENTION
+from frame.attention_backends.shared import may_wait
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.attention_backends.torch_native.plan import Group
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
@@ -43,16 +44,17 @@ class FlexAttentionBackend(TorchNativeBackend):
         if q.shape[-1] < LEAST_WIDTH or width < LEAST_WIDTH:
             q, k, v = (torch.nn.functional.pad(part, (0, max(0, LEAST_WIDTH - part.shape[-1]))) for part in (q, k, v))
         offset = torch.full((), group.offset, dtype=torch.int32, device=q.device)  # a tensor: a number would be compiled in
-        out = self._flex(
-            q,
-            k,
-            v,
-            score_mod=_score_mod(spec, group.mask, offset),
-            block_mask=self._block_mask(spec, group, q),
-            scale=spec.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=None if spec.sinks is None else AuxRequest(lse=True),
-        )
+        with may_wait(q.device):  # a shape that is new is compiled
+            out = self._flex(
+                q,
+                k,
+                v,
+                score_mod=_score_mod(spec, group.mask, offset),
+                block_mask=self._block_mask(spec, group, q),
+                scale=spec.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+                return_aux=None if spec.sinks is None else AuxRequest(lse=True),
+            )
         if spec.sinks is not None:  # a sink takes its share of the weights, and has no value
             out, aux = out
             out = out * torch.sigmoid(aux.lse - spec.sinks.float()[:, None])[..., None].to(out.dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from frame.attention_backends.measured import MEASURED
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionNeeds
 from frame.core.interfaces.plugin import Reason
 
@@ -54,6 +55,7 @@ FLASHINFER = FlashInferCapabilities(
     sliding_window=True,
     soft_cap=True,
     graphs="decode",
+    measured=MEASURED["flashinfer"],
 )
 
 

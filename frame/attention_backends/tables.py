@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 
-from frame.attention_backends.latents import key_places
+from frame.attention_backends.shared import key_places
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext

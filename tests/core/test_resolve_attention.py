@@ -113,6 +113,15 @@ def test_auto_goes_by_rank_where_nobody_measured() -> None:
     assert names(chosen(*known, low))["attention_backend"] == ["b", "a"]
 
 
+def test_figures_are_of_caches_of_the_models_own_type() -> None:
+    known = [
+        backend("a", rank=9, measured=speeds(300, 4.1), kv_dtypes=("fp8_e4m3",)),
+        backend("b", measured=speeds(550, 3.6), kv_dtypes=("fp8_e4m3",)),
+    ]
+    resolved = resolve(config(cache={"kv_dtype": "fp8_e4m3"}), H200, LLAMA, records(attention_backend=known))
+    assert names(resolved)["attention_backend"] == ["a"]
+
+
 def test_auto_is_one_backend_where_that_is_the_fastest_of_both() -> None:
     resolved = chosen(backend("a", rank=9, measured=speeds(300, 3)), backend("b", measured=speeds(550, 4)))
     assert names(resolved)["attention_backend"] == ["b"]

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from frame.attention_backends.flashinfer.library import Library
 from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists, list_pages
 from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, Heads, Latent, Wrapper, Wrappers
-from frame.attention_backends.latents import dense, expand, key_places
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
+from frame.attention_backends.shared import dense, expand, key_places, may_wait
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -182,7 +182,7 @@ class FlashInferBackend(AttentionBackend):
         """A shape's first step: kernels are compiled, wrappers made. That may wait for the device; no later step does."""
         if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("Attention backend 'flashinfer' meets a new layer in a captured step; run one without a graph first.")
-        with _may_wait(self.context.device):
+        with may_wait(self.context.device):
             self._wrappers.compile(shape)
             self._shapes.append(shape)
             self._plan_shape(shape, plan)
@@ -208,17 +208,3 @@ def _attend_absorbed(
     q = dense(layer.absorb(q_nope))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return layer.unabsorb(wrapper.run(q, dense(q_rope), cached[..., :rank], cached[..., rank:], out=out))
-
-
-@contextmanager
-def _may_wait(device: torch.device) -> Iterator[None]:
-    """Inside, PyTorch's watch over calls that wait for a GPU is off: the library fills its caches with such calls, once."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

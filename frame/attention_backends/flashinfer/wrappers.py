@@ -16,6 +16,7 @@ from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists
 
 WORKSPACE_BYTES = 8 << 20  # the library's own size for its plans
 NO_WINDOW = -1
+SHORT = 80  # mean queries of extends up to which the FlashAttention-2 kernels win: they put the heads of a key into one tile
 
 
 class Heads(NamedTuple):
@@ -38,11 +39,11 @@ class Heads(NamedTuple):
     def modules(self, capability: tuple[int, int]) -> list[Module]:
         traits = (self.dtype, self.kv_dtype, self.width, self.width, self.window != NO_WINDOW, self.soft_cap > 0)
         form = form_of(capability, *traits[:4])
-        needed: list[Module] = [Module("prefill", form, *traits)]
+        needed = [Module("prefill", "fa2", *traits)]
+        if form != "fa2":
+            needed.append(Module("prefill", form, *traits))
         if not self.uses_tensor_cores:
             needed.append(Module("decode", "fa2", *traits))
-        elif form != "fa2":
-            needed.append(Module("prefill", "fa2", *traits))
         return needed
 
 
@@ -147,7 +148,9 @@ class Wrappers:
     def extend(self, shape: Heads, lists: PageLists, page_size: int) -> Wrapper:
         """For extends, planned."""
         form = form_of(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
-        wrapper = self._get("extend", shape, 0, lambda: self._library.prefill(self._workspace, "NHD", backend=form))
+        if int(lists.query_starts[-1]) <= SHORT * lists.rows:
+            form = "fa2"
+        wrapper = self._get(f"extend {form}", shape, 0, lambda: self._library.prefill(self._workspace, "NHD", backend=form))
         with wrapper.planning() as inner:
             inner.plan(
                 lists.query_starts,

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel
 
-from frame.attention_backends.latents import dense
 from frame.attention_backends.libraries import TRTLLM_MHA, WorkspaceOptions
+from frame.attention_backends.shared import dense
 from frame.attention_backends.tables import Part, TableBackend, TablePlan
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch

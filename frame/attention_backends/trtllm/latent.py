@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel
 
-from frame.attention_backends.latents import expand
 from frame.attention_backends.libraries import TRTLLM_MLA, WorkspaceOptions
+from frame.attention_backends.shared import expand
 from frame.attention_backends.tables import Part, Piece, TableBackend, TablePlan, latents_of
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch

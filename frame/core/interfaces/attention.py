@@ -61,6 +61,10 @@ class Measured:
     phase: Phase
     speed: float
 
+    def __str__(self) -> str:
+        unit = "TB/s" if self.phase == "decode" else "TFLOP/s"
+        return f"{_dots(self.compute_capability)} {self.kind} {self.phase}: {self.speed:g} {unit}"
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
@@ -89,7 +93,9 @@ class AttentionCapabilities:
     measured: tuple[Measured, ...] = ()
 
     def speed(self, needs: AttentionNeeds, phase: Phase) -> float | None:
-        """As measured on such a card, in the phase's unit; None where nobody did."""
+        """As measured on such a card with a cache of the model's own type, in the phase's unit; None where nobody did."""
+        if needs.kv_dtype != needs.dtype:
+            return None
         for found in self.measured:
             if (found.compute_capability, found.kind, found.phase) == (needs.compute_capability, needs.kind, phase):
                 return found.speed

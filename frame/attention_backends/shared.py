@@ -1,6 +1,12 @@
-"""What several backends do with latents: the cache places of rows' keys, and keys and values made of their latents. Knows no library."""
+"""What backends that call libraries share: the cache places of rows' keys, keys and values made of latents, calls that may wait.
+
+Knows no library.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,13 +25,31 @@ def key_places(batch: ForwardBatch, first: int, total: int, last: int | None = N
 
 
 def expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope]."""
+    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope].
+
+    Values are finite, which costs no more than their copy: kernels give the values of a neighbouring row a weight of zero, and zero times
+    what is not finite would spoil this row. Where they were not finite the keys are not either, so the row's own result shows it.
+    """
     rank = layer.kv_lora_rank
     k_nope, v = layer.expand(rows[:, :rank])
     k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)
-    return torch.cat((k_nope, k_rope), dim=-1), v.contiguous()
+    return torch.cat((k_nope, k_rope), dim=-1), torch.nan_to_num(v, out=torch.empty(v.shape, dtype=v.dtype, device=v.device))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@contextmanager
+def may_wait(device: torch.device) -> Iterator[None]:
+    """Inside, PyTorch's watch over calls that wait for a GPU is off: for what is compiled or made once."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
