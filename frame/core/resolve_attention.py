@@ -41,6 +41,8 @@ def choose_attention(
         _one(chosen, candidates, None if best is None else best[0].record.name, needs, subject, None if best is None else best[0].reason)
         return
     _note(chosen, best, named)
+    taken = [candidate.record.name for candidate in best]
+    chosen.reject(KEY, KIND, {KIND: [record for record in candidates if record.name not in taken]}, needs)
 
 
 @dataclass(frozen=True, slots=True)

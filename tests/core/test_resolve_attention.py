@@ -90,6 +90,14 @@ def test_who_serves_one_phase_needs_another_beside_it() -> None:
     assert names(resolved)["attention_backend"] == ["plain", "latent_decode"]
 
 
+def test_a_pair_says_who_was_turned_down() -> None:
+    can = {"a": speeds(300, 4.1), "b": speeds(550, 3.6)}
+    others = backend("old", compute_capability=((7, 0), (8, 0)))
+    resolved = chosen(*(backend(name, rank=9, measured=measured) for name, measured in can.items()), others)
+    assert names(resolved)["attention_backend"] == ["b", "a"]
+    assert list(resolved.rejected["attention.backend"]) == ["old"]
+
+
 def test_an_unknown_name_in_a_pair_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ResolveError, match="names an unknown attention_backend 'tritn'; did you mean 'triton'"):
         chosen(backend("triton"), wanted={"prefill": "triton", "decode": "tritn"})
