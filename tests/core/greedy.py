@@ -79,8 +79,8 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int = 1, **settings: Any) -> Prepared:
-    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap and prefix."""
-    known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix"}
+    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix and moe_runner."""
+    known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix", "moe_runner": None}
     assert settings.keys() <= known.keys()
     known |= settings
     config = {
@@ -88,6 +88,7 @@ def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int =
         "cache": {"page_size": known["page_size"], "max_total_tokens": tokens, "prefix": known["prefix"]},
         "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "attention": {"backend": backend},
+        "moe": {"runner": known["moe_runner"]},
         "execution": {"device": "cpu", "threads": 1},
         "parallel": {"tp": tp},
     }
