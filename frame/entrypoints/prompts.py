@@ -42,6 +42,8 @@ def _without_arrays(value: Any) -> Any:
 
 def token_ids_of(prompt: Sequence[Any]) -> list[int]:
     """The prompt as plain integers. Raises InvalidRequestError."""
+    if set(map(type, prompt)) == {int}:  # long prompts come often, and in this form
+        return list(prompt)
     ids = [_without_arrays(token) for token in prompt]
     wrong = next((token for token in ids if type(token) is not int), None)
     if wrong is not None:

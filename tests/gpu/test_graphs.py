@@ -38,7 +38,7 @@ CAPTURABLE = [record.name for record in load_registry().records("attention_backe
 
 def make_loop(backend, most):
     config = {
-        "model": {"path": str(find_model(EMBEDDED)), "dtype": "float32" if backend == "triton" else "bfloat16"},
+        "model": {"path": str(find_model(EMBEDDED)), "dtype": "bfloat16"},
         "cache": {"max_total_tokens": 16_384},
         "scheduler": {"max_running_requests": ROWS, "chunked_prefill_size": 512},
         "execution": {"device": "cuda", "cuda_graph_max_bs": most},
@@ -59,5 +59,5 @@ def test_tokens_are_those_of_plain_steps(backend):
     captured = make_loop(backend, ROWS)
     for params in (GREEDY, DRAWN):
         same = sum(a == b for a, b in zip(plain.generate(PROMPTS, params), captured.generate(PROMPTS, params), strict=True))
-        assert same >= ROWS - (1 if backend == "triton" else ROWS // 3)  # bf16 near ties may tip
+        assert same >= ROWS * 2 // 3  # in bf16 near ties may tip
     captured.scheduler.check_integrity()
