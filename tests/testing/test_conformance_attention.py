@@ -31,7 +31,7 @@ class ReadsForeignPages(TorchNativeBackend):
     """Adds nothing of a slot that no row owns, which is NaN."""
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return super().run(spec, q, k, v, batch) + 0 * batch.kv.layer(0)[0].sum()
+        return super().run(spec, q, k, v, batch) + 0 * batch.kv.layer(0)[0].float().sum()
 
 
 class MixesRows(TorchNativeBackend):
