@@ -342,7 +342,8 @@ def search_kernel(
                 each = (least - weight) / tl.maximum(number_at - number, 1.0)
                 whole = (weight + (k - number) * each).to(tl.float64)
         if p < 1.0:
-            low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, p.to(tl.float64) * whole, TILE, LOW_BITS)
+            goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0, which nothing at all would do for
+            low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
         limit, min_p = value_of(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
         total = tl.zeros([], tl.float64)
         for start in range(0, vocab, TILE):
