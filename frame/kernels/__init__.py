@@ -31,3 +31,13 @@ def pdl(device: torch.device) -> bool:
     """Whether launches on this device may be programmatic dependent launches (compute capability 9.0): a kernel begins while the one
     ahead of it ends, and waits (`gdc_wait`) before it reads what that one wrote."""
     return device.type == "cuda" and os.environ.get(NO_PDL) != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have on chip; under the interpreter, as much as it likes."""
+    if device.type != "cuda":
+        return 1 << 40
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
 """Matrix products of few rows, whose time is that of reading the weights.
 
-Both kernels take the weights straight from memory to registers, several tiles ahead: the first of them before they wait for the kernel
+Two kernels take the weights straight from memory to registers, several tiles ahead: the first of them before they wait for the kernel
 that is launched before them, since no step writes weights. `vector_kernel` multiplies one or two rows on the CUDA cores;
-`fragment_kernel` multiplies groups of eight on the tensor cores. Knows no layer, and no choice between the two (`linear_plan`).
+`fragment_kernel` multiplies groups of eight on the tensor cores. `tile_kernel` takes up to 64 rows the usual way, through shared memory.
+Knows no layer, and no choice between the three (`linear_plan`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
 from frame.kernels.linear_plan import Plan
+
+_WIDE = 64  # outputs that four warps multiply together
 
 
 @triton.jit
@@ -209,6 +212,76 @@ def fragment_kernel(
         tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
 
 
+@triton.jit
+def tile_kernel(
+    x,  # [M, K]
+    w,  # [PARTS * N, K]
+    bias,  # [PARTS * N]
+    out,  # [M, N]
+    M,
+    N,
+    K,
+    x_stride,
+    w_stride,
+    out_stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PIECES: tl.constexpr,  # of BK inputs, each for a warp of its own: blocks of few outputs cannot be cut otherwise
+    PARTS: tl.constexpr,  # 2: gate and up
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,  # N and K are whole blocks
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    num_stages: tl.constexpr,
+):
+    begin(PDL)
+    outputs = tl.program_id(0) * BN + tl.arange(0, BN)
+    if PIECES == 1:
+        w_rows, w_columns = outputs[:, None], tl.arange(0, BK)[None, :]
+        x_rows, x_columns = tl.arange(0, BM)[None, :], tl.arange(0, BK)[:, None]
+        total = tl.zeros([BN, BM], tl.float32)
+    else:
+        columns = tl.arange(0, PIECES)[:, None] * BK + tl.arange(0, BK)[None, :]
+        w_rows, w_columns = outputs[None, :, None], columns[:, None, :]
+        x_rows, x_columns = tl.arange(0, BM)[None, None, :], columns[:, :, None]
+        total = tl.zeros([PIECES, BN, BM], tl.float32)
+    total_up = total
+    pointers = w + w_rows.to(tl.int64) * w_stride + w_columns
+    up_pointers = pointers + N.to(tl.int64) * w_stride
+    x_pointers = x + x_rows * x_stride + x_columns
+    wait_for_previous(PDL)
+    for k in tl.range(0, K, PIECES * BK, num_stages=num_stages):
+        if EVEN:
+            inputs = tl.load(x_pointers + k, mask=x_rows < M, other=0.0)
+        else:
+            inputs = tl.load(x_pointers + k, mask=(x_rows < M) & (k + x_columns < K), other=0.0)
+        if UPCAST:
+            inputs = inputs.to(tl.float32)
+        total = tl.dot(load_tile(pointers + k, w_rows, k + w_columns, N, K, EVEN, UPCAST), inputs, total, input_precision="ieee")
+        if PARTS == 2:
+            up = load_tile(up_pointers + k, w_rows, k + w_columns, N, K, EVEN, UPCAST)
+            total_up = tl.dot(up, inputs, total_up, input_precision="ieee")
+    if PIECES > 1:
+        total = tl.sum(total, 0)
+        total_up = tl.sum(total_up, 0)
+    rows = outputs[:, None]
+    batch = tl.arange(0, BM)[None, :]
+    result = finish((total, total_up), rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+    tl.store(out + batch * out_stride + rows, result, mask=(batch < M) & (rows < N))
+
+
+@triton.jit
+def load_tile(pointers, rows, columns, N, K, EVEN: tl.constexpr, UPCAST: tl.constexpr):
+    if EVEN:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, mask=(rows < N) & (columns < K), other=0.0, eviction_policy="evict_first")
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in the dtype of `x` (bfloat16 or float16; sums in float32).
 
@@ -220,13 +293,19 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     outputs = weight.shape[0] // parts
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tensors = (x, weight, weight if bias is None else bias, out, rows, outputs, inner, x.stride(0), weight.stride(0), outputs)
-    # num_stages: the kernels keep tiles under way themselves
-    sizes = {"DEPTH": plan.depth, "PARTS": parts, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED, "num_stages": 1}
-    sizes |= options(x.device, plan.warps)
+    sizes = {"PARTS": parts, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED} | options(x.device, plan.warps)
+    if plan.kernel == "tile":
+        block = 32 * plan.chunks
+        pieces = plan.warps if plan.outputs < _WIDE else 1
+        sizes |= {"BM": max(16, power_of_2(rows)), "BN": plan.outputs, "BK": block, "PIECES": pieces, "num_stages": plan.depth}
+        is_even = outputs % plan.outputs == 0 and inner % (block * pieces) == 0
+        tile_kernel[(blocks_of(outputs, plan.outputs),)](*tensors, EVEN=is_even, **sizes)
+        return out
+    sizes |= {"DEPTH": plan.depth, "num_stages": 1}  # these keep tiles under way themselves
     if plan.kernel == "vector":
-        vector_kernel[(blocks_of(outputs, plan.outputs),)](
-            *tensors, ROWS=power_of_2(rows), BN=plan.outputs, BK=256 * plan.warps, **sizes
-        )
+        sizes |= {"ROWS": power_of_2(rows), "BN": plan.outputs, "BK": 256 * plan.warps}
+        vector_kernel[(blocks_of(outputs, plan.outputs),)](*tensors, **sizes)
     else:
-        fragment_kernel[(blocks_of(outputs, 16),)](*tensors, GROUPS=power_of_2(blocks_of(rows, 8)), CHUNKS=plan.chunks, **sizes)
+        sizes |= {"GROUPS": power_of_2(blocks_of(rows, 8)), "CHUNKS": plan.chunks}
+        fragment_kernel[(blocks_of(outputs, 16),)](*tensors, **sizes)
     return out

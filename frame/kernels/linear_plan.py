@@ -10,27 +10,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-MAX_ROWS = 16
-_SMALL = 24 << 20  # weights; with larger ones, PyTorch multiplies three rows and more as fast
-_TINY = 4 << 20  # likewise nine rows and more
+MAX_ROWS = 64
+_SMALL = 12 << 20  # weights; larger ones, and more rows, are better off in shared memory
+_TINY = 4 << 20  # likewise with nine rows and more
 _FEW = 2304  # outputs
 _SHORT = 1024  # inputs
+_LONG = 4096
+_VOCABULARY = 1 << 16  # outputs
+_PROCESSORS = 132
+_SHARED = 197 << 10  # bytes that the largest tiles take
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one product is launched: a kernel and its sizes."""
 
-    kernel: Literal["vector", "fragment"]
+    kernel: Literal["vector", "fragment", "tile"]
     warps: int
     depth: int  # tiles of weights that a program has under way
-    outputs: int = 16  # columns of the result that a program of the vector kernel computes
-    chunks: int = 4  # of 32 inputs, that a warp of the fragment kernel multiplies at a time
+    outputs: int = 16  # columns of the result that a program computes
+    chunks: int = 4  # of 32 inputs, that a warp (or a program of 64 outputs and more) multiplies at a time; not for vectors
 
 
-def plans(outputs: int, inner: int, gated: bool = False) -> tuple[Plan | None, ...]:
-    """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast."""
-    return (None, *(plan(rows, outputs, inner, gated) for rows in range(1, MAX_ROWS + 1)))
+def plans(outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED) -> tuple[Plan | None, ...]:
+    """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast, or the plan needs more bytes of shared
+    memory than a program gets."""
+    found = [None, *(plan(rows, outputs, inner, gated) for rows in range(1, MAX_ROWS + 1))]
+    return tuple(None if some and some.kernel == "tile" and shared_memory < _SHARED else some for some in found)
 
 
 def plan(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | None:
@@ -38,13 +44,13 @@ def plan(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | Non
     weights = outputs * inner
     if rows == 1:
         return _one_row(outputs, inner, gated)
-    if rows == 2 and (outputs <= _FEW or (weights > _SMALL // 2 and inner > _SHORT)):
+    if rows == 2 and (outputs <= _FEW or (weights > _SMALL and inner > _SHORT)):
         return _two_rows(outputs, gated)
-    if rows <= 8 and (weights <= _SMALL or inner <= _SHORT):
+    if rows <= 8 and weights <= _SMALL:
         return _eight_rows(outputs, inner, gated)
     if rows <= 16 and weights <= _TINY and not gated:
         return Plan("fragment", 8, 4, chunks=2) if outputs <= _FEW else Plan("fragment", 4, 4, chunks=2)
-    return None
+    return _many_rows(rows, outputs, inner, gated) if rows <= MAX_ROWS else None
 
 
 def _one_row(outputs: int, inner: int, gated: bool) -> Plan:
@@ -79,3 +85,26 @@ def _eight_rows(outputs: int, inner: int, gated: bool) -> Plan:
     if outputs > 4608 and inner <= _SHORT:
         return Plan("fragment", 4, 4, chunks=2)
     return Plan("fragment", 4, 2, chunks=4)
+
+
+def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
+    wide = Plan("tile", 4, 4 if rows <= 32 else 3, outputs=64)
+    if outputs >= _VOCABULARY and not gated:
+        return wide
+    if inner <= _SHORT:  # of more rows, gate and up apart are faster
+        return Plan("tile", 4, 4, outputs=64) if outputs >= _LONG and not (gated and rows > 32) else None
+    if gated:
+        return wide if _fills(blocks=outputs // 128) else None
+    if outputs <= 32 * _PROCESSORS and inner >= _LONG:  # all programs at once, two on each multiprocessor
+        return Plan("tile", 4, 4, outputs=16) if rows <= 16 else None
+    if (outputs, inner) == (7168, 5120):
+        return wide if rows <= 8 else None
+    if (outputs, inner) == (34816, 5120):
+        return Plan("tile", 4, 6, outputs=64, chunks=2) if rows <= 32 else None
+    return None
+
+
+def _fills(blocks: int) -> bool:
+    """Whether programs of which one runs on each multiprocessor leave few idle in their last round."""
+    rounds = -(-blocks // _PROCESSORS)
+    return blocks >= 0.8 * rounds * _PROCESSORS

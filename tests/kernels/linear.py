@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.parallel import LocalGroup
 from frame.kernels.linear import skinny_linear
-from frame.kernels.linear_plan import MAX_ROWS, Plan, plan
+from frame.kernels.linear_plan import MAX_ROWS, Plan, plan, plans
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.product import Product
 from frame.quantization.none import Plain
@@ -22,6 +22,8 @@ UNIT = {torch.bfloat16: 2**-8 if DEVICE.type == "cuda" else 2**-7, torch.float16
 VECTOR = Plan("vector", warps=1, depth=2, outputs=4)
 FRAGMENT = Plan("fragment", warps=2, depth=2, chunks=2)
 SHALLOW = Plan("fragment", warps=4, depth=1, chunks=1)
+WIDE = Plan("tile", warps=4, depth=3, outputs=64, chunks=2)
+NARROW = Plan("tile", warps=4, depth=3, outputs=16, chunks=1)
 
 each_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -73,9 +75,19 @@ def test_fragment(rows: int, gated: bool, dtype: torch.dtype) -> None:
 
 
 @each_type
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [3, 16, 33, 64])
+def test_tiles(rows: int, gated: bool, dtype: torch.dtype) -> None:
+    check(WIDE, rows, 256, 256, dtype, gated=gated)
+    check(WIDE, rows, 150, 100, dtype, gap=4, biased=True, gated=gated)
+    check(NARROW, rows, 64, 256, dtype, gap=8, gated=gated)
+    check(NARROW, rows, 22, 300, dtype, biased=True, gated=gated)
+
+
+@each_type
 def test_rows_stand_alone(dtype: torch.dtype) -> None:
     """What other rows hold, NaN included, changes nothing."""
-    for some, rows in ((VECTOR, 2), (FRAGMENT, 8)):
+    for some, rows in ((VECTOR, 2), (FRAGMENT, 8), (WIDE, 20), (NARROW, 5)):
         x, weight = random(rows, 128, dtype=dtype), random(32, 128, dtype=dtype)
         want = skinny_linear(x, weight, None, some)[1]
         x[0], x[2:] = float("nan"), float("inf")
@@ -97,6 +109,12 @@ def test_a_product_is_the_same_whichever_way_it_goes(dtype: torch.dtype) -> None
     assert product.gated(random(MAX_ROWS + 1, 160, dtype=dtype), weight) is None
     assert product(x[None], weight).shape == (1, MAX_ROWS + 1, 96)
     assert product(x[:0], weight).shape == (0, 96)
+
+
+def test_what_does_not_fit_on_chip_is_left_to_pytorch() -> None:
+    assert plans(4096, 14336)[8] == plan(8, 4096, 14336)
+    assert plans(4096, 14336, shared_memory=100 << 10)[8] is None
+    assert plans(4096, 14336, shared_memory=100 << 10)[1] == plan(1, 4096, 14336)
 
 
 def test_float32_is_left_to_pytorch() -> None:

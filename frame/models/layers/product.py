@@ -28,14 +28,15 @@ class Product:
     def __init__(self, weight: torch.Tensor) -> None:
         self._plans: tuple[Plan | None, ...] = ()
         self._gated_plans: tuple[Plan | None, ...] = ()
-        if kernels.usable(weight.device) and weight.dtype in _TYPES and weight.stride(-1) == 1:
+        if kernels.usable(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
             from frame.kernels.linear import skinny_linear  # loads Triton
             from frame.kernels.linear_plan import plans
 
             self._skinny = skinny_linear
             outputs, inputs = weight.shape
-            self._plans = plans(outputs, inputs)
-            self._gated_plans = plans(outputs, inputs, gated=True) if outputs % 2 == 0 else ()
+            shared = kernels.shared_memory(weight.device)
+            self._plans = plans(outputs, inputs, shared_memory=shared)
+            self._gated_plans = plans(outputs, inputs, gated=True, shared_memory=shared) if outputs % 2 == 0 else ()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """-> […, outputs]"""
@@ -48,6 +49,11 @@ class Product:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
         plan = _pick(self._gated_plans, x)
         return None if plan is None else self._skinny(x, weight, bias, plan, gated=True)
+
+
+def _is_aligned(weight: torch.Tensor) -> bool:
+    """Whether each row begins where 16 bytes can be loaded at once."""
+    return weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
 def _pick(plans: tuple[Plan | None, ...], x: torch.Tensor) -> Plan | None:
