@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -109,11 +110,14 @@ def _bandwidths(clock: Clock) -> tuple[float, float]:
     target = torch.empty_like(source)
     size = source.numel() * source.element_size()
     read = clock.time([lambda: source.sum(dtype=torch.int32) if is_gpu else source.max()])
-    return size / read.seconds, 2 * size / clock.time([lambda: target.copy_(source)]).seconds
+    copied = clock.time([lambda: target.copy_(source)], graph=False)  # a graph would leave the copy to a slower engine
+    return size / read.seconds, 2 * size / copied.seconds
 
 
 def _operations(clock: Clock, dtype: torch.dtype) -> float:
-    """Operations/s of a square product."""
-    width = 8192 if clock.device.type == "cuda" else 1024
-    left, right = (torch.randn(width, width, device=clock.device).to(dtype) for _ in range(2))
-    return 2 * width**3 / clock.time([lambda: left @ right]).seconds
+    """Operations/s of square products, of the size that suits the device best."""
+    found = 0.0
+    for width in (4096, 8192, 16384) if clock.device.type == "cuda" else (1024,):
+        left, right = (torch.randn(width, width, device=clock.device, dtype=dtype) for _ in range(2))
+        found = max(found, 2 * width**3 / clock.time([partial(torch.matmul, left, right)]).seconds)
+    return found
