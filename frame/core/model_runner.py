@@ -161,18 +161,20 @@ class TorchModelRunner(ModelRunner):
     def _decode(self, batch: ForwardBatch, temperature: torch.Tensor, uniform: torch.Tensor) -> DecodeOutputs:
         """What a graph captures."""
         logits = self.model.logits(self.forward(batch))
-        return self._drawn(batch, logits, draw_plain(logits, temperature, uniform))
+        last_tokens = (self.builder.table.last_token, batch.request_slots)
+        return self._drawn(batch, logits, draw_plain(logits, temperature, uniform, last_tokens))
 
     def _redraw(self, batch: ForwardBatch, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor]) -> DecodeOutputs:
         """What a graph of steps with filters captures besides."""
-        drawn = draw_by_kernels(outputs.logits, params, (outputs.token_ids, outputs.best))
+        last_tokens = (self.builder.table.last_token, batch.request_slots)
+        drawn = draw_by_kernels(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
         return self._drawn(batch, outputs.logits, drawn)
 
     def _drawn(self, batch: ForwardBatch, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor]) -> DecodeOutputs:
         token_ids, best = drawn
         if self._tp.size > 1:
             token_ids = self._tp.broadcast(token_ids)
-        self.builder.table.last_token.index_copy_(0, batch.request_slots, token_ids)
+            self.builder.table.last_token.index_copy_(0, batch.request_slots, token_ids)
         return DecodeOutputs(token_ids, best, logits)
 
     def _finish(

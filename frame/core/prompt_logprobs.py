@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from frame.core.sampling_table import SamplingTable
 
 _BLOCK_CELLS = 1 << 23  # logits at once
+_CUDA_BLOCK_CELLS = 1 << 25  # where a block costs launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class PromptScores:
     ) -> None:
         """hidden [tokens, hidden_size] of the rows' tokens; `head` gives their logits."""
         self._plan = plan
-        block = max(1, _BLOCK_CELLS // vocab)
+        block = max(1, (_CUDA_BLOCK_CELLS if hidden.is_cuda else _BLOCK_CELLS) // vocab)
         pieces = [
             logprobs(head(hidden[start : start + block]), targets[start : start + block], plan.num_top)
             for start in range(0, len(hidden), block)

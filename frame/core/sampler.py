@@ -104,23 +104,35 @@ class Sampler:
 
 
 def draw_by_kernels(
-    logits: torch.Tensor, params: Tensors, plain: tuple[torch.Tensor, torch.Tensor] | None = None
+    logits: torch.Tensor,
+    params: Tensors,
+    plain: tuple[torch.Tensor, torch.Tensor] | None = None,
+    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64, greatest logits float32) of logits [rows, vocab]; `params` of every row as in `SamplingPlan.arrays`. Can be
-    captured, as its work does not depend on the values. `plain`: what `draw_plain` gave, which is written over."""
+    captured, as its work does not depend on the values. `plain`: what `draw_plain` gave for the same `last_tokens`, which is written
+    over."""
     from frame.kernels.filtering import Filters, sample_filtered
     from frame.kernels.sampling import sample_simple
 
-    return sample_filtered(logits, Filters(**params), plain) if "top_k" in params else sample_simple(logits, **params)
+    if "top_k" in params:
+        return sample_filtered(logits, Filters(**params), plain, last_tokens)
+    return sample_simple(logits, params["temperature"], params["uniform"], last_tokens)
 
 
-def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_plain(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0: the likeliest token. The work does not
-    depend on the values, so that it can be captured. logits [rows, vocab], temperature float32 [rows], uniform float64 [rows]."""
+    depend on the values, so that it can be captured. logits [rows, vocab], temperature float32 [rows], uniform float64 [rows].
+    `last_tokens`: a table of token ids int64 [slots], and each row's slot int64 [rows], where its token is written too."""
     if kernels.usable(logits.device):
         from frame.kernels.sampling import sample_simple
 
-        return sample_simple(logits, temperature, uniform)
+        return sample_simple(logits, temperature, uniform, last_tokens)
     logits = logits.float()
     best, likeliest = row_max(logits)
     is_drawn = temperature > 0.0
@@ -128,7 +140,11 @@ def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.T
     weights = F.threshold(scaled, _NOTHING, -torch.inf, inplace=True).exp2_()
     missing = -weights.shape[1] % _BLOCK
     drawn = draw(F.pad(weights, (0, missing)) if missing else weights, uniform)
-    return torch.where(is_drawn, drawn, likeliest), best
+    token_ids = torch.where(is_drawn, drawn, likeliest)
+    if last_tokens is not None:
+        table, slots = last_tokens
+        table.index_copy_(0, slots, token_ids)
+    return token_ids, best
 
 
 def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

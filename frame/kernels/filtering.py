@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
-from frame.kernels.sampling import BLOCK, INTERPRETED, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, survey
+from frame.kernels.sampling import BLOCK, INTERPRETED, NEVER, NOWHERE, Survey, crossing, draw, load_logits, scale_of, store_token, survey
 
 CANDIDATES = 2048  # of a row, at most
 _FEW = 256  # candidates that are compared for less
@@ -229,12 +229,15 @@ def pick_kernel(
     columns_in,
     pending,  # int32 [rows]: 1 where the row has to be searched whole
     token_ids,  # int64 [rows]
+    table,
+    slots,
     vocab,
     num_blocks,
     BLOCKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,  # candidates that most rows do not have more than
     LOW_BITS: tl.constexpr,
+    REMEMBERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of a row from its candidates."""
@@ -256,7 +259,7 @@ def pick_kernel(
         else:
             token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, CANDIDATES, LOW_BITS)
         if token >= 0:
-            tl.store(token_ids + row, token.to(tl.int64))
+            store_token(token, row, token_ids, table, slots, REMEMBERED)
             left = 0
     tl.store(pending + row, left)
 
@@ -315,11 +318,14 @@ def search_kernel(
     masses,
     pending,
     token_ids,
+    table,
+    slots,
     vocab,
     num_blocks,
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
     LOW_BITS: tl.constexpr,
+    REMEMBERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of a row that is left, by passes over all of its columns."""
@@ -360,7 +366,7 @@ def search_kernel(
             passed += weight
         weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
         index, _before = crossing(weights.to(tl.float64), goal - before)
-        tl.store(token_ids + row, (tile + index).to(tl.int64))
+        store_token(tile + index, row, token_ids, table, slots, REMEMBERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,27 +415,32 @@ def candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, seen:
 
 
 def sample_filtered(
-    logits: torch.Tensor, filters: Filters, simple: tuple[torch.Tensor, torch.Tensor] | None = None
+    logits: torch.Tensor,
+    filters: Filters,
+    simple: tuple[torch.Tensor, torch.Tensor] | None = None,
+    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample_simple` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type.
 
-    `simple` is what `sample_simple` gave for the same logits, where that is known; token ids of rows with filters are written over.
+    `simple` is what `sample_simple` gave for the same logits, where that is known; token ids of rows with filters are written over,
+    and where both are given the same `last_tokens`, so are those.
     """
     rows, vocab = logits.shape
     device = logits.device
     seen = survey(logits, filters.temperature, with_peaks=True)
-    token_ids, best = simple or draw(logits, filters.temperature, filters.uniform, seen)
+    token_ids, best = simple or draw(logits, filters.temperature, filters.uniform, seen, last_tokens)
+    remembered = last_tokens or (token_ids, token_ids)
     found = candidates(logits, filters, best, seen)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
     blocks, low_bits = power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]
     pick_kernel[(rows,)](
         filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses,
-        found.bounds, found.counts, found.values, found.columns, pending, token_ids, vocab, seen.num_blocks,
-        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, **options(device, _WARPS),
+        found.bounds, found.counts, found.values, found.columns, pending, token_ids, *remembered, vocab, seen.num_blocks,
+        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, last_tokens is not None, **options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](
         logits, logits.stride(0), filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best,
-        seen.tops, seen.masses, pending, token_ids, vocab, seen.num_blocks,
-        blocks, TILE, low_bits, **options(device, _SEARCH_WARPS),
+        seen.tops, seen.masses, pending, token_ids, *remembered, vocab, seen.num_blocks,
+        blocks, TILE, low_bits, last_tokens is not None, **options(device, _SEARCH_WARPS),
     )  # fmt: skip
     return token_ids, best

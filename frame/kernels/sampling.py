@@ -101,6 +101,13 @@ def crossing(weights, goal):
 
 
 @triton.jit
+def store_token(token, row, token_ids, table, slots, REMEMBERED: tl.constexpr):
+    tl.store(token_ids + row, token.to(tl.int64))
+    if REMEMBERED:
+        tl.store(table + tl.load(slots + row), token.to(tl.int64))
+
+
+@triton.jit
 def draw_kernel(
     logits,  # [rows, vocab]
     stride,
@@ -111,10 +118,13 @@ def draw_kernel(
     masses,
     token_ids,  # int64 [rows]
     best,  # float32 [rows]
+    table,  # int64 [slots]: where tokens are remembered
+    slots,  # int64 [rows]
     vocab,
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # power of 2 from num_blocks on
+    REMEMBERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: the first greatest column, or the column in which the running sum of weights passes its share."""
@@ -139,7 +149,7 @@ def draw_kernel(
         values = load_logits(logits, row, stride, inside, vocab)
         index, _ = crossing(tl.exp2((values - top) * scale).to(tl.float64), goal - before)
         token = block * BLOCK + index
-    tl.store(token_ids + row, token.to(tl.int64))
+    store_token(token, row, token_ids, table, slots, REMEMBERED)
     tl.store(best + row, top)
 
 
@@ -172,22 +182,35 @@ def survey(logits: torch.Tensor, temperature: torch.Tensor, *, with_peaks: bool 
     return Survey(tops, firsts, masses, peaks)
 
 
-def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, seen: Survey) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    seen: Survey,
+    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample_simple`, of logits that have been surveyed."""
     rows, vocab = logits.shape
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     draw_kernel[(rows,)](
-        logits, logits.stride(0), temperature, uniform, seen.tops, seen.firsts, seen.masses, token_ids, best, vocab, seen.num_blocks,
-        BLOCK, power_of_2(seen.num_blocks), **options(logits.device, _WARPS),
+        logits, logits.stride(0), temperature, uniform, seen.tops, seen.firsts, seen.masses, token_ids, best,
+        *(last_tokens or (token_ids, token_ids)), vocab, seen.num_blocks,
+        BLOCK, power_of_2(seen.num_blocks), last_tokens is not None, **options(logits.device, _WARPS),
     )  # fmt: skip
     return token_ids, best
 
 
-def sample_simple(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_simple(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64 [rows], greatest logit float32 [rows]: not finite when the row's logits are broken).
 
     logits [rows, vocab] of any float type, columns side by side; temperature float32 [rows], **times ln 2**, 0 for the first greatest
     column; uniform float64 [rows] in (0, 1), read where the temperature is above 0: the token is drawn by inverse CDF in column order.
+    `last_tokens`: a table int64 [slots], and each row's slot int64 [rows], where its token is written too.
     """
-    return draw(logits, temperature, uniform, survey(logits, temperature))
+    return draw(logits, temperature, uniform, survey(logits, temperature), last_tokens)

@@ -190,6 +190,24 @@ def test_ties_at_the_limit_stay(room: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert token_ids.bincount(minlength=300).tolist() == [2] * 4 + [0] * 296
 
 
+def test_tokens_are_remembered_by_slot() -> None:
+    logits = random_logits(4, 300, 3.0, torch.bfloat16).to(DEVICE)
+    temperature = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE) * LN2
+    uniform = torch.full((4,), 0.9, dtype=torch.float64, device=DEVICE)
+    table, slots = torch.full((7,), -1, device=DEVICE), torch.tensor([5, 0, 3, 1], device=DEVICE)
+    token_ids, best = sample_simple(logits, temperature, uniform, (table, slots))
+    assert table.tolist() == [token_ids[1], token_ids[3], -1, token_ids[2], -1, token_ids[0], -1]
+    one = torch.ones(4, device=DEVICE)
+    top_k = torch.tensor([0, 0, 2, 2], dtype=torch.int32, device=DEVICE)
+    filters = Filters(temperature, uniform, top_k, one, one * -math.inf)
+    unfiltered = token_ids.clone()
+    again, _ = sample_filtered(logits, filters, (token_ids, best), (table, slots))
+    assert again is token_ids
+    assert again[:2].tolist() == unfiltered[:2].tolist() != again[2:].tolist()
+    assert table.tolist() == [again[1], again[3], -1, again[2], -1, again[0], -1]
+    assert again.tolist() == sample_filtered(logits, filters)[0].tolist()
+
+
 def test_company_changes_nothing() -> None:
     logits = random_logits(6, 5003, 3.0, torch.bfloat16).to(DEVICE)
     temperature = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.3, 1.0], device=DEVICE) * LN2
