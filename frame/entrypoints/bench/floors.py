@@ -33,58 +33,98 @@ H200 = Ceilings(4.39e12, 780e12, 4.28e12)  # one card, bf16, as measured: docs/p
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCost:
-    """Sizes of one model, in values: of a layer's attention and feed-forward matrices (of one expert, where there are `experts`, of which a
-    token uses `active`), of the output matrix, of a token's cache in one layer, and of all query heads; bytes of a weight and of a cached
-    value."""
+class LayerCost:
+    """`count` equal layers, in values of each: `dense`, the matrices that every token meets, and `experts` of `expert` each, of which a
+    token meets `active`."""
 
-    layers: int
-    attention: int
-    feed_forward: int
+    count: int
+    dense: int
+    experts: int = 0
+    expert: int = 0
+    active: int = 0
+
+    def read(self, rows: int) -> float:
+        """Values of matrices that a step of `rows` tokens reads, where routing is even."""
+        touched = self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0
+        return self.count * (self.dense + touched * self.expert)
+
+    @property
+    def met(self) -> int:
+        """Values of matrices that a token is multiplied with."""
+        return self.count * (self.dense + self.active * self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Sizes of one model, in values: its layers, the output matrix, a token's cache in all layers; the operations of a query with a key in
+    all layers; bytes of a weight and of a cached value."""
+
+    layers: tuple[LayerCost, ...]
     head: int
     cached: int
-    queries: int
-    experts: int = 0
-    active: int = 1
+    pair: int
     weight_bytes: int = 2
     cache_bytes: int = 2
 
     @classmethod
     def of(cls, facts: ModelFacts, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
-        """From a configuration; None for shapes that this arithmetic does not know (latent attention, layers of several kinds)."""
-        config: dict[str, Any] = facts.config
-        experts = facts.num_experts
-        inner = config.get("moe_intermediate_size" if experts else "intermediate_size")
-        irregular = ("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size", "mlp_only_layers")
-        if facts.kind != "mha" or facts.encoder or not isinstance(inner, int) or any(config.get(key) for key in irregular):
+        """From a configuration; None for what this arithmetic does not know (encoders, windows, unnamed sizes)."""
+        layers = _layers(facts)
+        if facts.encoder or facts.sliding_window is not None or layers is None:
             return None
-        queries, cached = facts.num_heads * facts.head_dim, facts.num_kv_heads * (facts.head_dim + facts.v_head_dim)
+        cached = sum(facts.latent) if facts.latent else facts.num_kv_heads * (facts.head_dim + facts.v_head_dim)
         return cls(
-            layers=facts.num_layers,
-            attention=facts.hidden_size * (2 * queries + cached),
-            feed_forward=3 * facts.hidden_size * inner,
+            layers=layers,
             head=facts.hidden_size * facts.vocab_size,
-            cached=cached,
-            queries=queries,
-            experts=experts,
-            active=int(config.get("num_experts_per_tok") or 1) if experts else 1,
+            cached=facts.num_layers * cached,
+            pair=facts.num_layers * 2 * facts.num_heads * (facts.head_dim + facts.v_head_dim),
             weight_bytes=weight_bytes,
             cache_bytes=cache_bytes,
         )
 
     def prefill(self, lengths: Sequence[int], cached: int = 0) -> float:
         """Operations of computing prompts of these lengths of which the first `cached` tokens are there already."""
-        matrices = 2 * self.layers * (self.attention + self.active * self.feed_forward)
-        scores = self.layers * 4 * self.queries / 2
-        return float(sum((n - cached) * matrices + 2 * self.head + scores * (n * n - cached * cached) for n in lengths))
+        matrices = 2 * sum(layers.met for layers in self.layers)
+        pairs = self.pair / 2  # a token sees, on average, half of its prompt
+        return float(sum((n - cached) * matrices + 2 * self.head + pairs * (n * n - cached * cached) for n in lengths))
 
     def step(self, rows: int, tokens: float) -> tuple[float, float]:
         """(bytes, operations) of one decode step of `rows` sequences that read `tokens` cached ones in all."""
-        touched = self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 1
-        read = self.weight_bytes * (self.layers * (self.attention + touched * self.feed_forward) + self.head)
-        read += self.cache_bytes * tokens * self.cached * self.layers
-        operations = 2 * rows * (self.layers * (self.attention + self.active * self.feed_forward) + self.head)
-        return read, float(operations)
+        read = self.weight_bytes * (sum(layers.read(rows) for layers in self.layers) + self.head) + self.cache_bytes * tokens * self.cached
+        return read, float(2 * rows * (sum(layers.met for layers in self.layers) + self.head))
+
+
+def _layers(facts: ModelFacts) -> tuple[LayerCost, ...] | None:
+    """Dense layers and mixtures of experts; None where a size has another name than the usual ones."""
+    config: dict[str, Any] = facts.config
+    hidden, attention = facts.hidden_size, _attention(facts)
+    inner, of_expert = config.get("intermediate_size"), config.get("moe_intermediate_size")
+    if not facts.num_experts:
+        return (LayerCost(facts.num_layers, attention + 3 * hidden * inner),) if isinstance(inner, int) else None
+    expert = of_expert or inner
+    active = config.get("num_experts_per_tok")
+    if not isinstance(expert, int) or not isinstance(active, int):
+        return None
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert
+    step = config.get("decoder_sparse_step") or 1
+    plain = len({*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())})
+    if step != 1:
+        return None
+    mixtures = LayerCost(facts.num_layers - plain, attention + 3 * hidden * shared, facts.num_experts, 3 * hidden * expert, active)
+    if not plain:
+        return (mixtures,)
+    return (LayerCost(plain, attention + 3 * hidden * inner), mixtures) if isinstance(inner, int) else None
+
+
+def _attention(facts: ModelFacts) -> int:
+    """Values of one layer's projections."""
+    hidden, queries, values = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_heads * facts.v_head_dim
+    if not facts.latent:
+        return hidden * (queries + facts.num_kv_heads * (facts.head_dim + facts.v_head_dim)) + values * hidden
+    rank, rope = facts.latent
+    between = facts.config.get("q_lora_rank")
+    of_queries = hidden * between + between * queries if between else hidden * queries
+    return of_queries + hidden * (rank + rope) + rank * facts.num_heads * (facts.head_dim - rope + facts.v_head_dim) + values * hidden
 
 
 def floor_seconds(cost: ModelCost, ceilings: Ceilings, prompts: Sequence[int], outputs: Sequence[int], shared: int = 0) -> float:

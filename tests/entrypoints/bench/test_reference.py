@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from frame.core.interfaces.model import ModelFacts
-from frame.entrypoints.bench.floors import H200, Ceilings, ModelCost, floor_seconds
+from frame.entrypoints.bench.floors import H200, Ceilings, LayerCost, ModelCost, floor_seconds
 from frame.entrypoints.bench.reference import chosen, reference_workloads
 from frame.entrypoints.bench.workload import Arrivals
 
@@ -67,8 +68,28 @@ def test_floors_are_the_published_limits(name: str, facts: ModelFacts) -> None:
         assert tokens / floor_seconds(cost, H200, lengths, given.outputs, given.shared) == pytest.approx(row["limit"], rel=0.005)
 
 
+def test_sizes_of_a_latent_mixture_add_up() -> None:
+    """DeepSeek-V3: 671 billion parameters, of which a token meets 37 billion; 576 cached values a layer."""
+    sizes = {
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "q_lora_rank": 1536,
+    }  # fmt: skip
+    facts = ModelFacts(
+        "DeepseekV3ForCausalLM", 61, 7168, 129280, 128, 128, 192, 128, "mla", (512, 64), 163840, "bfloat16", num_experts=256, config=sizes
+    )
+    cost = ModelCost.of(facts)
+    assert cost is not None
+    assert sum(layers.count * (layers.dense + layers.experts * layers.expert) for layers in cost.layers) + 2 * cost.head == pytest.approx(
+        671e9, rel=0.002
+    )
+    assert sum(layers.met for layers in cost.layers) + cost.head == pytest.approx(37e9, rel=0.02)
+    assert cost.cached == 61 * 576
+    assert cost.step(1, 0)[0] == pytest.approx(2 * 37e9, rel=0.02)
+    assert ModelCost.of(replace(facts, sliding_window=4096)) is None
+
+
 def test_a_step_is_bound_by_what_is_slower() -> None:
-    cost = ModelCost(layers=1, attention=100, feed_forward=0, head=0, cached=10, queries=10)
+    cost = ModelCost((LayerCost(1, dense=100),), head=0, cached=10, pair=40)
     read, operations = cost.step(rows=4, tokens=50)
     assert (read, operations) == (2 * (100 + 500), 2 * 4 * 100)
     assert Ceilings(1200, 1e9).seconds(read, operations) == 1
