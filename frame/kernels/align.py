@@ -7,14 +7,15 @@ A pair is `token * k + place`; an expert's pairs keep their order. Knows no expe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, wait_for_previous
+from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
 
-CHUNKS = 512, 2048, 4096  # pairs that a program takes at a time; more than the last are counted by a launch of their own
+CHUNKS = 512, 2048, 8192  # pairs that a program takes at a time; more than the last are counted by a launch of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +33,32 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     """Sort pairs by expert: ids int64 [tokens, k], contiguous, all of them in [0, num_experts)."""
     pairs, device = ids.numel(), ids.device
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
-    numbers = torch.empty(blocks * (block + 1) + 1, dtype=torch.int32, device=device)
-    found = Alignment(numbers[: blocks * block], numbers[blocks * block : -1], numbers[-1:], block)
-    experts = triton.next_power_of_2(num_experts)
+    numbers = torch.empty(4 + blocks * (block + 1), dtype=torch.int32, device=device)  # all three parts begin at 16 bytes
+    found = Alignment(numbers[4 : 4 + blocks * block], numbers[4 + blocks * block :], numbers[:1], block)
+    experts = power_of_2(num_experts)
     chunk = next((size for size in CHUNKS if pairs <= size), CHUNKS[-1])
-    chunks = triton.cdiv(pairs, chunk)
+    chunks = blocks_of(pairs, chunk)
     counts, short = numbers, ids
     if chunks > 1:
         counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
         short = torch.empty(pairs, dtype=torch.int16, device=device)
-        _count_kernel[(chunks,)](ids, short, counts, pairs, EXPERTS=experts, CHUNK=chunk, **options(device, chunk // 512))
-    _align_kernel[(num_experts, chunks)](
-        short, counts, found.pairs, found.experts, found.used, pairs, chunks, EXPERTS=experts, BLOCK=block, CHUNK=chunk,
-        COUNTED=chunks > 1, **options(device, max(4, chunk // 512)),
-    )  # fmt: skip
+        _prepared_count(experts, chunk, device)((chunks, 1, 1), (ids, short, counts), (pairs,))
+    launch = _prepared_align(experts, block, chunk, power_of_2(max(16, chunks)) if chunks > 1 else 0, device)
+    launch((num_experts, chunks, 1), (short, counts, found.pairs, found.experts, found.used), (pairs, chunks))
     return found
+
+
+@lru_cache(maxsize=64)
+def _prepared_count(experts: int, chunk: int, device: torch.device) -> Prepared:
+    types = torch.int64, torch.int16, torch.int32, 0
+    return Prepared(_count_kernel, types, {"EXPERTS": experts, "CHUNK": chunk}, device, chunk // 256)
+
+
+@lru_cache(maxsize=64)
+def _prepared_align(experts: int, block: int, chunk: int, chunks: int, device: torch.device) -> Prepared:
+    types = torch.int16 if chunks else torch.int64, *[torch.int32] * 4, 0, 0
+    constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk, "CHUNKS": chunks}
+    return Prepared(_align_kernel, types, constants, device, min(16, chunk // 128))
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -64,7 +76,7 @@ def _count_kernel(ids, short, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.co
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _align_kernel(
     ids,
-    counts,  # int32 [chunks, EXPERTS], if COUNTED
+    counts,  # int32 [chunks, EXPERTS], if any were counted
     pairs_out,
     experts_out,
     used,
@@ -73,7 +85,7 @@ def _align_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
+    CHUNKS: tl.constexpr,  # at least as many as were counted; 0: none were
     PDL: tl.constexpr,
 ):
     """Grid: (experts, chunks). A program finds its expert's pairs in its chunk."""
@@ -84,13 +96,11 @@ def _align_kernel(
     experts = tl.arange(0, EXPERTS)
     lanes = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
-    if COUNTED:
-        found = tl.zeros([EXPERTS], tl.int32)
-        ahead = tl.zeros([EXPERTS], tl.int32)
-        for each in range(chunks):
-            here = tl.load(counts + each * EXPERTS + experts)
-            found += here
-            ahead += tl.where(each < chunk, here, 0)
+    if CHUNKS > 0:
+        each = tl.arange(0, CHUNKS)[:, None]
+        all_counts = tl.load(counts + each * EXPERTS + experts[None, :], mask=each < chunks, other=0)
+        found = tl.sum(all_counts, 0)
+        ahead = tl.sum(tl.where(each < chunk, all_counts, 0), 0)
     else:
         found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
         ahead = tl.zeros([EXPERTS], tl.int32)

@@ -7,17 +7,17 @@ outputs, blocks of inputs], of blocks of 128 x 128. Knows neither routing nor th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame import kernels
 from frame.kernels.align import Alignment
 from frame.kernels.expert_tiles import Tile, Vector
 from frame.kernels.experts import combine_kernel, experts_kernel, vector_down_kernel, vector_gate_up_kernel
-from frame.kernels.launch import options
+from frame.kernels.launch import Prepared, blocks_of, power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,12 @@ class Pairs:
         return self.ids.numel()
 
 
-def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile) -> Rows:
-    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner], in the type of x."""
+def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> Rows:
+    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner] in `dtype`; in float8 with scales, for a tile
+    of BN 128."""
     rows, inner, device = len(order.pairs), weights.values.shape[1] // 2, x.values.device
-    act = Rows(torch.empty((rows, inner), dtype=x.values.dtype, device=device))
-    if x.scale is not None:
+    act = Rows(torch.empty((rows, inner), dtype=dtype, device=device))
+    if dtype == torch.float8_e4m3fn:
         act = Rows(act.values, torch.empty((inner // 128, rows), dtype=torch.float32, device=device).t())
     _launch(x, weights, act, pairs, order, tile, gated=True)
     return act
@@ -69,10 +70,10 @@ def combine(rows: torch.Tensor, top: int) -> torch.Tensor:
     """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs."""
     tokens, hidden = len(rows) // top, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
-    bm = triton.next_power_of_2(tokens) if kernels.INTERPRETED else 1
-    bn = min(1024, triton.next_power_of_2(hidden))
-    grid = (triton.cdiv(tokens, bm), triton.cdiv(hidden, bn))
-    combine_kernel[grid](rows, out, tokens, N=hidden, TOP=top, BM=bm, BN=bn, **options(rows.device, 4))
+    bm = power_of_2(tokens) if kernels.INTERPRETED else 1
+    bn = min(1024, power_of_2(hidden))
+    launch = _prepared_combine(hidden, top, bm, bn, rows.dtype, rows.device)
+    launch((blocks_of(tokens, bm), blocks_of(hidden, bn), 1), (rows, out), (tokens,))
     return out
 
 
@@ -80,11 +81,9 @@ def vector_gate_up(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs, size: V
     """`gate_up` for a token or a few, times the pairs' weights: each pair reads its expert by itself."""
     inner, hidden = weights.shape[1] // 2, weights.shape[2]
     act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
-    vector_gate_up_kernel[(triton.cdiv(inner, size.bn), pairs.count)](
-        x, weights, act, pairs.ids, pairs.weights, x.stride(0), weights.stride(0), weights.stride(1),
-        INNER=inner, HIDDEN=hidden, TOP=pairs.ids.shape[1], BN=size.bn,
-        BK=min(size.bk, triton.next_power_of_2(hidden)), **options(x.device, size.warps),
-    )  # fmt: skip
+    strides = x.stride(0), weights.stride(0), weights.stride(1)
+    launch = _prepared_vector(True, inner, hidden, pairs.ids.shape[1], size, (x.dtype, weights.dtype), strides, x.device)
+    launch((blocks_of(inner, size.bn), pairs.count, 1), (x, weights, act, pairs.ids, pairs.weights), strides)
     return act
 
 
@@ -92,30 +91,73 @@ def vector_down(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, siz
     """What `vector_gate_up` gave -> [tokens, hidden], the sum over each token's experts."""
     (tokens, top), (hidden, inner) = ids.shape, weights.shape[1:]
     out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
-    vector_down_kernel[(triton.cdiv(hidden, size.bn), tokens)](
-        act, weights, out, ids, weights.stride(0), weights.stride(1),
-        INNER=inner, HIDDEN=hidden, TOP=top, PLACES=min(size.places, top & -top), BN=size.bn,
-        BK=min(size.bk, triton.next_power_of_2(inner)), **options(act.device, size.warps),
-    )  # fmt: skip
+    strides = weights.stride(0), weights.stride(1)
+    launch = _prepared_vector(False, inner, hidden, top, size, (act.dtype, weights.dtype), strides, act.device)
+    launch((blocks_of(hidden, size.bn), tokens, 1), (act, weights, out, ids), strides)
     return out
 
 
 def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, *, gated: bool) -> None:
     x, values = rows.values, weights.values
-    outputs, inputs = values.shape[1] // 2 if gated else values.shape[1], values.shape[2]
+    x_scale, w_scale, out_scale = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values)
+    outputs, inputs, top = values.shape[1] // 2 if gated else values.shape[1], values.shape[2], pairs.ids.shape[1]
+    types = tuple(each.dtype for each in (x, values, out.values, x_scale, w_scale, out_scale))
+    strides = x.stride(0), values.stride(0), values.stride(1)
+    launch = _prepared_experts(gated, outputs, inputs, top, weights.scale is not None, tile, types, strides, x.device)
     w: Any = values
     if tile.tma:
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
-    x_scale, w_scale, out_scale = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values)
-    experts_kernel[(len(order.experts) * triton.cdiv(outputs, tile.bn),)](
-        x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale,
-        pairs.count, x.stride(0), x_scale.stride(1), out_scale.stride(1), values.stride(0), values.stride(1),
-        N=outputs, K=inputs, TOP=pairs.ids.shape[1], GATED=gated, SCALED=weights.scale is not None, BM=tile.bm, BN=tile.bn, BK=tile.bk,
-        TMA=tile.tma, SWAP=tile.swap, HALVES=tile.halves, UPCAST=kernels.INTERPRETED, num_stages=tile.stages,
-        **options(x.device, tile.warps),
-    )  # fmt: skip
+    tensors = x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale
+    numbers = pairs.count, x_scale.stride(1), out_scale.stride(1), *strides
+    launch((len(order.experts) * blocks_of(outputs, tile.bn), 1, 1), tensors, numbers)
 
 
 def _or(scale: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
     """A kernel's argument is there even when it reads nothing of it."""
     return instead if scale is None else scale
+
+
+@lru_cache(maxsize=256)
+def _prepared_experts(
+    gated: bool,
+    outputs: int,
+    inputs: int,
+    top: int,
+    scaled: bool,
+    tile: Tile,
+    types: tuple[torch.dtype, ...],
+    strides: tuple[int, ...],
+    device: torch.device,
+) -> Prepared:
+    x, w, out, x_scale, w_scale, out_scale = types
+    weights: Any = w
+    if tile.tma:
+        weights = TensorDescriptor(torch.empty(16, dtype=w, device=device), [16, 16], [16, 1], [tile.bn, tile.bk])
+    example = x, weights, out, torch.float32, torch.int32, torch.int32, torch.int32, x_scale, w_scale, out_scale, 0, 0, 0, *strides
+    constants = {"N": outputs, "K": inputs, "TOP": top, "GATED": gated, "SCALED": scaled, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
+    constants |= {"TMA": tile.tma, "SWAP": tile.swap, "HALVES": tile.halves, "UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
+    return Prepared(experts_kernel, example, constants, device, tile.warps)
+
+
+@lru_cache(maxsize=64)
+def _prepared_combine(hidden: int, top: int, bm: int, bn: int, dtype: torch.dtype, device: torch.device) -> Prepared:
+    return Prepared(combine_kernel, (dtype, dtype, 0), {"N": hidden, "TOP": top, "BM": bm, "BN": bn}, device, 4)
+
+
+@lru_cache(maxsize=64)
+def _prepared_vector(
+    gated: bool,
+    inner: int,
+    hidden: int,
+    top: int,
+    size: Vector,
+    types: tuple[torch.dtype, torch.dtype],
+    strides: tuple[int, ...],
+    device: torch.device,
+) -> Prepared:
+    x, w = types
+    constants = {"INNER": inner, "HIDDEN": hidden, "TOP": top, "BN": size.bn, "BK": min(size.bk, power_of_2(hidden if gated else inner))}
+    if gated:
+        return Prepared(vector_gate_up_kernel, (x, w, x, torch.int64, torch.float32, *strides), constants, device, size.warps)
+    constants["PLACES"] = min(size.places, top & -top)
+    return Prepared(vector_down_kernel, (x, w, x, torch.int64, *strides), constants, device, size.warps)

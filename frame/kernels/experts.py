@@ -41,8 +41,9 @@ def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.conste
     else:
         left, right = x, tl.trans(tile)
     if SCALED:
-        scales = x_scale * scale
-        acc += tl.dot(left, right, input_precision="ieee") * (scales[None, :] if SWAP else scales[:, None])
+        part = tl.dot(left, right, input_precision="ieee") * scale
+        part *= x_scale[None, :] if SWAP else x_scale[:, None]
+        acc += part
     else:
         acc = tl.dot(left, right, acc, input_precision="ieee")
     return acc
@@ -149,7 +150,7 @@ def _block(
         inside = inside & valid[:, None]
     if SWAP:
         acc = tl.trans(acc)
-    if GATED and SCALED:
+    if GATED and SCALED and out.dtype.element_ty == tl.float8e4nv:
         result = rounded(_scaled(acc, places, first // SCALE_BLOCK, out_scale, out_scale_stride), UPCAST)
     else:
         result = acc.to(out.dtype.element_ty)
@@ -169,9 +170,9 @@ def experts_kernel(
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]
     out_scale,  # float32 [N / 128, rows]
     num_pairs,
-    x_stride,
     x_scale_stride,
     out_scale_stride,
+    x_stride,
     w_expert,
     w_row,
     N: tl.constexpr,

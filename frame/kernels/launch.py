@@ -38,24 +38,23 @@ def options(device: torch.device, warps: int) -> dict[str, Any]:
 class Prepared:
     """A kernel compiled for pointers to types, and for numbers, like the `example`; called with a grid, tensors and numbers.
 
-    The kernel's parameters are tensors, then numbers, then constants. Tensors begin at multiples of 16 bytes, as those of PyTorch do
-    that are not parts of others; if not, Triton finds other code. Numbers may differ from the example's where the kernel does not
+    The kernel's parameters are tensors or Triton's descriptors of some, then numbers, then constants. Tensors begin at multiples of 16
+    bytes, as those of PyTorch do that are not parts of others; if not, Triton finds other code. Numbers may differ from the example's where the kernel does not
     specialise on them (`do_not_specialize`); others are part of the key under which an object of this class is kept.
     """
 
-    def __init__(
-        self, kernel: Any, example: Sequence[torch.dtype | int | float], constants: dict[str, Any], device: torch.device, warps: int
-    ) -> None:
+    def __init__(self, kernel: Any, example: Sequence[Any], constants: dict[str, Any], device: torch.device, warps: int) -> None:
         self.kernel = kernel
         self.constants = constants | options(device, warps)
         self.compiled = None if kernels.INTERPRETED else kernel.warmup(*example, grid=(1,), **self.constants)
         self.values = tuple(self.constants[name] for name in kernel.arg_names if name in self.constants)
 
-    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]) -> None:
-        pointers = [tensor.data_ptr() for tensor in tensors]
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
+        pointers = [tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
         misplaced = 0
         for pointer in pointers:
-            misplaced |= pointer
+            if type(pointer) is int:
+                misplaced |= pointer
         if self.compiled is None or misplaced & _ALIGNMENT:
             self.kernel[grid](*tensors, *numbers, **self.constants)
         else:

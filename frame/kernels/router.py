@@ -6,12 +6,14 @@ Reference: `frame.models.layers.router.Router`. Of experts that score alike, the
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from frame import kernels
-from frame.kernels.launch import begin, options, wait_for_previous
+from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
 
 MAX_EXPERTS = 1024  # of a row, which one warp holds
 FEW_TOKENS = 64  # up to here `few_logits` takes less time than a matrix product (H200: 1.3 µs for one, 4.8 for 64, against 5)
@@ -36,31 +38,52 @@ def route(
     tokens, experts = logits.shape
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
-    size = experts // groups
-    rows = triton.next_power_of_2(tokens) if kernels.INTERPRETED else 1
-    _route_kernel[(triton.cdiv(tokens, rows),)](
-        logits, logits if correction is None else correction, ids, weights, tokens, logits.stride(0), scale,
-        EXPERTS=experts, SIZE=size, GROUPS=groups, BLOCK_SIZE=triton.next_power_of_2(size),
-        BLOCK_GROUPS=triton.next_power_of_2(groups), TOP_GROUPS=top_groups, TOP2=top2, TOP_K=top_k,
-        BLOCK_K=triton.next_power_of_2(top_k), SIGMOID=sigmoid, RENORMALIZE=renormalize, CORRECTED=correction is not None, ROWS=rows,
-        **options(logits.device, 1),
-    )  # fmt: skip
+    rows = power_of_2(tokens) if kernels.INTERPRETED else 1
+    rule = top_k, sigmoid, renormalize, correction is not None, top2
+    launch = _prepared_route(experts, groups, top_groups, rule, rows, logits.dtype, logits.stride(0), logits.device)
+    tensors = logits, logits if correction is None else correction, ids, weights
+    launch((blocks_of(tokens, rows), 1, 1), tensors, (tokens, logits.stride(0), scale))
     return ids, weights
+
+
+@lru_cache(maxsize=64)
+def _prepared_route(
+    experts: int,
+    groups: int,
+    top_groups: int,
+    rule: tuple[int, bool, bool, bool, bool],
+    rows: int,
+    dtype: torch.dtype,
+    stride: int,
+    device: torch.device,
+) -> Prepared:
+    top_k, sigmoid, renormalize, is_corrected, top2 = rule
+    size = experts // groups
+    constants = {"SIZE": size, "GROUPS": groups, "BLOCK_SIZE": power_of_2(size), "BLOCK_GROUPS": power_of_2(groups)}
+    constants |= {"TOP_GROUPS": top_groups, "TOP2": top2, "TOP_K": top_k, "BLOCK_K": power_of_2(top_k), "SIGMOID": sigmoid}
+    constants |= {"RENORMALIZE": renormalize, "CORRECTED": is_corrected, "ROWS": rows}
+    types = dtype, torch.float32 if is_corrected else dtype, torch.int64, torch.float32, 0, stride, 1.0
+    return Prepared(_route_kernel, types, constants, device, 1)
 
 
 def few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in the weight's type, for `FEW_TOKENS` tokens at most;
     the weight, which no step writes, is read while the kernel ahead still runs."""
-    tokens, hidden = x.shape
-    experts = weight.shape[0]
+    (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
-    block = triton.next_power_of_2(hidden)
-    together = triton.next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
-    _few_logits_kernel[(triton.cdiv(experts, together), tokens)](
-        x, weight, logits, x.stride(0), weight.stride(0), EXPERTS=experts, HIDDEN=hidden, BLOCK=block, TOGETHER=together,
-        **options(x.device, 4),
-    )  # fmt: skip
+    together = power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
+    strides = x.stride(0), weight.stride(0)
+    launch = _prepared_logits(experts, hidden, together, x.dtype, weight.dtype, strides, x.device)
+    launch((blocks_of(experts, together), tokens, 1), (x, weight, logits), strides)
     return logits
+
+
+@lru_cache(maxsize=64)
+def _prepared_logits(
+    experts: int, hidden: int, together: int, dtype: torch.dtype, weight: torch.dtype, strides: tuple[int, int], device: torch.device
+) -> Prepared:
+    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": power_of_2(hidden), "TOGETHER": together}
+    return Prepared(_few_logits_kernel, (dtype, weight, weight, *strides), constants, device, 4)
 
 
 @triton.jit
@@ -117,7 +140,6 @@ def _route_kernel(
     tokens,
     stride,
     scale,
-    EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,  # experts of a group
     GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,

@@ -29,6 +29,7 @@ from frame.testing.conformance_moe import PlainExperts, reference
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest value; the interpreter cuts off instead of rounding
 CONTEXT = BuildContext(device=DEVICE, dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
+SUMS = {"rtol": 1e-4, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 1e-2, "atol": 5e-3}  # tensor cores add float8 products shortly
 RULES = [
     (RoutingRule(8, renormalize=True), 128),
     (RoutingRule(4), 60),
@@ -117,7 +118,7 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
     pairs, order = Pairs(ids, weights), align(ids, sizes[0], 32)
     tiles = Tile(32, 16, 16, 4, 2), Tile(32, 32, 16, 4, 2, halves=True), Tile(32, 64, 32, 4, 2, swap=True)
     for tile in (*tiles, replace(tiles[2], tma=True)):
-        rows = gate_up(Rows(x), Weights(first), pairs, order, tile)
+        rows = gate_up(Rows(x), Weights(first), pairs, order, tile, dtype)
         check(combine(down(rows, Weights(second), pairs, order, replace(tile, swap=False), dtype), sizes[1]), want)
 
 
@@ -144,13 +145,15 @@ def test_products_of_float8_blocks(swap: bool) -> None:
     used = int(order.used) * 16
     tile = Tile(16, 128, 128, 4, 2, swap=swap, tma=swap)
     rows = Rows(*quantize_groups(x))
-    act = gate_up(rows, first, pairs, order, tile)
-    want = gate_up(Rows(stands_for(rows)[:5].contiguous()), Weights(gate_up_), pairs, order, tile).values[:used]
+    act = gate_up(rows, first, pairs, order, tile, torch.float8_e4m3fn)
+    plainly = gate_up(Rows(stands_for(rows)[:5].contiguous()), Weights(gate_up_), pairs, order, tile, torch.float32)
+    want = plainly.values[:used]
+    torch.testing.assert_close(gate_up(rows, first, pairs, order, tile, torch.float32).values[:used], want, **SUMS)
     error = (stands_for(act)[:used] - want).abs()
     assert (error <= want.abs().amax(1, keepdim=True) * 2**-4).all()
     act = Rows(act.values[:used], act.scale[:used])  # type: ignore[index]
     got = down(act, second, pairs, order, tile, torch.float32)
-    torch.testing.assert_close(got, down(Rows(stands_for(act)), Weights(down_), pairs, order, tile, torch.float32), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, down(Rows(stands_for(act)), Weights(down_), pairs, order, tile, torch.float32), **SUMS)
 
 
 def test_float8_experts_are_close_to_plain_ones() -> None:
@@ -213,8 +216,9 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
             setattr(experts, f"{name}_scale_inv", made.scale)
             plain.copy_(numbers)
-    error = (runner.run(Dispatched(x, ids, weights), experts).double() - reference(x, ids, weights, first, second)).abs().max()
-    assert error < (0.1 if is_float8 else 1e-4)
+    want = reference(x, ids, weights, first, second)
+    error = runner.run(Dispatched(x, ids, weights), experts).double() - want
+    assert error.norm() < (0.08 if is_float8 else 1e-5) * want.norm()
 
 
 def test_no_tokens() -> None:

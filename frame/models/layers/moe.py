@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,14 @@ from frame.models.layers.router import Router, RoutingRule
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
+
+_BESIDE_TOKENS = 64  # up to here neither the experts nor the shared one fill a GPU all the time
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Where shared experts run while the others do: one for all layers, which follow one another."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,25 @@ class MoE(nn.Module):
         self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)
         self.experts = Experts(context, f"{prefix}.experts", sizes)
         self.shared = shared
+        self._overlaps = context.device.type == "cuda" and context.tp.size == 1  # ranks' reductions have to come in one order
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shared is None:
+            return self._routed(x)
+        if not self._overlaps or len(x) > _BESIDE_TOKENS:
+            return self._routed(x) + self.shared(x)
+        here, beside = torch.cuda.current_stream(x.device), _stream_beside(x.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            shared = self.shared(x)
+        out = self._routed(x)
+        here.wait_stream(beside)
+        return out + shared
+
+    def _routed(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x)
         tokens = self.dispatcher.dispatch(x, ids, weights)
-        out = self.dispatcher.combine(self.runner.run(tokens, self.experts), tokens)
-        return out if self.shared is None else out + self.shared(x)
+        return self.dispatcher.combine(self.runner.run(tokens, self.experts), tokens)
 
 
 class GatedSharedExpert(nn.Module):

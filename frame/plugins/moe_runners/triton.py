@@ -16,7 +16,7 @@ from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.align import CHUNKS, align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import Tile, choose_tiles, choose_vectors, turning_points
+from frame.kernels.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, turning_points
 from frame.kernels.fp8_quantize import quantize_groups
 
 if TYPE_CHECKING:
@@ -65,8 +65,14 @@ class Triton(MoERunner):
             return vector_down(vector_gate_up(x, first.values, pairs, vectors[0]), second.values, pairs.ids, vectors[1])
         tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
         order = align(pairs.ids, len(first.values), tiles.first.bm)
-        act = gate_up(Rows(*quantize_groups(x)) if is_float8 else Rows(x), first, pairs, order, self._fitted(tiles.first, first, 2))
-        return combine(down(act, second, pairs, order, self._fitted(tiles.second, second, 1), x.dtype), pairs.ids.shape[1])
+        tile, dtype = self._fitted(tiles.first, first, 2), x.dtype
+        if not is_float8:
+            act = gate_up(Rows(x), first, pairs, order, tile, dtype)
+        elif tile.bm <= ROUNDED_ROWS:
+            act = gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, torch.float8_e4m3fn)
+        else:
+            act = Rows(*quantize_groups(gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, dtype).values))
+        return combine(down(act, second, pairs, order, self._fitted(tiles.second, second, 1), dtype), pairs.ids.shape[1])
 
     def _fitted(self, tile: Tile, weights: Weights, width: int) -> Tile:
         """The tile for these weights, on this device."""
