@@ -39,8 +39,9 @@ class Prepared:
     """A kernel compiled for pointers to types, and for numbers, like the `example`; called with a grid, tensors and numbers.
 
     The kernel's parameters are tensors or Triton's descriptors of some, then numbers, then constants. Tensors begin at multiples of 16
-    bytes, as those of PyTorch do that are not parts of others; if not, Triton finds other code. Numbers may differ from the example's where the kernel does not
-    specialise on them (`do_not_specialize`); others are part of the key under which an object of this class is kept.
+    bytes, as those of PyTorch do that are not parts of others; if not, Triton finds other code. Numbers may differ from the example's
+    where the kernel does not specialise on them (`do_not_specialize`); others are part of the key under which an object of this class
+    is kept.
     """
 
     def __init__(self, kernel: Any, example: Sequence[Any], constants: dict[str, Any], device: torch.device, warps: int) -> None:
