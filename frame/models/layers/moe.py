@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BESIDE_TOKENS = 64  # up to here neither the experts nor the shared one fill a GPU all the time
 
 
-@cache
+@lru_cache(maxsize=16)
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     """Where shared experts run while the others do: one for all layers, which follow one another."""
     return torch.cuda.Stream(device)
