@@ -55,16 +55,16 @@ def plan(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | Non
 
 def _one_row(outputs: int, inner: int, gated: bool) -> Plan:
     if gated:
-        return Plan("vector", 4, 1, outputs=4)
+        return Plan("vector", 8 if inner >= _LONG and inner % 2048 == 0 else 4, 1, outputs=4)
     if outputs <= _FEW:
-        return Plan("vector", 8, 1, outputs=4)
+        return Plan("vector", 8, 1, outputs=8 if inner >= _LONG else 4)
     if outputs <= 4096 and inner > 2048:
         return Plan("vector", 2, 2, outputs=4)
     if inner > 8192:
         return Plan("vector", 8, 1, outputs=8)
     if 6400 < outputs <= 7168:  # one program more a multiprocessor than run at once, with eight outputs each
         return Plan("vector", 4, 1, outputs=4)
-    return Plan("vector", 4, 1, outputs=8)
+    return Plan("vector", 4, 1, outputs=4 if outputs >= _VOCABULARY and inner >= _LONG else 8)
 
 
 def _two_rows(outputs: int, gated: bool) -> Plan:
