@@ -38,14 +38,43 @@ def fetch_ahead(w, first, stride, K, ROWS: tl.constexpr, AHEAD: tl.constexpr, TH
     )
 
 
+@triton.jit
+def load_weights(pointers, columns, K, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
+    if EVEN_K:
+        weights = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        weights = tl.load(pointers, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if UPCAST:
+        weights = weights.to(tl.float32)
+    return weights
+
+
+@triton.jit
+def scale_of(w_scale, first, rows, stride, k, BN: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
+    """Of a tile of weights: one number, or one for each output as a column."""
+    if GROUP_N % BN == 0:
+        return tl.load(w_scale + (first // GROUP_N) * stride + k // GROUP_K)
+    else:  # Triton compiles one branch, and wants one type
+        return tl.load(w_scale + (rows // GROUP_N) * stride + k // GROUP_K)[:, None]
+
+
+@triton.jit
+def activated(gate, up, dtype: tl.constexpr):
+    """SiLU(gate) * up, rounded where the layers round that compute it apart."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
     x, x_scale, w, w_scale, bias, out, partial, counter, M, N, K, x_scale_stride, w_scale_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr,  # the weight has 2 N outputs, gates and what they open; the result is SiLU of the first times the second
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs of a weight's scale; GROUP_K 0: all inputs, and rows have one each
     HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
     num_warps: tl.constexpr, num_stages: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
     split = tl.program_id(1)
     first = tile * BN
@@ -58,51 +87,64 @@ def narrow_kernel(
     start = (steps * split // SPLIT) * BK
     stop = (steps * (split + 1) // SPLIT) * BK
     w_pointers = w + row_of.to(tl.int64)[:, None] * K + columns[None, :]
+    up_pointers = w_pointers + N.to(tl.int64) * K
     x_pointers = x + batch[None, :] * K + columns[:, None]
     total = tl.zeros([BN, BM], tl.float32)
+    total_up = total
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
             fetch_ahead(w + start, first, K, K - start, BN, AHEAD, num_warps * 32)
         tl.extra.cuda.gdc_wait()
     for k in tl.range(start, stop, BK, num_stages=num_stages):
+        weights = load_weights(w_pointers + k, k + columns, K, EVEN_K, UPCAST)
         if EVEN_K:
-            weights = tl.load(w_pointers + k, eviction_policy="evict_first")
             inputs = tl.load(x_pointers + k, mask=is_row[None, :], other=0.0)
         else:
-            weights = tl.load(w_pointers + k, mask=(k + columns < K)[None, :], other=0.0, eviction_policy="evict_first")
             inputs = tl.load(x_pointers + k, mask=(k + columns < K)[:, None] & is_row[None, :], other=0.0)
         if UPCAST:
-            weights = weights.to(tl.float32)
             inputs = inputs.to(tl.float32)
         part = tl.dot(weights, inputs)  # added apart: the tensor cores' own sums over fp8 are short of bits
+        if GATED:
+            part_up = tl.dot(load_weights(up_pointers + k, k + columns, K, EVEN_K, UPCAST), inputs)
         if GROUP_K > 0:
             factors = tl.load(x_scale + (k // GROUP_K) * x_scale_stride + batch, mask=is_row, other=0.0)[None, :]
-            if GROUP_N % BN == 0:
-                factors *= tl.load(w_scale + (first // GROUP_N) * w_scale_stride + k // GROUP_K)
-            else:
-                factors *= tl.load(w_scale + (row_of // GROUP_N) * w_scale_stride + k // GROUP_K)[:, None]
-            part *= factors
+            part *= factors * scale_of(w_scale, first, row_of, w_scale_stride, k, BN, GROUP_N, GROUP_K)
+            if GATED:
+                part_up *= factors * scale_of(w_scale, first + N, row_of + N, w_scale_stride, k, BN, GROUP_N, GROUP_K)
         total += part
+        if GATED:
+            total_up += part_up
     if GROUP_K == 0:
-        total *= tl.load(w_scale + row_of)[:, None] * tl.load(x_scale + batch, mask=is_row, other=0.0)[None, :]
+        factors = tl.load(x_scale + batch, mask=is_row, other=0.0)[None, :]
+        total *= tl.load(w_scale + row_of)[:, None] * factors
+        if GATED:
+            total_up *= tl.load(w_scale + N + row_of)[:, None] * factors
+    size = M.to(tl.int64) * N
     places = batch[None, :].to(tl.int64) * N + rows[:, None]
     mask = is_row[None, :] & (rows < N)[:, None]
+    is_last = True
     if SPLIT > 1:
-        tl.store(partial + split.to(tl.int64) * M * N + places, total, mask=mask)
+        tl.store(partial + split * PARTS * size + places, total, mask=mask)
+        if GATED:
+            tl.store(partial + (split * PARTS + 1) * size + places, total_up, mask=mask)
         tl.debug_barrier()
         is_last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1
-        if is_last:
+    if is_last:
+        if SPLIT > 1:
             total = tl.zeros([BN, BM], tl.float32)
+            total_up = total
             for other in tl.static_range(SPLIT):
-                total += tl.load(partial + other * M.to(tl.int64) * N + places, mask=mask, other=0.0, cache_modifier=".cg")
-            if HAS_BIAS:
-                total += tl.load(bias + row_of).to(tl.float32)[:, None]
-            tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+                total += tl.load(partial + other * PARTS * size + places, mask=mask, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    total_up += tl.load(partial + (other * PARTS + 1) * size + places, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counter + tile, 0)
-    else:
         if HAS_BIAS:
             total += tl.load(bias + row_of).to(tl.float32)[:, None]
+            if GATED:
+                total_up += tl.load(bias + N + row_of).to(tl.float32)[:, None]
+        if GATED:
+            total = activated(total, total_up, out.dtype.element_ty)
         tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -142,6 +184,16 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     return Plan(64, step, 4 if tiles <= 64 else 3, split)
 
 
+def choose_gated_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
+    """The plan for a gated product: a program multiplies two tiles, of gates and of what they open."""
+    if INTERPRETED:
+        return choose_plan(rows, outputs, inputs, columns)
+    step = 128 if columns or inputs % 256 or rows > 16 else 256
+    tiles, most = -(-outputs // 128), max(1, inputs // step // 2)
+    split = min(most, 8 if tiles <= 16 else 4 if tiles <= 64 else 2 if tiles <= 100 else 1)
+    return Plan(64, step, 3 if step == 256 else 6 if rows <= 16 else 4, split)
+
+
 def narrow_linear(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -154,23 +206,27 @@ def narrow_linear(
     *,
     rows: int,
     dtype: torch.dtype,
+    gated: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
     """The first `rows` (64 at most) of x, e4m3 [P, K], times e4m3 weights [N, K], plus bias [N]: [rows, N] in `dtype`.
 
     `block`: the outputs and inputs of a scale. With 0 inputs, w_scale is float32 [N] and x_scale [P, 1]; else w_scale is [N / outputs,
-    K / inputs] and x_scale [P, K / inputs] with stride(0) 1, and `plan.inputs` divides the block's. `counter` int32 [tiles of outputs] is
-    zero, and again when the product is done. `pdl`: launch before the kernel ahead has ended (`frame.kernels.pdl`).
+    K / inputs] and x_scale [P, K / inputs] with stride(0) 1, and `plan.inputs` divides the block's. `gated`: SiLU of the first half of the
+    outputs times the second, [rows, N / 2]; a half is whole blocks. `counter` int32 [tiles of outputs] is zero, and again when the product
+    is done. `pdl`: launch before the kernel ahead has ended (`frame.kernels.pdl`).
     """
     outputs, inner = weight.shape
+    parts = 2 if gated else 1
+    outputs //= parts
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    partial = torch.empty(plan.split * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else x_scale
+    partial = torch.empty(plan.split * parts * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else x_scale
     is_even = outputs % plan.outputs == 0
     narrow_kernel[(-(-outputs // plan.outputs), plan.split)](
         x, x_scale, weight, w_scale, w_scale if bias is None else bias, out, partial, counter, rows, outputs, inner,
         x_scale.stride(1), w_scale.stride(0),
         BM=16 if rows <= 16 else 32 if rows <= 32 else 64, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
-        AHEAD=plan.ahead if is_even and inner % plan.inputs == 0 and inner // plan.split >= 2 * plan.ahead else 0,
+        AHEAD=plan.ahead if is_even and inner % plan.inputs == 0 and inner // plan.split >= 2 * plan.ahead else 0, GATED=gated,
         GROUP_N=block[0], GROUP_K=block[1], HAS_BIAS=bias is not None, EVEN_N=is_even, EVEN_K=inner % plan.inputs == 0,
         PDL=pdl, UPCAST=INTERPRETED, num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
     )  # fmt: skip

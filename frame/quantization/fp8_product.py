@@ -6,11 +6,16 @@ block. Few rows go to a kernel that streams the weight, others to PyTorch. Knows
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from frame import kernels
 from frame.quantization.fp8_weights import BLOCK, Scales, dequantize
+
+if TYPE_CHECKING:
+    from frame.kernels.fp8_linear import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of both sizes, for PyTorch's products
@@ -28,6 +33,8 @@ class Fp8Product:
         device = weight.device
         self._narrow, self._few = fp8_linear.narrow_linear, fp8_linear.MOST_ROWS
         self._plans = [fp8_linear.choose_plan(max(1, rows), outputs, inputs, scales.columns) for rows in range(self._few + 1)]
+        self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), outputs, inputs, scales.columns) for rows in range(self._few + 1)]
+        self._can_gate = outputs % (2 * max(scales.rows, 1)) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
         self._quantize = fp8_quantize.quantize_groups if scales.columns else fp8_quantize.quantize_rows
         self._rescale = fp8_quantize.rescale_
@@ -55,16 +62,30 @@ class Fp8Product:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         rows = flat.shape[0]
         if 0 < rows <= self._few:
-            rounded, by_row = self._quantize(flat, self._pdl)
-            out = self._narrow(
-                rounded, by_row, weight, self._scales, self._block, bias, self._plans[rows], self._counter,
-                rows=rows, dtype=x.dtype, pdl=self._pdl,
-            )  # fmt: skip
+            out = self._multiply_few(flat, weight, bias, self._plans[rows])
         else:
             out = self._many(flat, weight) if rows else flat.new_empty(0, len(weight))
             if bias is not None:
                 out += bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """SiLU of the first half of the outputs times the second, […, outputs / 2]; None for more rows than few."""
+        flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+        rows = flat.shape[0]
+        if not (0 < rows <= self._few and self._can_gate):
+            return None
+        out = self._multiply_few(flat, weight, bias, self._gated_plans[rows], gated=True)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+    def _multiply_few(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False
+    ) -> torch.Tensor:
+        rounded, by_row = self._quantize(x, self._pdl)
+        return self._narrow(
+            rounded, by_row, weight, self._scales, self._block, bias, plan, self._counter,
+            rows=len(x), dtype=x.dtype, gated=gated, pdl=self._pdl,
+        )  # fmt: skip
 
     def _many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not self._multiplies_many:

@@ -25,6 +25,7 @@ from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import Session, open_session
 from tests.models.ranks import on_ranks
 from tests.quantization.fp8_checkpoints import CONFIGS, make_pair
+from tests.testing.failures import failures
 
 TOKENS = list(range(20, 60))
 
@@ -327,3 +328,11 @@ def test_a_latent_layer_keeps_its_expansion_once(tmp_path: Path) -> None:
     for method, folder in (("fp8", stored), ("fp8", make_checkpoint("DeepseekV3ForCausalLM", tmp_path / "plain"))):
         expansion = open_session(folder, quantization=method).model.layers[0].attention.kv_b_proj  # type: ignore[attr-defined]
         assert sum(tensor.numel() for tensor in (*expansion.stored.parameters(), *expansion.stored.buffers())) == 0
+
+
+@pytest.mark.parametrize("dialect", ["block", "small block", "tensor", "channel"])
+def test_conformance_of_stored_weights(dialect: str) -> None:
+    class Stored(Fp8):
+        conformance_config = CONFIGS[dialect]
+
+    assert failures("quantization", Stored) == {}
