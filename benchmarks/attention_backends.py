@@ -197,13 +197,15 @@ def speed(shape: Shape, phase: str, rows: Rows, us: float) -> float:
     return pairs * shape.heads * 2 * (192 + 128 if shape.latent else 256) / us / 1e6
 
 
-def measure(names: Sequence[str], page_size: int, budget: float) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], phases: Sequence[str], page_size: int, budget: float) -> list[dict[str, Any]]:
     """One row a backend, shape and batch, until the budget of seconds is spent."""
     registry = load_registry(installed=False)
     found: list[dict[str, Any]] = []
     deadline = time.perf_counter() + budget
     for shape in [*HEADS, *LATENTS]:
         for phase, name, rows in batches(shape):
+            if phase not in phases:
+                continue
             problem = Problem.make(shape, rows, page_size)
             for backend_name in names:
                 if time.perf_counter() > deadline:
@@ -241,11 +243,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backends", nargs="+")
+    parser.add_argument("--phase", choices=["decode", "extend"], action="append", help="both, if not given")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = measure(arguments.backends, arguments.page_size, arguments.budget)
+    rows = measure(arguments.backends, arguments.phase or ["decode", "extend"], arguments.page_size, arguments.budget)
     report = {
         "device": torch.cuda.get_device_name(),
         "compute_capability": torch.cuda.get_device_capability(),

@@ -228,6 +228,7 @@ class _Solver:
             sliding_window=facts.sliding_window is not None,
             soft_cap=bool(facts.config.get("attn_logit_softcapping")),
             bidirectional=facts.encoder,
+            group=facts.num_heads // max(1, facts.num_kv_heads),
         )
         page = f", pages of {needs.page_size} tokens" if needs.page_size else ""
         subject = (

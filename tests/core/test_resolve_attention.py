@@ -121,6 +121,16 @@ def test_auto_goes_by_rank_where_nobody_measured() -> None:
     assert names(chosen(*known, low))["attention_backend"] == ["b", "a"]
 
 
+def test_a_figure_of_the_models_own_group_goes_first() -> None:
+    """LLAMA has 2 heads a key."""
+    of_group = (Measured(CARD, "mha", "decode", 9.0, group=2), *speeds(300, 1.0))
+    resolved = chosen(backend("a", measured=of_group), backend("b", measured=speeds(200, 2.0)))
+    assert names(resolved)["attention_backend"] == ["a"]
+    of_another = (Measured(CARD, "mha", "decode", 9.0, group=5), *speeds(300, 1.0))
+    resolved = chosen(backend("a", measured=of_another), backend("b", measured=speeds(200, 2.0)))
+    assert names(resolved)["attention_backend"] == ["a", "b"]
+
+
 def test_figures_are_of_caches_of_the_models_own_type() -> None:
     known = [
         backend("a", rank=9, measured=speeds(300, 4.1), kv_dtypes=("fp8_e4m3",)),

@@ -47,6 +47,7 @@ class AttentionNeeds:
     graphs: bool = False  # CUDA-graph capture of decode
     batch_invariant: bool = False
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them where another backend has the other
+    group: int | None = None  # heads of a key; nobody refuses one, but speeds differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +55,19 @@ class Measured:
     """How fast a backend was in one phase on one chip: what `auto` compares when several backends fit.
 
     `speed` is in TFLOP/s of extends and in TB/s of decodes; backends are comparable that were measured with the same shapes.
+    `group`: of layers with so many heads a key; None: of all that have no figure of their own.
     """
 
     compute_capability: tuple[int, int]
     kind: AttentionKind
     phase: Phase
     speed: float
+    group: int | None = None
 
     def __str__(self) -> str:
         unit = "TB/s" if self.phase == "decode" else "TFLOP/s"
-        return f"{_dots(self.compute_capability)} {self.kind} {self.phase}: {self.speed:g} {unit}"
+        group = "" if self.group is None else f" ({self.group} heads a key)"
+        return f"{_dots(self.compute_capability)} {self.kind} {self.phase}{group}: {self.speed:g} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,9 @@ class AttentionCapabilities:
         """As measured on such a card with a cache of the model's own type, in the phase's unit; None where nobody did."""
         if needs.kv_dtype != needs.dtype:
             return None
-        for found in self.measured:
-            if (found.compute_capability, found.kind, found.phase) == (needs.compute_capability, needs.kind, phase):
-                return found.speed
-        return None
+        of_card = [m for m in self.measured if (m.compute_capability, m.kind, m.phase) == (needs.compute_capability, needs.kind, phase)]
+        own = [m.speed for m in of_card if m.group is not None and m.group == needs.group]
+        return next(iter(own + [m.speed for m in of_card if m.group is None]), None)
 
     def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
         """Every reason why these capabilities do not serve `needs`."""
