@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from frame import kernels
 from frame.kernels.align import Alignment
 from frame.kernels.expert_tiles import Tile, Vector
-from frame.kernels.experts import combine_kernel, experts_kernel, vector_down_kernel, vector_gate_up_kernel
+from frame.kernels.experts import combine_kernel, experts_kernel, lasting_down_kernel, vector_down_kernel, vector_gate_up_kernel
 from frame.kernels.launch import Prepared, blocks_of, power_of_2
 
 
@@ -62,7 +62,10 @@ def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Til
 def down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
-    _launch(act, weights, Rows(rows), pairs, order, tile, gated=False)
+    if tile.lasting and tile.tma and weights.scale is None:
+        _launch_lasting(act.values, weights.values, rows, pairs, order, tile)
+    else:
+        _launch(act, weights, Rows(rows), pairs, order, tile, gated=False)
     return rows
 
 
@@ -112,6 +115,15 @@ def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignm
     launch((len(order.experts) * blocks_of(outputs, tile.bn), 1, 1), tensors, numbers)
 
 
+def _launch_lasting(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor, pairs: Pairs, order: Alignment, tile: Tile) -> None:
+    outputs, inputs = values.shape[1:]
+    rows = TensorDescriptor(x, [len(x), inputs], [x.stride(0), 1], [tile.bm, tile.bk])
+    w = TensorDescriptor(values, [values.shape[0] * outputs, inputs], [values.stride(1), 1], [tile.bn, tile.bk])
+    launch = _prepared_lasting(outputs, inputs, tile, (x.dtype, values.dtype, out.dtype), x.device)
+    tensors = rows, w, out, pairs.weights, order.pairs, order.experts, order.used
+    launch((launch.constants["PROGRAMS"], 1, 1), tensors, (pairs.count,))
+
+
 def _or(scale: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
     """A kernel's argument is there even when it reads nothing of it."""
     return instead if scale is None else scale
@@ -130,13 +142,26 @@ def _prepared_experts(
     device: torch.device,
 ) -> Prepared:
     x, w, out, x_scale, w_scale, out_scale = types
-    weights: Any = w
-    if tile.tma:
-        weights = TensorDescriptor(torch.empty(16, dtype=w, device=device), [16, 16], [16, 1], [tile.bn, tile.bk])
+    weights = _descriptor(w, tile.bn, tile.bk, device) if tile.tma else w
     example = x, weights, out, torch.float32, torch.int32, torch.int32, torch.int32, x_scale, w_scale, out_scale, 0, 0, 0, *strides
     constants = {"N": outputs, "K": inputs, "TOP": top, "GATED": gated, "SCALED": scaled, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
     constants |= {"TMA": tile.tma, "SWAP": tile.swap, "HALVES": tile.halves, "UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
     return Prepared(experts_kernel, example, constants, device, tile.warps)
+
+
+@lru_cache(maxsize=64)
+def _prepared_lasting(outputs: int, inputs: int, tile: Tile, types: tuple[torch.dtype, ...], device: torch.device) -> Prepared:
+    x, w, out = types
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    example = _descriptor(x, tile.bm, tile.bk, device), _descriptor(w, tile.bn, tile.bk, device), out, torch.float32, *[torch.int32] * 3, 0
+    constants = {"N": outputs, "K": inputs, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PROGRAMS": programs}
+    constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
+    return Prepared(lasting_down_kernel, example, constants, device, tile.warps)
+
+
+def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.device) -> Any:
+    """An example of one whose blocks are so large: kernels are compiled for these."""
+    return TensorDescriptor(torch.empty(16, dtype=dtype, device=device), [16, 16], [16, 1], [rows, columns])
 
 
 @lru_cache(maxsize=64)

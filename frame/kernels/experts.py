@@ -214,6 +214,50 @@ def experts_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def lasting_down_kernel(
+    x,  # a descriptor of [rows, K]
+    w,  # a descriptor of [experts * N, K]
+    out,  # [pairs, N]
+    pair_weights,
+    pairs_of,
+    experts_of,
+    used,
+    num_pairs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: PROGRAMS. The second product by programs that stay for one block after the other, so that the first tiles of the next are
+    read while the last one's results are written: with K as short as here that is much of the time."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    blocks: tl.constexpr = (N + BN - 1) // BN
+    total = tl.load(used) * blocks
+    for number in tl.range(tl.program_id(0), total, PROGRAMS, flatten=True):
+        start = number // blocks * BM
+        first = number % blocks * BN
+        expert = tl.load(experts_of + number // blocks)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, K, BK):
+            rows = x.load([start, k])
+            weights = w.load([expert * N + first, k])
+            if UPCAST:
+                rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+            acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+        pairs = tl.load(pairs_of + start + tl.arange(0, BM))
+        valid = pairs < num_pairs
+        acc *= tl.load(pair_weights + pairs, mask=valid, other=0.0)[:, None]
+        columns = first + tl.arange(0, BN)
+        inside = valid[:, None] & (columns < N)[None, :]
+        tl.store(out + pairs.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def combine_kernel(rows, out, tokens, N: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     """[tokens * TOP, N] -> [tokens, N]: sums over each token's rows, in float32."""

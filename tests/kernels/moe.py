@@ -119,7 +119,8 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
     tiles = Tile(32, 16, 16, 4, 2), Tile(32, 32, 16, 4, 2, halves=True), Tile(32, 64, 32, 4, 2, swap=True)
     for tile in (*tiles, replace(tiles[2], tma=True)):
         rows = gate_up(Rows(x), Weights(first), pairs, order, tile, dtype)
-        check(combine(down(rows, Weights(second), pairs, order, replace(tile, swap=False), dtype), sizes[1]), want)
+        for way in (replace(tile, swap=False), replace(tile, lasting=True))[: 1 + tile.tma]:
+            check(combine(down(rows, Weights(second), pairs, order, way, dtype), sizes[1]), want)
 
 
 def rounded(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
