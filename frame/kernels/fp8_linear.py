@@ -9,7 +9,7 @@ ahead is still at work. Knows no layer and no checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,6 +18,7 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 
 MOST_ROWS = 64
+_OTHER_SHARED = 2048  # bytes of a program's shared memory that are not tiles
 
 
 @triton.jit
@@ -159,6 +160,11 @@ class Plan:
     split: int = 1
     ahead: int = 512
     warps: int = 4
+
+    def fitted(self, shared_memory: int, parts: int = 1) -> Plan:
+        """The plan with no more stages than have room in so many bytes; `parts`: tiles of weights a program holds."""
+        stage = (self.outputs * parts + MOST_ROWS) * self.inputs
+        return replace(self, stages=max(1, min(self.stages, (shared_memory - _OTHER_SHARED) // stage)))
 
 
 def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:

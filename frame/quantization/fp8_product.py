@@ -32,8 +32,10 @@ class Fp8Product:
         outputs, inputs = weight.shape
         device = weight.device
         self._narrow, self._few = fp8_linear.narrow_linear, fp8_linear.MOST_ROWS
-        self._plans = [fp8_linear.choose_plan(max(1, rows), outputs, inputs, scales.columns) for rows in range(self._few + 1)]
-        self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), outputs, inputs, scales.columns) for rows in range(self._few + 1)]
+        each, room = range(self._few + 1), kernels.shared_memory(device)
+        sizes = (outputs, inputs, scales.columns)
+        self._plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fitted(room) for rows in each]
+        self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fitted(room, 2) for rows in each]
         self._can_gate = outputs % (2 * max(scales.rows, 1)) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
         self._quantize = fp8_quantize.quantize_groups if scales.columns else fp8_quantize.quantize_rows

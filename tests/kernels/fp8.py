@@ -93,6 +93,14 @@ def test_few_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
             assert not counter.any()
 
 
+def test_stages_fit_into_small_devices() -> None:
+    plan = Plan(64, 256, 4)
+    assert plan.fitted(232448) is not plan
+    assert plan.fitted(232448) == plan
+    assert plan.fitted(101376, 2) == Plan(64, 256, 2)
+    assert plan.fitted(48 << 10, 2) == Plan(64, 256, 1)
+
+
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [1, 17, *([64] if LARGE else [])])
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 384), *([(28672, 4096), (6144, 1024)] if LARGE else [])])
