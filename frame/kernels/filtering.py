@@ -280,11 +280,28 @@ def sums_from(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first
 
 
 @triton.jit
+def between(value, low, high, LOW_BITS: tl.constexpr):
+    """The order of a value, if it is in low … high, else the nearer of these."""
+    return tl.minimum(tl.maximum(order_of(value, LOW_BITS).to(tl.int64), low), high)
+
+
+@triton.jit
 def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, low, high, goal, TILE: tl.constexpr, LOW_BITS: tl.constexpr):
-    """`limit_among` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64."""
+    """`limit_among` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64.
+
+    Wide ranges are cut by value every other time: most orders are of values next to 0.
+    """
+    is_by_value = True
     while low + 1 < high:
         quarter = tl.maximum((high - low) >> 2, 1)
         first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        if is_by_value & (quarter > 64):
+            least = value_of(low.to(tl.int32), LOW_BITS)
+            step = 0.25 * (value_of((high - 1).to(tl.int32), LOW_BITS) - least)
+            first = between(least + step, low + 1, high - 3, LOW_BITS)
+            second = between(least + 2 * step, first + 1, high - 2, LOW_BITS)
+            third = between(least + 3 * step, second + 1, high - 1, LOW_BITS)
+        is_by_value = not is_by_value
         sum1, sum2, sum3 = sums_from(
             logits, row, stride, vocab, top, scale, COUNT,
             value_of(first.to(tl.int32), LOW_BITS), value_of(second.to(tl.int32), LOW_BITS), value_of(third.to(tl.int32), LOW_BITS), TILE,
@@ -349,6 +366,9 @@ def search_kernel(
                 whole = (weight + (k - number) * each).to(tl.float64)
         if p < 1.0:
             goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0, which nothing at all would do for
+            if k == 0:  # all columns together weigh less than what may be cut, if each is as light as this
+                lightest = tl.maximum(tl.log2(((1.0 - p) * whole.to(tl.float32)) / vocab) - 0.01, LOWEST)
+                low = tl.maximum(order_of(top + lightest / scale, LOW_BITS).to(tl.int64), low)
             low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
         limit, min_p = value_of(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
         total = tl.zeros([], tl.float64)
@@ -357,13 +377,14 @@ def search_kernel(
             total += tl.sum(weights, 0).to(tl.float64)
         goal = total * tl.load(uniform + row).to(tl.float64)
         passed, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-        tile = 0
-        for start in range(0, vocab, TILE):
+        tile, start = 0, 0
+        while (start < vocab) & (passed <= goal):
             weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
             weight = tl.sum(weights, 0).to(tl.float64)
-            if (passed <= goal) & (weight > 0):  # the goal lies in this tile or behind it
+            if weight > 0:  # the goal lies in this tile or behind it
                 tile, before = start, passed
             passed += weight
+            start += TILE
         weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
         index, _before = crossing(weights.to(tl.float64), goal - before)
         store_token(tile + index, row, token_ids, table, slots, REMEMBERED)

@@ -160,7 +160,7 @@ def test_what_is_kept(source: DataObject) -> None:
     temperature = source.draw(floats(0.05, 20.0)) * LN2
     top_k, top_p = source.draw(integers(0, vocab + 1)), source.draw(one_of(just(1.0), floats(0.0, 1.0, width=32)))
     log_min_p = source.draw(one_of(just(-math.inf), floats(-30.0, 0.0, width=32)))
-    uniform = torch.tensor([1e-14, 0.3, 1 - 1e-14], dtype=torch.float64)
+    uniform = torch.tensor([1e-14, 0.3, 1 - 1e-7], dtype=torch.float64)
     rows = len(uniform)
     one = torch.ones(rows)
     filters = Filters(*(each.to(DEVICE) for each in (one * temperature, uniform, one.int() * top_k, one * top_p, one * log_min_p)))
