@@ -28,11 +28,15 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     for number, name in enumerate(names):
         bars = [(batches.index(row["batch"]) + number * width, row) for row in rows if row["plugin"] == name]
         drawn = axes.bar([at for at, _ in bars], [row["share_of_floor"] for _, row in bars], width, label=name, align="edge")
-        axes.bar_label(drawn, [f"{row['microseconds']:.3g}" for _, row in bars], fontsize=7, rotation=90, padding=2)
+        axes.bar_label(drawn, [_label(row["microseconds"]) for _, row in bars], fontsize=7, rotation=90, padding=2)
     axes.set_xticks([at + 0.4 for at in range(len(batches))], batches, rotation=30, ha="right", fontsize=8)
     axes.set_ylabel("share of the floor (labels: µs)")
-    axes.set_ylim(0, 1.15)
+    axes.set_ylim(0, 1.25)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_title(f"{found['kind']} on {', '.join(found['machine']['accelerators']) or 'CPU'}, {found['settings']['dtype']}")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", ncols=max(1, len(names)))
     figure.savefig(path)
+
+
+def _label(microseconds: float) -> str:
+    return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
