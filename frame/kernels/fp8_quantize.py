@@ -45,7 +45,7 @@ def rows_kernel(x, out, scale, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(out + row * K + columns, rounded(values / step, INTERPRETED), mask=columns < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "scale_stride"])
 def groups_kernel(
     x, out, scale, M, K, x_stride, scale_stride,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,

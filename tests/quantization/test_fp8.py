@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from frame import Engine, SamplingParams
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.memory_pool import KVPool, kv_geometry
@@ -336,3 +337,12 @@ def test_conformance_of_stored_weights(dialect: str) -> None:
         conformance_config = CONFIGS[dialect]
 
     assert failures("quantization", Stored) == {}
+
+
+def test_an_engine_with_fp8_weights_and_cache() -> None:
+    prompts = ["copy: alpha beta gamma ->", "The quick brown fox " * 8]
+    keys = {"device": "cpu", "threads": 1, "max_total_tokens": 2048, "max_model_len": 512, "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    with Engine(**keys) as engine:
+        first, again = (engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0)) for _ in range(2))
+    assert [output.token_ids for output in first] == [output.token_ids for output in again]
+    assert again[1].cached_tokens > 0
