@@ -69,14 +69,16 @@ def down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile
     return rows
 
 
-def combine(rows: torch.Tensor, top: int) -> torch.Tensor:
-    """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs."""
-    tokens, hidden = len(rows) // top, rows.shape[1]
+def combine(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+    """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs. `placed`, where rows are in another order and not yet
+    weighed: the row of each pair (int64) and the pairs' weights (float32), both [tokens * top]."""
+    places, weights = placed if placed is not None else (rows, rows)
+    tokens, hidden = (len(rows) if placed is None else places.numel()) // top, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
     bm = power_of_2(tokens) if kernels.INTERPRETED else 1
     bn = min(1024, power_of_2(hidden))
-    launch = _prepared_combine(hidden, top, bm, bn, rows.dtype, rows.device)
-    launch((blocks_of(tokens, bm), blocks_of(hidden, bn), 1), (rows, out), (tokens,))
+    launch = _prepared_combine(hidden, top, placed is not None, bm, bn, rows.dtype, rows.device)
+    launch((blocks_of(tokens, bm), blocks_of(hidden, bn), 1), (rows, out, places, weights), (tokens,))
     return out
 
 
@@ -165,8 +167,9 @@ def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.devic
 
 
 @lru_cache(maxsize=64)
-def _prepared_combine(hidden: int, top: int, bm: int, bn: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    return Prepared(combine_kernel, (dtype, dtype, 0), {"N": hidden, "TOP": top, "BM": bm, "BN": bn}, device, 4)
+def _prepared_combine(hidden: int, top: int, placed: bool, bm: int, bn: int, dtype: torch.dtype, device: torch.device) -> Prepared:
+    example = dtype, dtype, *((torch.int64, torch.float32) if placed else (dtype, dtype)), 0
+    return Prepared(combine_kernel, example, {"N": hidden, "TOP": top, "PLACED": placed, "BM": bm, "BN": bn}, device, 4)
 
 
 @lru_cache(maxsize=64)

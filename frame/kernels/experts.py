@@ -259,18 +259,34 @@ def lasting_down_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def combine_kernel(rows, out, tokens, N: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    """[tokens * TOP, N] -> [tokens, N]: sums over each token's rows, in float32."""
+def combine_kernel(
+    rows,
+    out,
+    places,  # int64 [tokens * TOP]: the row of each pair
+    pair_weights,
+    tokens,
+    N: tl.constexpr,
+    TOP: tl.constexpr,
+    PLACED: tl.constexpr,  # rows lie at `places`, and are weighed here; else they are in the order of pairs, and weighed
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """[rows, N] -> [tokens, N]: sums over each token's pairs, in float32."""
     wait_for_previous(PDL)
     begin(PDL)
-    token = tl.program_id(0) * BM + tl.arange(0, BM)
+    token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (token < tokens)[:, None] & (columns < N)[None, :]
     total = tl.zeros([BM, BN], tl.float32)
     for place in tl.static_range(TOP):
-        source = rows + (token.to(tl.int64) * TOP + place)[:, None] * N + columns[None, :]
-        total += tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token.to(tl.int64)[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+        pair = token * TOP + place
+        row = tl.load(places + pair, mask=token < tokens, other=0) if PLACED else pair
+        part = tl.load(rows + row[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if PLACED:
+            part *= tl.load(pair_weights + pair, mask=token < tokens, other=0.0)[:, None]
+        total += part
+    tl.store(out + token[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

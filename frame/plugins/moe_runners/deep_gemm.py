@@ -14,13 +14,13 @@ from torch import nn
 from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.activation import silu_mul
 from frame.kernels.align import Alignment, align
+from frame.kernels.expert_products import combine
+from frame.kernels.fp8_quantize import quantize_groups
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.build import BuildContext
-
-_GROUP = 128  # inputs that share one scale of a row
 
 
 class DeepGemm(MoERunner):
@@ -33,40 +33,42 @@ class DeepGemm(MoERunner):
         self._block = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
-        (count, top), gate_up = tokens.ids.shape, experts.gate_up
-        order = align(tokens.ids.contiguous(), len(gate_up), self._block)  # type: ignore[arg-type]
-        pairs, owners = _rows(order, tokens.ids.numel())
-        x = tokens.x.index_select(0, pairs.clamp_max(tokens.ids.numel() - 1).div(top, rounding_mode="floor"))
-        act = silu_mul(_product(x, experts, "gate_up", owners))
-        rows = _product(act, experts, "down", owners)
-        places = torch.empty(tokens.ids.numel() + 1, dtype=torch.int64, device=x.device)  # the last takes rows that pad
-        places.index_copy_(0, pairs, torch.arange(len(pairs), device=x.device))
-        chosen = rows.index_select(0, places[:-1]).view(count, top, -1)
-        return torch.einsum("tkh,tk->th", chosen.float(), tokens.weights).to(tokens.x.dtype)
+        top, count = tokens.ids.shape[1], tokens.ids.numel()
+        if count == 0:
+            return tokens.x.clone()
+        order = align(tokens.ids.contiguous(), len(experts.gate_up), self._block)  # type: ignore[arg-type]
+        pairs, owners = _rows(order, count)
+        source = pairs.clamp_max(count - 1).div(top, rounding_mode="floor")
+        x = tuple(part.index_select(0, source) for part in _operand(tokens.x, experts, "gate_up"))
+        act = silu_mul(_product(x, experts, "gate_up", owners, tokens.x.dtype))
+        rows = _product(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
+        places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last takes rows that pad
+        places.index_copy_(0, pairs, torch.arange(len(pairs), device=act.device))
+        return combine(rows, top, (places[:-1], tokens.weights.contiguous()))
 
 
 def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(the pair of each row int64, `num_pairs` where there is none; its expert int32, -1 in blocks that are not used)."""
     blocks = torch.arange(len(order.experts), device=order.used.device)
-    is_used = blocks < order.used
-    owners = torch.where(is_used, order.experts, -1).repeat_interleave(order.block, output_size=len(order.pairs))
-    pairs = torch.where(owners >= 0, order.pairs, num_pairs)
-    return pairs.long(), owners
+    owners = torch.where(blocks < order.used, order.experts, -1).repeat_interleave(order.block, output_size=len(order.pairs))
+    return torch.where(owners >= 0, order.pairs, num_pairs).long(), owners
 
 
-def _product(x: torch.Tensor, experts: nn.Module, name: str, owners: torch.Tensor) -> torch.Tensor:
+def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tensor, ...]:
+    """Rows as they are multiplied with these weights: plain, or float8 (as bytes, which can be gathered) with their scales."""
+    if getattr(experts, f"{name}_scale_inv", None) is None:
+        return (x,)
+    values, scale = quantize_groups(x)
+    return values.view(torch.uint8), scale
+
+
+def _product(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Each row times its expert's weights, transposed."""
     weights: torch.Tensor = getattr(experts, name)
-    out = torch.empty(len(x), weights.shape[1], dtype=x.dtype, device=x.device)
-    if weights.dtype != torch.float8_e4m3fn:
-        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x, weights, out, owners)
+    out = torch.empty(len(owners), weights.shape[1], dtype=dtype, device=owners.device)
+    if len(x) == 1:
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x[0], weights, out, owners)
     else:
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(_quantized(x), (weights, getattr(experts, f"{name}_scale_inv")), out, owners)
+        left = x[0].view(torch.float8_e4m3fn), x[1]
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (weights, getattr(experts, f"{name}_scale_inv")), out, owners)
     return out
-
-
-def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8 and float32 [rows, inputs / 128]."""
-    groups = x.float().unflatten(-1, (-1, _GROUP))
-    scale = (groups.abs().amax(-1) / 448).clamp_min(1e-12)
-    return (groups / scale[..., None]).to(torch.float8_e4m3fn).flatten(1), scale
