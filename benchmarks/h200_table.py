@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.model import ModelFacts
 from frame.core.model_facts import find_model, read_facts
 from frame.entrypoints.bench.floors import H200, ModelCost, floor_seconds
 from frame.entrypoints.bench.reference import Workload, reference_workloads
@@ -162,10 +164,10 @@ def _passed_on(arguments: argparse.Namespace) -> list[str]:
     return passed + (["--only", arguments.only] if arguments.only else [])
 
 
-def compared(model: str, found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Adds to each row the peers' figures, goal and floor, and how the row stands to them."""
+def compared(facts: ModelFacts, model: str, found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Adds to each row the peers' figures, goal and floor, and how the row stands to them. Quantized weights have no floor here."""
     peers = _peers(model)
-    cost = ModelCost.of(read_facts(model))
+    cost = None if any(setting.startswith("quantization") for setting in arguments.set) else ModelCost.of(facts)
     for name, row in found["rows"].items():
         workload = chosen(arguments)[name]
         if arguments.shrink == 1:
@@ -221,6 +223,10 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen(arguments)
+    try:
+        facts = [read_facts(model) for model in arguments.models]  # a wrong path is found before anything runs
+    except CheckpointError as error:
+        raise SystemExit(str(error)) from None
     if arguments.one:
         run_model(arguments)
         return
@@ -230,7 +236,7 @@ def main() -> None:
     for number, model in enumerate(arguments.models):
         share = (deadline - time.monotonic()) / (len(arguments.models) - number)
         models[Path(model).name] = found = measure(model, arguments, max(1.0, share - SPARE))
-        compared(model, found, arguments)
+        compared(facts[number], model, found, arguments)
         if arguments.json:  # after each model: what is measured is kept
             about = {"settings": arguments.set, "shrink": arguments.shrink, "peers": json.loads(PEERS.read_text())["about"]}
             arguments.json.write_text(json.dumps(report("h200-table", models, **about), indent=2) + "\n")
