@@ -99,8 +99,6 @@ def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
         return Plan("tile", 4, 4, outputs=16) if rows <= 16 else None
     if (outputs, inner) == (7168, 5120):
         return wide if rows <= 8 else None
-    if (outputs, inner) == (34816, 5120):
-        return Plan("tile", 4, 6, outputs=64, chunks=2) if rows <= 32 else None
     return None
 
 
