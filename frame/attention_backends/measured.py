@@ -2,7 +2,8 @@
 
 Written from `benchmarks/results/2026-11-21-attention-backends-h200-2.json` (`benchmarks/attention_backends.py`): geometric means over the
 batches, TB/s of decodes and TFLOP/s of extends. A backend that is not here, or a card, is judged by rank. Multi-head decodes are not here:
-FlashInfer's kernels alone are a little faster, but its plans cost the host more than that in every step.
+FlashInfer's kernels alone are a little faster, but its plans cost the host more than that in every step of a small model, and rows that
+share a prefix are not decoded together.
 """
 
 from __future__ import annotations
