@@ -26,7 +26,7 @@ def services(aliases: tuple[str, ...] = ()) -> Any:
         served_name="m", user=SimpleNamespace(server=server), facts=SimpleNamespace(architecture="A"), device="cpu", dtype="float32"
     )
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
-    return SimpleNamespace(resolved=resolved, client=client, info={"phases": {"weights": 0.5}})
+    return SimpleNamespace(resolved=resolved, client=client, info={"phases": {"weights": 0.5}, "kernels": {"compiled": 2, "loaded": 30}})
 
 
 def scraped(aliases: tuple[str, ...] = ()) -> dict[str, float]:
@@ -50,6 +50,12 @@ def test_names_of_other_servers_hold_the_same_numbers() -> None:
     assert both["vllm:prefix_cache_hits_total{engine=0}"] / both["vllm:prefix_cache_queries_total{engine=0}"] == 0.25
     assert both["sglang:token_usage{}"] == both["vllm:kv_cache_usage_perc{engine=0}"] == 0.5
     assert both["frame_http_responses_total{route=/generate,status=200}"] == 1
+
+
+def test_a_start_is_told_by_phase_and_by_kernels() -> None:
+    found = scraped()
+    assert found["frame_start_seconds{phase=weights}"] == 0.5
+    assert (found["frame_start_kernels{source=compiled}"], found["frame_start_kernels{source=cache}"]) == (2, 30)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
