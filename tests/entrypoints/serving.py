@@ -16,7 +16,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-READY = re.compile(r"ready on (http://\S+)")
+READY = re.compile(r"ready on (https?://\S+)")
 START_TIMEOUT = 90.0
 
 

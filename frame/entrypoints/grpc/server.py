@@ -19,6 +19,7 @@ from frame.entrypoints.http.listening import address
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing, load_keys
 from frame.entrypoints.logs import report
+from frame.entrypoints.tls import Certificate, load_certificate
 
 HEALTH_EVERY = 0.2  # seconds between two looks at the server's health
 CLOSE_TIMEOUT = 0.5  # seconds for last messages to leave
@@ -45,7 +46,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((_handlers(Service(services, schema, self._tenant_of), schema),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
-        self.address = _bind(self._server, host, port)
+        self.address = _bind(self._server, host, port, load_certificate(server))
 
     async def start(self) -> None:
         await self._look()
@@ -108,9 +109,12 @@ def _handlers(service: Service, schema: Schema) -> Any:
     return grpc.method_handlers_generic_handler(SERVICE, made)
 
 
-def _bind(server: Any, host: str, port: int) -> str:
+def _bind(server: Any, host: str, port: int, certificate: Certificate | None) -> str:
     try:
-        bound = server.add_insecure_port(address(host, port))
+        if certificate is None:
+            bound = server.add_insecure_port(address(host, port))
+        else:
+            bound = server.add_secure_port(address(host, port), grpc.ssl_server_credentials([certificate.pems()]))
     except RuntimeError:
         bound = 0
     if not bound:

@@ -16,6 +16,7 @@ import uvicorn
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol
+from frame.entrypoints.tls import Certificate
 
 KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
 
@@ -23,7 +24,7 @@ KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
 class HttpServer(uvicorn.Server):
     """Uvicorn without its own signal handlers: the process decides what a signal means. `listening` is set once it is up."""
 
-    def __init__(self, app: Any, limits: ConnectionLimits) -> None:
+    def __init__(self, app: Any, limits: ConnectionLimits, certificate: Certificate | None = None) -> None:
         protocol: Any = partial(GuardedProtocol, limits=limits)
         super().__init__(
             uvicorn.Config(
@@ -35,6 +36,8 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE,
                 ws="none",
+                ssl_certfile=None if certificate is None else certificate.chain,
+                ssl_keyfile=None if certificate is None else certificate.key,
             )
         )
         self.listening = asyncio.Event()

@@ -34,6 +34,7 @@ from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
 from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
+from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
 from frame.entrypoints.tracing import open_tracing
 
@@ -53,6 +54,7 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     resolved = prepared.resolved
     started = time.perf_counter()
     signal.signal(signal.SIGTERM, _give_up)  # until the server is up
+    load_certificate(resolved.user.server)
     admin = AdminListener(resolved.user.server)
     listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
     layout = layout or configured_layout(resolved)
@@ -159,7 +161,9 @@ class Server:
         self._now = asyncio.Event()  # a second signal: do not wait
         server = services.resolved.user.server
         raise_file_limit(server.max_connections)
-        self._http = HttpServer(App(services), ConnectionLimits(server.max_connections, server.client_timeout))
+        self._certificate = load_certificate(server)
+        limits = ConnectionLimits(server.max_connections, server.client_timeout)
+        self._http = HttpServer(App(services), limits, self._certificate)
 
     async def run(self) -> int:
         """-> exit code."""
@@ -202,7 +206,8 @@ class Server:
 
     def _announce(self) -> None:
         where = address(*self._listener.getsockname()[:2])
-        report(f"ready on http://{where} after {time.perf_counter() - self._started:.1f} s")
+        scheme = "http" if self._certificate is None else "https"
+        report(f"ready on {scheme}://{where} after {time.perf_counter() - self._started:.1f} s")
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

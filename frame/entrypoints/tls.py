@@ -1,0 +1,48 @@
+"""The certificate that HTTP and gRPC are served under, read and checked before anything slow starts. Knows no listener."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frame.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from frame.core.config import ServerSection
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Files of a certificate chain and its key, PEM both."""
+
+    chain: str
+    key: str
+
+    def pems(self) -> tuple[bytes, bytes]:
+        """(key, chain), as gRPC wants them."""
+        return Path(self.key).read_bytes(), Path(self.chain).read_bytes()
+
+
+def load_certificate(server: ServerSection) -> Certificate | None:
+    """What is configured; None: TLS is off. Raises ConfigurationError when the two do not make a pair that can be served."""
+    chain, key = server.ssl_certfile, server.ssl_keyfile
+    if chain is None:
+        if key is not None:
+            raise ConfigurationError("server.ssl_keyfile is set without server.ssl_certfile; give both, or neither")
+        return None
+    key = key or chain  # one file may hold both
+    try:
+        # a passphrase would be asked for on the terminal, where nobody may sit
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password=_no_passphrase)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigurationError(
+            f"cannot serve TLS with server.ssl_certfile {chain} and server.ssl_keyfile {key} ({reason}); give a PEM chain and its own key"
+        ) from error
+    return Certificate(chain, key)
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase; store it without one")

@@ -1,0 +1,72 @@
+"""TLS: HTTP and gRPC under one certificate, streams included; what is no pair is refused before anything slow starts."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from frame.core.config import ServerSection
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.tls import load_certificate
+from tests.entrypoints.grpc.test_service import IDS, Client, listening, params
+from tests.entrypoints.serving import RunningServer
+
+FILES = Path(__file__).parent / "certificates"
+CHAIN, KEY = FILES / "chain.pem", FILES / "key.pem"  # of localhost, for a hundred years, signed by itself
+
+
+def test_without_settings_there_is_no_tls() -> None:
+    assert load_certificate(ServerSection()) is None
+
+
+def test_one_file_may_hold_both(tmp_path: Path) -> None:
+    both = tmp_path / "both.pem"
+    both.write_bytes(KEY.read_bytes() + CHAIN.read_bytes())
+    certificate = load_certificate(ServerSection(ssl_certfile=str(both)))
+    assert certificate is not None and certificate.pems() == (both.read_bytes(), both.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("chain", "key", "part"),
+    [
+        (None, str(KEY), "without server.ssl_certfile"),
+        (str(CHAIN), "/nowhere/key.pem", "No such file"),
+        (str(CHAIN), None, "PEM chain and its own key"),
+        (str(KEY), str(KEY), "PEM chain and its own key"),
+        (__file__, str(KEY), "PEM chain and its own key"),
+    ],
+)
+def test_what_is_no_pair_is_refused(chain: str | None, key: str | None, part: str) -> None:
+    with pytest.raises(ConfigurationError, match=part):
+        load_certificate(ServerSection(ssl_certfile=chain, ssl_keyfile=key))
+
+
+def test_http(checkpoint: Path) -> None:
+    flags = ("--max-model-len", "512", "--max-total-tokens", "4096", "--ssl-certfile", str(CHAIN), "--ssl-keyfile", str(KEY))
+    with RunningServer(checkpoint, *flags) as server:
+        assert server.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=str(CHAIN))
+        with httpx.Client(base_url=server.url, verify=trusting, timeout=30) as client:
+            assert client.get("/health/ready").status_code == 200
+            body = {"model": client.get("/v1/models").json()["data"][0]["id"], "prompt": [5, 6, 7], "max_tokens": 5, "ignore_eos": True}
+            whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                lines = [line for line in answer.iter_lines() if line]
+            assert lines[-1] == "data: [DONE]" and len(lines) > 2 and whole
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health/live")  # signed by nobody whom a client knows
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(server.url.replace("https", "http") + "/health/live")
+        assert server.stop() == 0
+
+
+async def test_grpc() -> None:
+    sections = {"server": {"ssl_certfile": str(CHAIN), "ssl_keyfile": str(KEY)}}
+    trusting = grpc.ssl_channel_credentials(CHAIN.read_bytes())
+    async with listening(sections) as (_, address), grpc.aio.secure_channel(address, trusting) as channel:
+        replies = [reply async for reply in Client(channel).call("Generate", {"token_ids": IDS, "sampling_params": params()}, timeout=30)]
+        assert replies[-1].finish.reason == "length"
