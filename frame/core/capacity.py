@@ -72,8 +72,11 @@ def measure(device: torch.device, weights: int, activations: int, ranks: int = 1
 
 def activation_bytes(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> int:
     """A cautious estimate of what one step needs beside weights and cache."""
-    wide = max(int(facts.config.get("intermediate_size") or 0), facts.hidden_size, facts.num_heads * facts.head_dim)
-    tokens = limits.max_tokens_per_step * (8 * facts.hidden_size + 4 * wide) * dtype.itemsize
+    config = facts.config
+    wide = max(int(config.get("intermediate_size") or 0), facts.hidden_size, facts.num_heads * facts.head_dim)
+    pairs = int(config.get("num_experts_per_tok") or 0) if facts.num_experts else 0  # each of a token's experts has rows of its own
+    routed = pairs * (facts.hidden_size + int(config.get("moe_intermediate_size") or wide))
+    tokens = limits.max_tokens_per_step * (8 * facts.hidden_size + 4 * wide + routed) * dtype.itemsize
     logits = limits.max_running_requests * facts.vocab_size * 4 * 4
     return tokens + logits
 
