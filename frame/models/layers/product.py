@@ -22,12 +22,15 @@ class Product:
     """[…, inputs] times `weight` [outputs, inputs], transposed, for as long as the weight keeps its size and place.
 
     Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear`); others, and code that is being
-    compiled, to PyTorch.
+    compiled, to PyTorch, but for many rows of gate and up where one kernel with their activation is faster
+    (`frame.kernels.gated_linear`).
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._plans: tuple[Plan | None, ...] = ()
         self._gated_plans: tuple[Plan | None, ...] = ()
+        self._programs = 0  # of the kernel for gate and up of many rows; none without it
+        self._is_compiled = False  # that kernel
         if kernels.usable(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
             from frame.kernels.linear import skinny_linear  # loads Triton
             from frame.kernels.linear_plan import plans
@@ -36,7 +39,11 @@ class Product:
             outputs, inputs = weight.shape
             shared = kernels.shared_memory(weight.device)
             self._plans = plans(outputs, inputs, shared_memory=shared)
-            self._gated_plans = plans(outputs, inputs, gated=True, shared_memory=shared) if outputs % 2 == 0 else ()
+            if outputs % 2 == 0:
+                from frame.kernels import gated_linear
+
+                self._gated_plans = plans(outputs, inputs, gated=True, shared_memory=shared)
+                self._many, self._programs = gated_linear, gated_linear.processors(weight.device)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """-> […, outputs]"""
@@ -48,7 +55,22 @@ class Product:
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
         plan = _pick(self._gated_plans, x)
-        return None if plan is None else self._skinny(x, weight, bias, plan, gated=True)
+        if plan is not None:
+            return self._skinny(x, weight, bias, plan, gated=True)
+        if self._programs == 0 or bias is not None or x.dim() != 2 or torch.compiler.is_compiling():
+            return None
+        return self._gated_many(x, weight)
+
+    def _gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        outputs, inputs = weight.shape
+        if not self._many.fits(x, weight):
+            return None
+        if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
+            self._is_compiled = True
+            self._many.gated_linear(x[:1], weight, self._programs)
+        if not self._many.is_faster(len(x), outputs // 2, inputs, self._programs):
+            return None
+        return self._many.gated_linear(x, weight, self._programs)
 
 
 def _is_aligned(weight: torch.Tensor) -> bool:
