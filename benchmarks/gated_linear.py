@@ -76,7 +76,7 @@ def main() -> None:
                     "apart_us": round(first, 1),
                     "together_us": round(second, 1),
                     "tflops": round(4 * rows * inputs * inner / second / 1e6),
-                    "chosen": is_faster(rows, inner, inputs, programs),
+                    "chosen": is_faster(rows, inner, programs),
                 }
             )
             print(json.dumps(results[-1]), flush=True)

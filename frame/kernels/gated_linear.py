@@ -22,7 +22,7 @@ _TALL = 8  # tiles of rows that follow one another over the same weights
 _WARPS, _STAGES = 8, 3
 _ALIGNMENT = 16  # bytes, of what boxes are cut from
 _FULL = 0.8  # of the multiprocessors, over all rounds
-_SHORT, _LONG = 2048, 4096  # inputs up to which the activation is a large part; rows up to which it is worth its while otherwise
+_MANY = 1024  # rows; with fewer, PyTorch's product is the faster by more than the activation takes
 
 
 @cache
@@ -33,10 +33,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def is_faster(rows: int, inner: int, inputs: int, programs: int) -> bool:
+def is_faster(rows: int, inner: int, programs: int) -> bool:
     """Whether one kernel beats PyTorch's product and the activation behind it, by what was measured (`docs/performance.md`)."""
+    if rows < _MANY:
+        return False
     tiles = blocks_of(rows, _ROWS) * blocks_of(inner, _OUTPUTS)
-    return tiles >= _FULL * programs * blocks_of(tiles, programs) and (inputs <= _SHORT or rows <= _LONG)
+    return tiles >= _FULL * programs * blocks_of(tiles, programs)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

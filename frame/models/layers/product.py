@@ -62,13 +62,12 @@ class Product:
         return self._gated_many(x, weight)
 
     def _gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        outputs, inputs = weight.shape
         if not self._many.fits(x, weight):
             return None
         if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
             self._is_compiled = True
             self._many.gated_linear(x[:1], weight, self._programs)
-        if not self._many.is_faster(len(x), outputs // 2, inputs, self._programs):
+        if not self._many.is_faster(len(x), len(weight) // 2, self._programs):
             return None
         return self._many.gated_linear(x, weight, self._programs)
 
