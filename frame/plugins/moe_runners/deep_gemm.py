@@ -59,7 +59,7 @@ def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tens
     if getattr(experts, f"{name}_scale_inv", None) is None:
         return (x,)
     values, scale = quantize_groups(x)
-    return values.view(torch.uint8), scale
+    return values.view(torch.uint8), scale.contiguous()
 
 
 def _product(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
