@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of both sizes, for PyTorch's products
 # where PyTorch's product with scales leaves most of the device idle: scaling apart takes less (docs/performance.md)
-_FEW_OUTPUTS, _SOME_ROWS = 8192, 512
+_FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
 
 class Fp8Product:
