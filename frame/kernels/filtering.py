@@ -138,8 +138,9 @@ def gather_kernel(
         if tl.load(tops + row * num_blocks + block) >= bound:
             columns = block * BLOCK + tl.arange(0, BLOCK)
             values = load_logits(logits, row, stride, columns, vocab)
-            taken = values >= bound  # few
-            places = tl.atomic_add(counts + row + tl.zeros([BLOCK], tl.int32), 1, mask=taken, sem="relaxed")
+            taken = values >= bound
+            ranks = tl.cumsum(taken.to(tl.int32), 0)
+            places = tl.atomic_add(counts + row, tl.max(ranks, 0)) + ranks - 1
             taken &= places < CANDIDATES
             tl.store(values_out + row * CANDIDATES + places, values, mask=taken)
             tl.store(columns_out + row * CANDIDATES + places, columns, mask=taken)
