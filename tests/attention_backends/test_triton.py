@@ -103,6 +103,6 @@ def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int])
 def test_tiles_fit_the_shared_memory(columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> None:
     from frame.attention_backends.triton.tiles import choose_tile
 
-    tile = choose_tile(16, columns, itemsize, shared_memory, is_decode=True)
+    tile = choose_tile(16, columns, itemsize, shared_memory)
     needed = 16 * (columns[0] + columns[1]) * itemsize + tile.stages * tile.keys * sum(columns) * itemsize
     assert needed <= shared_memory

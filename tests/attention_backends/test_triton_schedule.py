@@ -36,14 +36,16 @@ def items_of(lengths, cut, groups=()):  # type: ignore[no-untyped-def]
     info = found[HEADER.value :][: cut.capacity * ROW.value].reshape(-1, ROW.value)[:rows]
     items = found[HEADER.value + cut.capacity * ROW.value :][: cut.items(cut.capacity) * ITEM.value].reshape(-1, ITEM.value)
     assert found[0] <= cut.items(rows), "more items than the grid has room for"
-    assert (found[len(found) - cut.capacity * cut.heads :][: rows * cut.heads] == 0).all()
+    assert (found[len(found) - cut.capacity * cut.blocks :][: rows * cut.blocks] == 0).all()
     return items[: found[0]], int(found[1]), info
 
 
 def cut_of(**values):  # type: ignore[no-untyped-def]
     from frame.attention_backends.triton.schedule import Cut
 
-    return Cut(**{"capacity": 300, "heads": 4, "target": 33, "min_keys": 64, "block_keys": 64, "window": 0, "tile_rows": 0, **values})
+    return Cut(
+        **{"capacity": 300, "heads": 4, "blocks": 4, "target": 33, "min_keys": 64, "block_keys": 64, "window": 0, "tile_rows": 0, **values}
+    )
 
 
 @pytest.mark.parametrize("lengths", [[1], [512], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])

@@ -2,7 +2,7 @@
 """The decode kernel: one query token a row, keys cut into the items of a schedule (`schedule.py`), and the merge of what items give.
 
 All heads that share keys are taken together, so that keys are read once; a tile of rows that share a prefix reads it once as well.
-Of the programs that work on one row and its heads, the last to end merges their parts: no further launch.
+Of the programs that work on one row's own keys, the last to end merges all of its parts: no further launch, but for wide values.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import triton.language as tl
 
 from frame.attention_backends.triton.scan import LOG2E, TAIL, load_rows, scan_keys
 from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW
+
+SHARED_PART = tl.constexpr(1 << 16)  # own parts are counted below it
 
 
 @triton.jit
@@ -30,11 +32,15 @@ def merge_parts(
     parts_pointer,
     weights_pointer,
     out_pointer,
-    row_part,
-    own_lines,
-    row,  # [N]
-    head,  # [N]
-    ready,  # [N] whether all parts are there
+    own_first,  # [N], as all of the following
+    own_count,
+    shared_first,
+    shared_count,
+    within,
+    own_lines,  # one number
+    row,
+    head,
+    valid,
     NUM_HEADS: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
@@ -44,21 +50,26 @@ def merge_parts(
     LANES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Weighs the parts of rows and heads that are ready, `AT_ONCE` at a time, and writes their result."""
-    info = row_part + row * ROW
-    own_first = tl.load(info, mask=ready, other=0)[None, :]
-    own_count = tl.load(info + 1, mask=ready, other=0)[None, :]
-    shared_first = tl.load(info + 2, mask=ready, other=0)[None, :]
-    count = own_count + tl.load(info + 3, mask=ready, other=0)[None, :]
-    within = tl.load(info + 4, mask=ready, other=0)[None, :]
+    """Weighs the parts of rows and heads, `AT_ONCE` at a time, and writes their result."""
+    count = tl.where(valid, own_count + shared_count, 0)[None, :]
     columns = tl.arange(0, BLOCK_VALUE)
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
     for first in range(0, tl.max(tl.max(count, 1), 0), AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)[:, None]
-        used = (part < count) & ready[None, :]
-        line = part_line(own_first, own_count, shared_first, within, part, own_lines, head[None, :], TILE_ROWS, NUM_HEADS)
+        used = part < count
+        line = part_line(
+            own_first[None, :],
+            own_count[None, :],
+            shared_first[None, :],
+            within[None, :],
+            part,
+            own_lines,
+            head[None, :],
+            TILE_ROWS,
+            NUM_HEADS,
+        )
         # other programs wrote them while this one ran: not from the first-level cache
         weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
         value = tl.load(
@@ -76,18 +87,81 @@ def merge_parts(
         top = new_top
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
-    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=ready[:, None] & (columns < VALUE)[None, :])
+    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
+
+
+@triton.jit(do_not_specialize=["own_items"])
+def merge_kernel(
+    parts_pointer,
+    weights_pointer,
+    out_pointer,
+    schedule,
+    own_items,
+    NUM_HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (heads, rows). For shapes whose parts are too much for the one program that would merge them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.zeros([1], tl.int32) + tl.program_id(1)
+    info = schedule + HEADER + row * ROW
+    own_count = tl.load(info + 1)
+    shared_count = tl.load(info + 3)
+    if tl.sum(own_count + shared_count, 0) > 1:
+        merge_parts(
+            parts_pointer,
+            weights_pointer,
+            out_pointer,
+            tl.load(info),
+            own_count,
+            tl.load(info + 2),
+            shared_count,
+            tl.load(info + 4),
+            own_items * NUM_HEADS,
+            row,
+            tl.zeros([1], tl.int32) + tl.program_id(0),
+            own_count > 0,
+            NUM_HEADS,
+            VALUE,
+            BLOCK_VALUE,
+            TILE_ROWS,
+            OUT_STRIDE,
+            OUT_HEAD,
+            1,
+            AT_ONCE,
+        )
 
 
 @triton.jit
-def arrive(arrivals, row, head, expected, valid, NUM_HEADS: tl.constexpr):
-    """Count this program among those that have written a part of the rows and heads -> [N] which of them are complete now."""
-    tl.debug_barrier()  # every thread's part is written before any thread counts
-    before = tl.atomic_add(arrivals + row * NUM_HEADS + head, 1, mask=valid, sem="acq_rel", scope="gpu")
-    ready = valid & (before == expected - 1)
-    tl.store(arrivals + row * NUM_HEADS + head, tl.zeros_like(before), mask=ready)  # for the next launch
+def arrive_shared(arrival, valid):
+    """Tell rows that one more part of their shared prefix has been written."""
+    tl.debug_barrier()  # every thread's part is written before any thread tells of it
+    tl.atomic_add(arrival, SHARED_PART, mask=valid, sem="release", scope="gpu")
+
+
+@triton.jit
+def arrive_own(arrival, own_count, shared_count, TILE_ROWS: tl.constexpr):
+    """Count one own part of a row as written -> whether it was the last, after all of its shared parts have been written too.
+
+    Waiting for those is safe: their items come first, so that their programs have begun before this one.
+    """
     tl.debug_barrier()
-    return ready
+    before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+    is_last = before % SHARED_PART == own_count - 1
+    if is_last:
+        if TILE_ROWS > 0:
+            while before // SHARED_PART < shared_count:
+                before = tl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+        tl.store(arrival, 0)  # for the next launch
+    tl.debug_barrier()
+    return is_last
 
 
 @triton.jit
@@ -210,6 +284,7 @@ def decode_kernel(
     OUT_HEAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # 0: no prefixes are shared
     TILE_LANES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_LANES: tl.constexpr,  # HEADS, padded to a power of two
@@ -228,13 +303,14 @@ def decode_kernel(
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
+    MERGES: tl.constexpr,  # False: `merge_kernel` does
     AT_ONCE: tl.constexpr,  # parts that are merged at once
     PDL: tl.constexpr,
 ):
     """Grid: (kv heads * blocks of `HEADS` query heads, items)."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # not before: kernels further on would take places on the processors
     index = tl.program_id(1)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
@@ -294,7 +370,7 @@ def decode_kernel(
                 BLOCK1,
                 BLOCK2,
                 BLOCK_VALUE,
-                BLOCK_KEYS,
+                TILE_KEYS,
                 SOFT_CAP,
                 SHARED,
                 TILE_LANES,
@@ -305,28 +381,8 @@ def decode_kernel(
             mask = valid[:, None] & (columns < VALUE)[None, :]
             tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
             tl.store(weights_pointer + line, weight, mask=valid)
-            info = row_part + row * ROW
-            expected = tl.load(info + 1, mask=valid, other=0) + tl.load(info + 3, mask=valid, other=0)
-            ready = arrive(arrivals, row, head, expected, valid, NUM_HEADS)
-            if tl.max(ready.to(tl.int32), 0) == 1:
-                merge_parts(
-                    parts_pointer,
-                    weights_pointer,
-                    out_pointer,
-                    row_part,
-                    own_lines,
-                    row,
-                    head,
-                    ready,
-                    NUM_HEADS,
-                    VALUE,
-                    BLOCK_VALUE,
-                    TILE_ROWS,
-                    OUT_STRIDE,
-                    OUT_HEAD,
-                    TILE_LANES,
-                    1,
-                )
+            if MERGES:
+                arrive_shared(arrivals + row * tl.num_programs(0) + tl.program_id(0), valid & (lane % HEADS == 0))
     elif index < num_items:
         lane = tl.arange(0, BLOCK_QUERIES)
         in_group = first_head + lane
@@ -335,7 +391,10 @@ def decode_kernel(
         row = tl.zeros([BLOCK_QUERIES], tl.int32) + which
         info = row_part + which * ROW
         own_first = tl.load(info)
-        expected = tl.load(info + 1) + tl.load(info + 3)
+        own_count = tl.load(info + 1)
+        shared_first = tl.load(info + 2)
+        shared_count = tl.load(info + 3)
+        within = tl.load(info + 4)
         top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
         if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation, then a value of the device
@@ -384,34 +443,39 @@ def decode_kernel(
             UPCAST,
         )
         mask = valid[:, None] & (columns < VALUE)[None, :]
-        if expected == 1:
+        if own_count + shared_count == 1:
             places = (which.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
             tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=mask)
         else:
             line = ((index - num_shared) * NUM_HEADS + head).to(tl.int64)
             tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
             tl.store(weights_pointer + line, weight, mask=valid)
-            few = tl.arange(0, HEAD_LANES)
-            valid_few = (few < HEADS) & (first_head + few < GROUP)
-            head_few = kv_head * GROUP + first_head + few
-            row_few = tl.zeros([HEAD_LANES], tl.int32) + which
-            ready = arrive(arrivals, row_few, head_few, expected, valid_few, NUM_HEADS)
-            if tl.max(ready.to(tl.int32), 0) == 1:
-                merge_parts(
-                    parts_pointer,
-                    weights_pointer,
-                    out_pointer,
-                    row_part,
-                    own_lines,
-                    row_few,
-                    head_few,
-                    ready,
-                    NUM_HEADS,
-                    VALUE,
-                    BLOCK_VALUE,
-                    TILE_ROWS,
-                    OUT_STRIDE,
-                    OUT_HEAD,
-                    HEAD_LANES,
-                    AT_ONCE,
-                )
+            if MERGES:
+                few = tl.arange(0, HEAD_LANES)
+                valid_few = (few < HEADS) & (first_head + few < GROUP)
+                head_few = kv_head * GROUP + first_head + few
+                none = tl.zeros([HEAD_LANES], tl.int32)
+                arrival = arrivals + which * tl.num_programs(0) + tl.program_id(0)
+                if arrive_own(arrival, own_count, shared_count, TILE_ROWS):
+                    merge_parts(
+                        parts_pointer,
+                        weights_pointer,
+                        out_pointer,
+                        none + own_first,
+                        none + own_count,
+                        none + shared_first,
+                        none + shared_count,
+                        none + within,
+                        own_lines,
+                        none + which,
+                        head_few,
+                        valid_few,
+                        NUM_HEADS,
+                        VALUE,
+                        BLOCK_VALUE,
+                        TILE_ROWS,
+                        OUT_STRIDE,
+                        OUT_HEAD,
+                        HEAD_LANES,
+                        AT_ONCE,
+                    )

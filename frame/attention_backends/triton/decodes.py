@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.attention_backends.triton.decode import decode_kernel
+from frame.attention_backends.triton.decode import decode_kernel, merge_kernel
 from frame.attention_backends.triton.launch import Launch, Operands, other, power_of_two, scales
 from frame.attention_backends.triton.prefixes import MIN_ROWS
 from frame.attention_backends.triton.schedule import Cut
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from frame.attention_backends.triton.plan import StepPlan
     from frame.core.interfaces.batch import ForwardBatch
 
+FEW_ROWS = 4  # have sizes of their own: what counts is how long one program takes
 SHARING_ROWS = 2 * MIN_ROWS  # smaller batches are not compiled for shared prefixes
 
 
@@ -28,8 +29,8 @@ class DecodeLaunch:
 
     spec: AttentionSpec
     cut: Cut
-    blocks: int  # programs an item
     launch: Launch
+    merge: Launch | None  # if the decode kernel does not merge
     parts: torch.Tensor  # float32 [lines, value]
     weights: torch.Tensor  # float32 [lines]
 
@@ -47,11 +48,11 @@ class Decodes:
         """All decode rows: row r is token r of queries and `out` [tokens, heads, value width]."""
         rows = plan.num_decodes
         shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None
-        q2 = operands.q2
-        key = (spec.layer, shares, operands.q1.stride(), None if q2 is None else q2.stride())
+        few = rows <= FEW_ROWS
+        key = (spec.layer, shares, few, operands.q_strides)
         found = self._launches.get(key)
         if found is None or found.spec is not spec:
-            sizes = choose_decode(operands.group, operands.loaded, operands.q1.element_size(), self._facts.shared_memory)
+            sizes = choose_decode(operands.group, operands.loaded, operands.q1.element_size(), self._facts.shared_memory, few)
             found = self._prepare(spec, operands, out, sizes, shares)
             self._launches[key] = found
         schedule = plan.schedule(found.cut, batch, self._pdl)
@@ -70,7 +71,9 @@ class Decodes:
             found.cut.own_items,
             *scales(spec, operands),
         )
-        found.launch((found.blocks, found.cut.items(rows), 1), arguments)
+        found.launch((found.cut.blocks, found.cut.items(rows), 1), arguments)
+        if found.merge:
+            found.merge((found.cut.heads, rows, 1), (found.parts, found.weights, out, schedule, found.cut.own_items))
 
     def _prepare(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, sizes: DecodeSizes, shares: bool) -> DecodeLaunch:
         tile, group, heads = sizes.tile, operands.group, operands.q1.shape[1]
@@ -80,6 +83,7 @@ class Decodes:
         cut = Cut(
             capacity=self._capacity,
             heads=heads,
+            blocks=blocks,
             target=max(1, self._facts.processors * sizes.programs // blocks),
             min_keys=sizes.min_keys,
             block_keys=tile.keys,
@@ -90,14 +94,20 @@ class Decodes:
             **operands.constants(spec, tile, out),
             "TILE_ROWS": cut.tile_rows,
             "TILE_LANES": sizes.tile_lanes,
+            "TILE_KEYS": sizes.tile_keys,
             "HEAD_LANES": power_of_two(taken),
             "NUM_HEADS": heads,
+            "MERGES": not sizes.merges_apart,
             "AT_ONCE": sizes.at_once,
             "PDL": self._pdl,
         }
-        launch = Launch(decode_kernel, constants, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=self._pdl)
+        names = ("NUM_HEADS", "VALUE", "BLOCK_VALUE", "TILE_ROWS", "OUT_STRIDE", "OUT_HEAD", "AT_ONCE", "PDL")
+        wide = {name: constants[name] for name in names}
+        merge = Launch(merge_kernel, wide, launch_pdl=self._pdl) if sizes.merges_apart else None
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers, "launch_pdl": self._pdl}
+        launch = Launch(decode_kernel, constants, **options)
         parts, weights = self._space_for(cut, operands.value_width, out.device)
-        return DecodeLaunch(spec, cut, blocks, launch, parts, weights)
+        return DecodeLaunch(spec, cut, launch, merge, parts, weights)
 
     def _space_for(self, cut: Cut, value: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         lines = (cut.own_items + cut.shared_items * cut.tile_rows) * cut.heads

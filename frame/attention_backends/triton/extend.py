@@ -79,8 +79,8 @@ def extend_kernel(
 ):
     """Grid: (kv heads * blocks of `HEADS` query heads, tiles), so that the tiles with most keys begin first on all heads."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks

@@ -9,7 +9,7 @@ import torch
 
 from frame.attention_backends.triton.extend import extend_kernel
 from frame.attention_backends.triton.launch import Launch, Operands, other, scales
-from frame.attention_backends.triton.tiles import Device, choose_tile, extend_queries
+from frame.attention_backends.triton.tiles import Device, Tile, choose_extend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED, pdl
 
@@ -54,7 +54,10 @@ class Extends:
         if cached and own and not plan.has_prefixes:
             cached = None
         group = some.group
-        queries = extend_queries(group, max(some.blocks), some.q1.element_size(), plan.longest_query)
+        tile = choose_extend(
+            group, plan.longest_query, some.loaded, some.q1.element_size(), self._facts.shared_memory, gathers=cached is not None
+        )
+        queries = tile.queries
         tiles = plan.tiles(queries // min(group, queries))
         described = own is not None and self._describes and own.describable
         # the cache's strides are always the same; those of own keys are others when they were gathered from it
@@ -63,7 +66,7 @@ class Extends:
         )  # fmt: skip
         found = self._launches.get(key)
         if found is None or found.spec is not spec:
-            found = self._prepare(spec, cached, own, out, queries, described)
+            found = self._prepare(spec, cached, own, out, tile, described)
             self._launches[key] = found
         arguments = (
             *some.pointers(),
@@ -85,12 +88,11 @@ class Extends:
         found.launch((blocks, tiles.shape[1], 1), arguments)
 
     def _prepare(
-        self, spec: AttentionSpec, cached: Operands | None, own: Operands | None, out: torch.Tensor, queries: int, described: bool
+        self, spec: AttentionSpec, cached: Operands | None, own: Operands | None, out: torch.Tensor, tile: Tile, described: bool
     ) -> ExtendLaunch:
         some, beside = cached or own, own or cached
         assert some is not None
         assert beside is not None
-        tile = choose_tile(queries, some.loaded, some.q1.element_size(), self._facts.shared_memory, is_decode=False)
         constants = some.constants(spec, tile, out)
         names = [f"{part}_{what}" for part in ("OWN1", "OWN2", "OWN_V") for what in ("STRIDE", "HEAD")]
         constants |= dict(zip(names, beside.strides()[4:], strict=True))

@@ -103,13 +103,16 @@ def scan_keys(
     columns1 = tl.arange(0, BLOCK1)
     columns2 = tl.arange(0, BLOCK2)
     value_columns = tl.arange(0, BLOCK_VALUE)
+    final = tl.maximum(last - 1, 0)
+    if PAGE_SIZE > 0:  # one step ahead, so that no load of keys waits for the one of their page
+        page = tl.load(table + tl.minimum(first + steps, final) // PAGE_SIZE)
     for start in range(first, last, BLOCK_KEYS):
         keys = start + steps
         # past the last key that one is read again: no load needs a mask, and what has no weight is finite all the same
-        read = keys if MASK == NONE else tl.minimum(keys, last - 1)
+        read = keys if MASK == NONE else tl.minimum(keys, final)
         if PAGE_SIZE > 0:
-            page = tl.load(table + read // PAGE_SIZE)
             places = page * PAGE_SIZE + read % PAGE_SIZE
+            page = tl.load(table + tl.minimum(keys + BLOCK_KEYS, final) // PAGE_SIZE)
         else:
             places = key_start + read
         if WIDE:

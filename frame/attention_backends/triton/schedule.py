@@ -20,8 +20,9 @@ from frame.attention_backends.triton.prefixes import MIN_ROWS
 #     header      items, shared items
 #     rows        8 a row: first own item, own items, first shared item, shared items, place within its tile
 #     items       8 an item: row (or first place in the order of shared rows), page-table row, first key, last key + 1, rows of the tile
-#     arrivals    1 a row and query head: how many of the row's items have come to their end; zero between launches
+#     arrivals    1 a row and block of heads: how many of the row's items have come to their end; zero between launches
 HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
+CLASSES = tl.constexpr(8)  # of pieces by their length
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Cut:
 
     capacity: int  # most rows; parts of the tensor lie where they would for as many
     heads: int  # query heads
-    target: int  # pieces that the keys of all rows are cut into, about
+    blocks: int  # programs an item
+    target: int  # pieces that the keys of all rows are cut into, about; twice as many if rows differ much
     min_keys: int  # of a piece
     block_keys: int  # pieces begin at multiples of it
     window: int
@@ -42,15 +44,15 @@ class Cut:
 
     def items(self, rows: int) -> int:
         """Most items: every row and tile has one, and each piece beyond takes a share of the keys."""
-        return rows + self.tiles(rows) + self.target
+        return rows + self.tiles(rows) + (2 * self.target if rows > 1 else self.target)
 
     @property
     def own_items(self) -> int:
-        return self.capacity + self.target
+        return self.capacity + 2 * self.target
 
     @property
     def shared_items(self) -> int:
-        return self.tiles(self.capacity) + self.target if self.tile_rows else 0
+        return self.tiles(self.capacity) + 2 * self.target if self.tile_rows else 0
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def schedule_kernel(
     capacity,
     max_items,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TARGET: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -82,8 +84,8 @@ def schedule_kernel(
 ):
     """One program."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, BLOCK_ROWS)
     valid = rows < num_rows
     seq_len = tl.load(seq_lens + rows, mask=valid, other=0)
@@ -91,19 +93,25 @@ def schedule_kernel(
     begin = tl.zeros([BLOCK_ROWS], tl.int32)
     if WINDOW > 0:
         begin = tl.maximum(0, seq_len - WINDOW)
-    total = tl.sum(seq_len - begin, 0)
     row_part = schedule + HEADER + rows * ROW
     item_part = schedule + HEADER + capacity * ROW
     num_shared = 0
+    pieces = TARGET
     if TILE_ROWS > 0:
         begin = tl.load(prefixes + rows, mask=valid, other=0)
+    own = seq_len - begin
+    total = tl.sum(own, 0)
+    if tl.max(own, 0) * num_rows > 3 * (total // 2):  # uneven rows
+        pieces = 2 * TARGET
+    split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
+    if TILE_ROWS > 0:
         place = tl.load(prefixes + capacity + rows, mask=valid, other=0)
         position = tl.load(prefixes + 2 * capacity + rows, mask=valid, other=0)
         group = tl.load(prefixes + 3 * capacity + rows, mask=valid, other=0)
         within = position % TILE_ROWS
         leads = (begin > 0) & (within == 0)
-        total += tl.sum(tl.where(leads, begin, 0) - begin, 0)
-        split = tl.maximum(MIN_KEYS, tl.cdiv(total, TARGET))
+        total += tl.sum(tl.where(leads, begin, 0), 0)
+        split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
         count, length = pieces_of(begin, split, BLOCK_KEYS)
         counts = tl.where(leads, count, 0)
         first = tl.cumsum(counts, 0) - counts
@@ -115,34 +123,41 @@ def schedule_kernel(
         tl.store(row_part + 2, tl.load(schedule + HEADER + leader * ROW + 2, mask=valid, other=0), mask=valid & ~leads)
         tl.store(row_part + 3, tl.where(begin > 0, count, 0), mask=valid)
         tl.store(row_part + 4, within, mask=valid)
-        for piece in range(tl.max(counts, 0)):
-            used = leads & (piece < counts)
-            item = item_part + (first + piece) * ITEM
+        for number in range(tl.max(counts, 0)):
+            used = leads & (number < counts)
+            item = item_part + (first + number) * ITEM
             tl.store(item, place, mask=used)
             tl.store(item + 1, slot, mask=used)
-            tl.store(item + 2, piece * length, mask=used)
-            tl.store(item + 3, tl.minimum(begin, (piece + 1) * length), mask=used)
+            tl.store(item + 2, number * length, mask=used)
+            tl.store(item + 3, tl.minimum(begin, (number + 1) * length), mask=used)
             tl.store(item + 4, tl.minimum(group - position, TILE_ROWS), mask=used)
     else:
-        split = tl.maximum(MIN_KEYS, tl.cdiv(total, TARGET))
         tl.store(row_part + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
-    count, length = pieces_of(seq_len - begin, split, BLOCK_KEYS)
+    count, length = pieces_of(own, split, BLOCK_KEYS)
     count = tl.where(valid, count, 0)
-    first = tl.cumsum(count, 0) - count
+    # long pieces begin first, so that short ones fill the gaps at the end
+    piece = tl.minimum(own, length)
+    rank = tl.minimum(CLASSES - 1, piece * CLASSES // (tl.max(piece, 0) + 1))
+    first = tl.zeros([BLOCK_ROWS], tl.int32)
+    taken = 0
+    for step in range(CLASSES):
+        of_class = tl.where(rank == CLASSES - 1 - step, count, 0)
+        first = tl.where(rank == CLASSES - 1 - step, taken + tl.cumsum(of_class, 0) - of_class, first)
+        taken += tl.sum(of_class, 0)
     tl.store(row_part, first, mask=valid)
     tl.store(row_part + 1, count, mask=valid)
-    for piece in range(tl.max(count, 0)):
-        used = piece < count
-        item = item_part + (num_shared + first + piece) * ITEM
+    for number in range(tl.max(count, 0)):
+        used = number < count
+        item = item_part + (num_shared + first + number) * ITEM
         tl.store(item, rows, mask=used)
         tl.store(item + 1, slot, mask=used)
-        tl.store(item + 2, begin + piece * length, mask=used)
-        tl.store(item + 3, tl.minimum(seq_len, begin + (piece + 1) * length), mask=used)
-    tl.store(schedule, num_shared + tl.sum(count, 0))
+        tl.store(item + 2, begin + number * length, mask=used)
+        tl.store(item + 3, tl.minimum(seq_len, begin + (number + 1) * length), mask=used)
+    tl.store(schedule, num_shared + taken)
     tl.store(schedule + 1, num_shared)
-    for start in range(0, num_rows * HEADS, BLOCK_ARRIVALS):
+    for start in range(0, num_rows * BLOCKS, BLOCK_ARRIVALS):
         arrivals = start + tl.arange(0, BLOCK_ARRIVALS)
-        tl.store(item_part + max_items * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * HEADS)
+        tl.store(item_part + max_items * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * BLOCKS)
 
 
 def make_schedule(
@@ -150,7 +165,7 @@ def make_schedule(
 ) -> torch.Tensor:
     """The schedule of the first `rows` rows. seq_lens int32, request_slots int64, prefixes int32 [5, capacity]."""
     most = cut.items(cut.capacity)
-    size = HEADER.value + cut.capacity * (ROW.value + cut.heads) + most * ITEM.value
+    size = HEADER.value + cut.capacity * (ROW.value + cut.blocks) + most * ITEM.value
     schedule = torch.empty(size, dtype=torch.int32, device=seq_lens.device)
     schedule_kernel[(1,)](
         schedule,
@@ -161,7 +176,7 @@ def make_schedule(
         cut.capacity,
         most,
         BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
-        HEADS=cut.heads,
+        BLOCKS=cut.blocks,
         TARGET=cut.target,
         MIN_KEYS=cut.min_keys,
         BLOCK_KEYS=cut.block_keys,

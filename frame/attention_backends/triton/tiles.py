@@ -35,7 +35,7 @@ def split_width(width: int) -> tuple[int, int]:
     return largest, width - largest
 
 
-def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, is_decode: bool) -> Tile:
+def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> Tile:
     """The first of the tile sizes, fastest first as measured on an H200, that fits the device's shared memory.
 
     `columns` are the padded widths of both key parts and of values that are loaded besides (0: they are the keys' first part).
@@ -43,8 +43,8 @@ def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shar
     key_bytes = sum(columns) * itemsize
     query_bytes = queries * (columns[0] + columns[1]) * itemsize
     warps = 8 if queries >= 64 and queries * max(columns) >= 128 * 128 else 4
-    wide = [(128, 3), (64, 3)] if queries >= 128 and not is_decode else []
-    for keys, stages in (*wide, (64, 2), (32, 2), (64, 1), (32, 1)):
+    narrow = max(columns) <= 128
+    for keys, stages in (*([(64, 3)] if narrow else []), (64, 2), (32, 2), (64, 1), (32, 1)):
         if query_bytes + stages * keys * key_bytes <= shared_memory:
             return Tile(queries, keys, warps, stages)
     return Tile(queries, 16, warps, 1)
@@ -72,25 +72,36 @@ class DecodeSizes:
 
     tile: Tile  # its queries are the heads that one program takes, padded
     tile_lanes: int  # rows times heads that read a shared prefix together
+    tile_keys: int  # keys at once that they read
     programs: int  # a processor, about
     min_keys: int  # of one program; shorter runs spend more on their merge than they gain
     at_once: int  # parts merged at once
+    merges_apart: bool = False  # in a kernel of their own
 
 
-def extend_queries(group: int, widest: int, itemsize: int, longest: int) -> int:
-    """Queries times heads that one program of the extend kernel takes, when rows have at most `longest` queries."""
-    most = 64 if widest > 128 or itemsize == 4 else 128
-    return max(16, min(most, triton.next_power_of_2(longest * group)))
+def choose_extend(group: int, longest: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
+    """Sizes for rows of at most `longest` queries; `gathers`: some keys are read from the cache, page by page."""
+    wanted = triton.next_power_of_2(longest * group)
+    if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
+        return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a processor
+    return choose_tile(max(16, min(64, wanted)), columns, itemsize, shared_memory)
 
 
-def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
-    """Sizes for `group` heads that share keys of these padded widths."""
+def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, few: bool) -> DecodeSizes:
+    """Sizes for `group` heads that share keys of these padded widths; `few`: for a handful of rows."""
     queries = max(16, min(64, triton.next_power_of_2(group)))
-    tile = choose_tile(queries, columns, itemsize, shared_memory, is_decode=True)
+    tile = choose_tile(queries, columns, itemsize, shared_memory)
+    value = columns[2] or columns[0]
+    if value > 256:
+        programs = 1
+        if queries <= 32 and (queries + 3 * 32) * sum(columns) * itemsize <= shared_memory:
+            tile, programs = Tile(queries, 32, 4, 3), 2
+        return DecodeSizes(tile, 32, 32, programs, min_keys=128, at_once=max(1, 4096 // value), merges_apart=True)
     return DecodeSizes(
         tile,
         tile_lanes=64,
-        programs=4,
+        tile_keys=min(32, tile.keys),
+        programs=2 if few else 4,
         min_keys=64,
-        at_once=max(1, min(8, 4096 // (triton.next_power_of_2(min(group, queries)) * (columns[2] or columns[0])))),
+        at_once=max(1, min(16, 8192 // (triton.next_power_of_2(min(group, queries)) * value))),
     )
