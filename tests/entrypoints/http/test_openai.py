@@ -194,7 +194,7 @@ REFUSED = {
     "priority": ({"priority": 2**70}, 400, "priority"),
     "ends": ({"stop_token_ids": list(range(3)) * 30}, 400, "stop_token_ids"),
     "end": ({"stop_token_ids": [2**70]}, 400, "stop_token_ids"),
-    "impossible": ({"ebnf": "root ::= root"}, 400, "response_format"),
+    "impossible": ({"ebnf": "root ::= root"}, 400, "ebnf"),
 }
 
 
