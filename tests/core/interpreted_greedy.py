@@ -27,8 +27,8 @@ def case(request, tmp_path_factory):
 
 
 def loop_of(case, tokens=16 * 1024, **settings):
-    """One architecture has its experts multiplied by kernels too: that is a second for each token of a prompt."""
-    runner = "triton" if case.reference.config.model_type == "qwen3_moe" else "torch_native"
+    """In the long form one architecture has its experts multiplied by kernels too: that is a second for each token of a prompt."""
+    runner = "triton" if IS_WHOLE and case.reference.config.model_type == "qwen3_moe" else "torch_native"
     return make_loop(case.folder, tokens, "triton", moe_runner=runner, **settings)
 
 
