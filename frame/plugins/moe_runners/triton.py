@@ -14,7 +14,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
-from frame.kernels.align import LIMITS, align
+from frame.kernels.align import CHUNKS, align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
 from frame.kernels.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, turning_points
 from frame.kernels.fp8_quantize import quantize_groups
@@ -54,7 +54,7 @@ class Triton(MoERunner):
     def _compile(self, tokens: Dispatched, first: Weights, second: Weights) -> None:
         """Run as many tokens as it takes to meet every form of the kernels, so that no later step waits for a compiler."""
         top, experts, most = tokens.ids.shape[1], len(first.values), self.context.limits.max_tokens_per_step
-        for count in turning_points(top, experts, LIMITS, most):
+        for count in turning_points(top, experts, CHUNKS, most):
             ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
             self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), first, second)
 
