@@ -20,6 +20,7 @@ from frame.core.batch_builder import BatchBuilder, count_rows
 from frame.core.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.compiled import Forward, keep_out
 from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
+from frame.core.errors import ConfigurationError
 from frame.core.host_memory import keep_freed_memory
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
@@ -113,14 +114,19 @@ class TorchModelRunner(ModelRunner):
             ).wait()
 
     def capture(self, most: int) -> None:
-        """Make graphs of decode steps of up to `most` rows; decodes run through them from now on."""
+        """Make graphs of decode steps of up to `most` rows; decodes run through them from now on. Raises ConfigurationError where the
+        model or a backend does not let itself be captured, or there is no memory for it."""
         attention = self.context.attention
         if attention is None:
             raise ValueError("graphs need a context with an attention backend")
         with torch.inference_mode(), self._on_stream():
             redraw = self._redraw if self.sampler.by_kernels else None
             graphs = DecodeGraphs(self._decode, self.builder, attention, graph_sizes(most), self.context.device, redraw)
-            graphs.capture()
+            try:
+                graphs.capture()
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n", 1)[0]
+                raise ConfigurationError(f"decode steps cannot be captured in CUDA graphs ({reason}); set --cuda-graph-max-bs 0") from error
         self.graphs = graphs
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from frame.core.allocator import PagedAllocator
 from frame.core.capacity import Capacity
 from frame.core.decode_graphs import StepInputs, graph_sizes
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.memory_pool import KVPool, kv_geometry
 from frame.core.model_runner import TorchModelRunner
@@ -86,3 +87,12 @@ def test_sampling(wants):
 
     each = [params(row) for row in range(ROWS)]
     assert make_loop(ROWS).generate(PROMPTS, each) == make_loop(0).generate(PROMPTS, each)
+
+
+def test_what_cannot_be_captured_is_said_with_its_remedy(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(FakeAttention, "capture_plan", fails)
+    with pytest.raises(ConfigurationError, match=r"\(operation not permitted when stream is capturing\); set --cuda-graph-max-bs 0$"):
+        make_loop(ROWS)
