@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -34,6 +35,7 @@ def configure(process: str, settings: LogSection) -> None:
     PROGRESS.setLevel(logging.INFO)
     ACCESS.setLevel(logging.INFO if settings.access else logging.WARNING)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its start and stop are ours to tell
+    logging.getLogger("uvicorn.error").addFilter(Sparse())  # anybody can send what is no HTTP, as often as he likes
 
 
 def report(line: str) -> None:
@@ -61,6 +63,30 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request_id"):
         record.request_id = REQUEST_ID.get()
     return True
+
+
+class Sparse(logging.Filter):
+    """Of equal warnings lets one through in `every` seconds, with the number of those left out since."""
+
+    def __init__(self, every: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every = every
+        self._clock = clock
+        self._message = ""
+        self._until = 0.0
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno > logging.WARNING:
+            return True
+        message, now = record.getMessage(), self._clock()
+        if message == self._message and now < self._until:
+            self._left_out += 1
+            return False
+        if message == self._message and self._left_out:
+            record.msg, record.args = f"{message} ({self._left_out} more like it since the last such line)", ()
+        self._message, self._until, self._left_out = message, now + self._every, 0
+        return True
 
 
 class TextFormatter(logging.Formatter):

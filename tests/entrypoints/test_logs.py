@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.entrypoints.logs import ACCESS, REQUEST_ID, JsonFormatter, TextFormatter, _add_request_id, request_id_of
+from frame.entrypoints.logs import ACCESS, REQUEST_ID, JsonFormatter, Sparse, TextFormatter, _add_request_id, request_id_of
 from tests.entrypoints.inprocess import serving
 from tests.entrypoints.serving import RunningServer, wait_until
 
@@ -27,6 +27,18 @@ def test_text_lines_cannot_be_forged() -> None:
     line = TextFormatter("main").format(record("GET %s", "/a\nfake line\x1b[31m"))
     assert line.endswith(r"WARNING main: GET /a\nfake line\x1b[31m [r1]")
     REQUEST_ID.set("")
+
+
+def test_warnings_that_anybody_can_cause_are_sparse() -> None:
+    now = 0.0
+    sparse = Sparse(60.0, lambda: now)
+    assert [sparse.filter(record("no HTTP")) for _ in range(5)] == [True, False, False, False, False]
+    assert sparse.filter(record("another"))
+    assert sparse.filter(record("no HTTP")) and not sparse.filter(record("no HTTP"))
+    now = 61.0
+    later = record("no HTTP")
+    assert sparse.filter(later)
+    assert later.getMessage() == "no HTTP (1 more like it since the last such line)"
 
 
 def test_json_lines() -> None:
