@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from frame.entrypoints.http.app import ROUTES
+from frame.entrypoints.http.app import ADMIN_PATHS, ADMIN_ROUTES, ROUTES, App
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, Response, serving
 from tests.fuzz.mutations import TEXTS, dumped, mutated, spoiled
 from tests.fuzz.requests import BODIES
@@ -22,10 +23,13 @@ HEADERS = (b"authorization", b"content-type", b"x-request-timeout", b"x-request-
 METHODS = ("POST", "GET", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "X")
 STOPPING = {"/pause_generation"}  # does what it says: nothing after it would be answered
 PATHS = [operation.path for operation in ROUTES if operation.path not in STOPPING]
+PATHS += [*BODIES, *BODIES]  # routes with a body are worth more tries
+OPERATORS = [operation.path for operation in ADMIN_ROUTES]  # of the listener for operators, which still answers after a pause
+ADMIN_KEY = b"the-key-of-operators"
 
 
-def path_of(rng: random.Random) -> str:
-    path = rng.choice([*PATHS, *BODIES, *BODIES])  # routes with a body are worth more tries
+def path_of(rng: random.Random, paths: Sequence[str]) -> str:
+    path = rng.choice(paths)
     while "{" in path:
         before, _, rest = path.partition("{")
         path = before + rng.choice(("x", "frame-tiny", "resp_1", "%2e%2e", "..", "a" * 300, "é")) + rest.partition("}")[2]
@@ -63,19 +67,28 @@ def check(path: str, body: bytes, answer: Response, secrets: list[bytes]) -> Non
         assert secret not in answer.body, what
 
 
-async def attack(server: InProcess, seed: int, count: int) -> dict[int, int]:
-    """Send `count` requests, some at once. -> answers by status."""
+def method_of(rng: random.Random, path: str) -> str:
+    if rng.random() < 0.1:
+        return rng.choice(METHODS)
+    path = path.partition("?")[0]
+    return "POST" if path in BODIES or (path in ADMIN_PATHS and rng.random() < 0.5) else "GET"
+
+
+async def attack(server: InProcess, seed: int, count: int, paths: Sequence[str] = PATHS, key: bytes = b"") -> dict[int, int]:
+    """Send `count` requests to such paths, some at once, most with the key where there is one. -> answers by status."""
     found: dict[int, int] = {}
     root = server.services.resolved.model_path
-    secrets = [root.encode(), str(Path(root).parent).encode()]
+    secrets = [root.encode(), str(Path(root).parent).encode(), *filter(None, [key])]
 
     async def one(number: int) -> None:
         rng = random.Random(f"{seed}-{number}")
-        path = path_of(rng)
-        method = rng.choice(METHODS) if rng.random() < 0.1 else "POST" if path.partition("?")[0] in BODIES else "GET"
-        body = body_of(rng, path)
+        path = path_of(rng, paths)
+        method = method_of(rng, path)
+        body, headers = body_of(rng, path), headers_of(rng)
+        if key and rng.random() < 0.9:
+            headers.insert(0, (b"x-api-key", key))
         try:
-            answer = await server.request(method, path, body, headers_of(rng))
+            answer = await server.request(method, path, body, headers)
         except Exception as error:
             raise AssertionError(f"request {seed}-{number}: {method} {path} {body[:2000]!r}") from error
         check(f"request {seed}-{number}: {method} {path}", body, answer, secrets)
@@ -109,3 +122,25 @@ async def test_every_endpoint_for_long(seed: int) -> None:
     async with serving() as server:
         print(seed, await attack(server, seed, 20_000))
         await is_well(server)
+
+
+async def attack_operators(seed: int, count: int) -> dict[int, int]:
+    async with serving({"server": {"admin_key": ADMIN_KEY.decode()}}) as server:
+        public, server.app = server.app, App(server.services, is_admin=True)
+        found = await attack(server, seed, count, OPERATORS, ADMIN_KEY)
+        answer = await server.post("/continue_generation", {}, x_api_key=ADMIN_KEY.decode())
+        assert answer.status == 200
+        server.app = public
+        await is_well(server)
+    return found
+
+
+async def test_every_operators_endpoint() -> None:
+    found = await attack_operators(1, 500)
+    assert found.get(200, 0) > 50 and found.get(400, 0) > 10 and found.get(401, 0) > 10, found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + ROUNDS))
+async def test_every_operators_endpoint_for_long(seed: int) -> None:
+    print(seed, await attack_operators(seed, 20_000))

@@ -9,8 +9,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from frame.core.messages import TokenLogprobs
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.services import Chat
 
 if TYPE_CHECKING:
@@ -37,6 +39,14 @@ class Schema:
 
     def __getitem__(self, name: str) -> Any:
         return self._classes[name]
+
+
+def read(kind: Any, data: bytes) -> Any:
+    """A message of class `kind`. Raises ApiError for bytes that are none."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise ApiError(400, f"the bytes are no {kind.DESCRIPTOR.full_name}; send what frame.proto describes") from None
 
 
 def plain(message: Message) -> dict[str, Any]:

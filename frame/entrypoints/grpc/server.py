@@ -6,6 +6,7 @@ Every method but the health checks needs a key, where there are keys, as over HT
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -13,13 +14,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.grpc.schema import SERVICE, Schema
-from frame.entrypoints.grpc.service import Service, headers_of
+from frame.entrypoints.grpc.schema import SERVICE, Schema, read
+from frame.entrypoints.grpc.service import Service, abort, headers_of
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.listening import address
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing, load_keys
 from frame.entrypoints.logs import report
 from frame.entrypoints.tls import Certificate, load_certificate
+
+Act = Callable[[Any, Any], Awaitable[Any]]  # request or requests, context
 
 HEALTH_EVERY = 0.2  # seconds between two looks at the server's health
 CLOSE_TIMEOUT = 0.5  # seconds for last messages to leave
@@ -105,8 +109,35 @@ def _handlers(service: Service, schema: Schema) -> Any:
     for name, (make, act) in shapes.items():
         method = schema.methods[name]
         reads, writes = schema[method.input_type.name], schema[method.output_type.name]
-        made[name] = make(act, request_deserializer=reads.FromString, response_serializer=writes.SerializeToString)
+        opened = _opening_each if method.client_streaming else _opening
+        made[name] = make(opened(act, reads), response_serializer=writes.SerializeToString)
     return grpc.method_handlers_generic_handler(SERVICE, made)
+
+
+def _opening(act: Act, kind: Any) -> Act:
+    """`act` for the bytes of a request: for grpcio itself, bytes that are no message are a fault of the server."""
+
+    async def opened(data: bytes, context: Any) -> Any:
+        try:
+            request = read(kind, data)
+        except ApiError as error:
+            await abort(context, error)
+        return await act(request, context)
+
+    return opened
+
+
+def _opening_each(act: Act, kind: Any) -> Act:
+    """The same for a stream of requests, whose reader meets the error."""
+
+    async def each(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in stream:
+            yield read(kind, data)
+
+    async def opened(stream: AsyncIterator[bytes], context: Any) -> Any:
+        return await act(each(stream), context)
+
+    return opened
 
 
 def _bind(server: Any, host: str, port: int, certificate: Certificate | None) -> str:

@@ -80,7 +80,7 @@ class Service:
                 async for reply in replies:
                     await context.write(reply)
         except ApiError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def generate_stream(self, commands: AsyncIterator[Any], context: Any) -> None:
         """GenerateStream."""
@@ -89,8 +89,8 @@ class Service:
         try:
             while (reply := await session.replies.get()) is not None:
                 await context.write(reply)
-            if session.has_failed:
-                await context.abort(grpc.StatusCode.INTERNAL, "the server failed on this call; its log says why")
+            if session.failure is not None:
+                await abort(context, session.failure)
         finally:
             await session.close(reading)
 
@@ -101,7 +101,7 @@ class Service:
             if not request.all and not any(request.ids):
                 raise ApiError(400, "name ids, or set all", "ids")
         except ApiError as error:
-            await _abort(context, error)
+            await abort(context, error)
         self._services.client.abort([] if request.all else [name for name in request.ids if name])
         return self._schema["AbortReply"]()
 
@@ -120,9 +120,9 @@ class Service:
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
                 ids = await text_input.encode(request.text, special)
         except ApiError as error:
-            await _abort(context, error)
+            await abort(context, error)
         except ValueError as error:
-            await _abort(context, ApiError(400, str(error), "prompt"))
+            await abort(context, ApiError(400, str(error), "prompt"))
         return self._schema["TokenizeReply"](token_ids=ids)
 
     async def detokenize(self, request: Any, context: Any) -> Any:
@@ -135,7 +135,7 @@ class Service:
                 raise ApiError(400, f"token_ids holds an id outside the vocabulary (0 to {vocabulary - 1})", "token_ids")
             text = tokenizer.decode(ids, request.skip_special_tokens)
         except ApiError as error:
-            await _abort(context, error)
+            await abort(context, error)
         return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, context: Any) -> Any:
@@ -213,7 +213,7 @@ class Session:
 
     def __init__(self, service: Service, caller: GrpcCaller, seconds: float | None) -> None:
         self.replies: asyncio.Queue[Any] = asyncio.Queue(REPLIES)  # None: all is over
-        self.has_failed = False
+        self.failure: ApiError | None = None
         self._service = service
         self._caller = caller
         self._seconds = seconds
@@ -231,9 +231,11 @@ class Session:
                 elif kind == "abort":
                     self._abort(list(self._tasks) if command.abort.all else command.abort.ids)
             await asyncio.gather(*self._tasks.values())
+        except ApiError as error:
+            self.failure = error
         except Exception:
             log.exception("a GenerateStream call failed")
-            self.has_failed = True
+            self.failure = ApiError(500, "the server failed on this call; its log says why")
         await self.replies.put(None)
 
     async def _start(self, request: Any) -> None:
@@ -276,7 +278,7 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _abort(context: Any, error: ApiError) -> None:
+async def abort(context: Any, error: ApiError) -> None:
     """End the call with the error's status and sentence."""
     trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
     await context.abort(_status(error), error.message, trailing)

@@ -185,6 +185,20 @@ async def test_errors_have_a_status_and_a_sentence(request_: dict[str, Any], cod
         await until_empty(server)
 
 
+@pytest.mark.parametrize("name", ["Generate", "GenerateStream", "Tokenize"])
+async def test_bytes_that_are_no_message_are_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def each() -> AsyncIterator[bytes]:
+        yield b"\xff\xff"
+
+    async with listening() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        call = getattr(channel, KINDS.get(name, "unary_unary"))(f"/{SERVICE}/{name}")
+        started = call(each() if name == "GenerateStream" else b"\xff\xff")
+        assert await started.code() == Code.INVALID_ARGUMENT
+        assert "the bytes are no frame.v1." in await started.details()
+        await until_empty(server)
+    assert not caplog.records  # what a client sends is no fault of the server
+
+
 async def test_deadline_draining_and_full() -> None:
     async with connected({"scheduler": {"max_running_requests": 1, "max_queued_requests": 1}}) as (server, client):
         long = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
