@@ -74,7 +74,7 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
     _check_ids(limits, prompt)
     if params.grammar is not None and not limits.grammar:
         raise InvalidRequestError(
-            "this server has no grammar backend; start it with --grammar-backend NAME (`frame plugins list` names them)",
+            "this server has no grammar backend; install one and start it again (pip install 'frame-serve[grammar]')",
             "response_format",
         )
 
