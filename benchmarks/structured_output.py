@@ -1,7 +1,8 @@
 """What constrained output costs: `python benchmarks/structured_output.py masks|throughput` prints one JSON object.
 
-masks: microseconds of CPU for one token of one of 32 requests: its mask (`fill_masks`) and the sampled token (`advance`), on a random walk
-through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens.
+masks: microseconds of CPU for one token of one of 32 requests: its mask (`MaskFiller`) and the sampled token (`advance`), on a random walk
+through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
+every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
 throughput: output tokens a second of the offline engine, 32 requests, free and constrained in turn, greedy, of equal length;
 also by the process's CPU seconds, which hold where others use the machine.
 """
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from frame import Engine, SamplingParams
-from frame.core.grammar_masks import advance, fill_masks
+from frame.core.grammar_masks import MaskFiller, advance
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.request import Request
@@ -94,9 +95,8 @@ def request_of(index: int, compiled: Any) -> Request:
     )  # fmt: skip
 
 
-def masks(steps: int) -> dict[str, Any]:
+def masks(steps: int, threads: int, tokenizers: dict[str, tuple[Any, int]]) -> dict[str, Any]:
     """Microseconds a token, by vocabulary, backend and grammar."""
-    tokenizers = {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048), "made": (MadeTokenizer(LARGE), LARGE)}
     found: dict[str, Any] = {}
     for vocabulary, (tokenizer, size) in tokenizers.items():
         for name in BACKENDS:
@@ -108,14 +108,14 @@ def masks(steps: int) -> dict[str, Any]:
                 began = time.perf_counter()
                 compiled = backend.load(kind, source, backend.dump(compiled))
                 moved = time.perf_counter() - began
-                figures = walk(compiled, size, steps)
+                figures = walk(compiled, size, steps, threads)
                 found[f"{vocabulary} {size}, {name}, {label}"] = {
                     "compile_ms": round(compile_seconds * 1e3, 2), "dump_and_load_ms": round(moved * 1e3, 2), **figures
                 }  # fmt: skip
     return found
 
 
-def walk(compiled: Any, vocab_size: int, steps: int) -> dict[str, float]:
+def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, Any]:
     """`steps` batches; every request goes on with a random token of its mask, and starts anew when only the end is left."""
     table = RequestTable(BATCH, 1)
     requests = [request_of(i, compiled) for i in range(BATCH)]
@@ -124,10 +124,14 @@ def walk(compiled: Any, vocab_size: int, steps: int) -> dict[str, float]:
     slots = np.array([request.slot for request in requests])
     numbers = np.random.default_rng(0)
     filling, taking = [], []
-    for _ in range(steps):
-        began = time.thread_time()
-        mask = fill_masks(table, slots, vocab_size)
-        filling.append(time.thread_time() - began)
+    fillers = {count: MaskFiller(count) for count in sorted({1, threads})}
+    waiting: dict[int, list[float]] = {count: [] for count in fillers}
+    for step in range(steps):
+        count = list(fillers)[step % len(fillers)]
+        began, busy = time.perf_counter(), time.process_time()
+        mask = fillers[count].fill(table, slots, vocab_size)
+        waiting[count].append(time.perf_counter() - began)
+        filling.append(time.process_time() - busy)
         assert mask is not None
         bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
         drawn = [int(numbers.choice(np.flatnonzero(row))) for row in bits]
@@ -139,11 +143,15 @@ def walk(compiled: Any, vocab_size: int, steps: int) -> dict[str, float]:
             assert not error, error
             if is_finished or request.grammar is None:
                 request.grammar = compiled.start()
+    for filler in fillers.values():
+        filler.close()
     both = [(one + two) / BATCH * 1e6 for one, two in zip(filling, taking, strict=True)]
+    clock = {f"fill_clock_us_threads_{count}": [one / BATCH * 1e6 for one in times] for count, times in waiting.items()}
     return {
         "mean_us": round(statistics.fmean(both), 2),
         "p99_us": round(sorted(both)[int(0.99 * len(both))], 2),
         "fill_us": round(statistics.fmean(filling) / BATCH * 1e6, 2),
+        **{label: {"mean": round(statistics.fmean(one), 2), "median": round(statistics.median(one), 2)} for label, one in clock.items()},
         "advance_us": round(statistics.fmean(taking) / BATCH * 1e6, 2),
     }
 
@@ -193,11 +201,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("masks", "throughput"))
     parser.add_argument("--steps", type=int, default=200, help="batches of each walk")
+    parser.add_argument("--threads", type=int, default=2, help="that make every other step's masks")
+    parser.add_argument("--large", action="store_true", help="masks of the larger vocabulary alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=64, help="output tokens of each request")
     options = parser.parse_args()
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-    found = masks(options.steps) if options.what == "masks" else throughput(options.rounds, options.length)
+    if options.what == "masks":
+        machine["threads"] = options.threads
+        tiny = {} if options.large else {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048)}
+        found = masks(options.steps, options.threads, {**tiny, "made": (MadeTokenizer(LARGE), LARGE)})
+    else:
+        found = throughput(options.rounds, options.length)
     print(json.dumps({"what": options.what, "batch": BATCH, "machine": machine, "rows": found}, indent=1))
 
 

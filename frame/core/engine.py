@@ -106,6 +106,7 @@ class Engine:
                 self.observers.on_stop()
             if self.grammars is not None:
                 self.grammars.close()
+            self.scheduler.close()
             self.runner.close()
 
     def _loop(self) -> None:

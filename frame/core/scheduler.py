@@ -17,7 +17,7 @@ import numpy as np
 
 from frame.core.accounting import check_accounts, repair_accounts
 from frame.core.admission import Admission, SchedulerConfig
-from frame.core.grammar_masks import fill_masks
+from frame.core.grammar_masks import MaskFiller
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.sampling import Grammar
@@ -66,6 +66,7 @@ class Scheduler:
         self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
         self._planner = StepPlanner(config, self._running, self._queue, policy)
         self._outcome = StepOutcome(self._running, self._end_running, clock)
+        self._mask_filler = MaskFiller()
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
         self._num_prompt_tokens = 0
@@ -104,6 +105,10 @@ class Scheduler:
             token_ids=[[] for _ in ended],
             finishes={i: finish for i, (_, finish) in enumerate(ended)},
         )
+
+    def close(self) -> None:
+        """End the threads that make grammars' masks."""
+        self._mask_filler.close()
 
     # steps --------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +243,7 @@ class Scheduler:
 
     def _masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table
-        return fill_masks(table, slots, self.config.vocab_size) if table.num_grammars else None
+        return self._mask_filler.fill(table, slots, self.config.vocab_size) if table.num_grammars else None
 
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""

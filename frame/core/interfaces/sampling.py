@@ -57,7 +57,8 @@ class LogitsProcessor(ABC):
 
 class Grammar(Protocol):
     """One request's constraint; host state. `fill` and `accept` may raise ValueError, one sentence: the request ends with it. So it
-    does with any other error, which is reported as the backend's fault."""
+    does with any other error, which is reported as the backend's fault. Calls for one request never overlap; `fill` for different
+    requests of a step may, in threads of their own, so that what they share must bear it."""
 
     def fill(self, mask: np.ndarray) -> bool:
         """Write the allowed-token bits into int32 [ceil(vocab / 32)]; False when everything is allowed."""
