@@ -18,7 +18,7 @@ from frame.core.grammars import GrammarCompiler, GrammarSettings
 from frame.core.hardware import Hardware
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
-from frame.core.sampling_params import SamplingParams
+from frame.core.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
 from frame.entrypoints.grammar_process import GRACE, GrammarProcess, load_backend
 from frame.entrypoints.prepare import prepare
 from frame.plugins.loader import load_registry
@@ -103,6 +103,8 @@ class Attack:
 
     def one(self, rng: random.Random) -> str:
         kind, text = source(rng)
+        while len(text) > MAX_GRAMMAR_CHARS:  # no engine meets these
+            kind, text = source(rng)
         outcome = self.ask("r", kind, text)
         if isinstance(outcome, Finish):
             check(outcome.error or "", kind, text)
