@@ -74,7 +74,8 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
     _check_ids(limits, prompt)
     if params.grammar is not None and not limits.grammar:
         raise InvalidRequestError(
-            "this server has no grammar backend; install one and start it again (pip install 'frame-serve[grammar]')",
+            "this server has no grammar backend; install one (pip install 'frame-serve[grammar]') and start it again,"
+            " with --grammar-backend NAME",
             "response_format",
         )
 
