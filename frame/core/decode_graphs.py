@@ -153,7 +153,7 @@ class DecodeGraphs:
 
     def replay(self, batch: ScheduledBatch, seq_lens: np.ndarray, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
         """Run a batch of at most `most` decodes whose pages are in the table. `draws`: temperature and uniform number of each row, and
-        all filters if a row has one."""
+        all filters if a row has one; empty where only the logits are wanted."""
         rows = len(batch.slots)
         step = self._steps[self._smallest[rows]]
         size = step.batch.num_rows

@@ -30,7 +30,7 @@ PAYING = 0.85  # of the CPU seconds: several threads that need more of the clock
 STEPS_ALONE = 8  # until several threads are tried again
 
 
-def sentence_of(error: Exception) -> str:
+def sentence_of(error: BaseException) -> str:
     """Why a request has no grammar: a ValueError is about the grammar itself, anything else is its backend's fault."""
     return f"{BAD_GRAMMAR}: {error}" if isinstance(error, ValueError) else f"the grammar backend failed: {type(error).__name__}: {error}"
 

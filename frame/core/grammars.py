@@ -204,7 +204,7 @@ def _outcome(source: _Compilation | CompiledGrammar | ValueError) -> Grammar | F
         error = source.future.exception()
     if isinstance(error, TooBusyError):
         return Finish("error", error=f"{QUEUE_FULL}: {error}")
-    if isinstance(error, Exception):
+    if error is not None:
         return Finish("error", error=sentence_of(error))
     compiled = source.future.result() if isinstance(source, _Compilation) else source
     try:

@@ -159,7 +159,9 @@ class TorchModelRunner(ModelRunner):
         """A step of decodes by its graph, which also draws the tokens where no row wants more than a temperature and filters."""
         is_plain = plans.sampling.is_plain and plans.processing is None and not batch.mask_follows
         tensors = self.builder.stage(batch, {} if is_plain else {**_riders(plans), "sampling_slots": plans.sampling.slots})
-        outputs = graphs.replay(batch, counts.seq_lens, self.sampling.draws(plans.sampling))
+        # else the graph's own tokens are not used, and the next step starts from those that `_finish` draws
+        draws = self.sampling.draws(plans.sampling) if is_plain else {}
+        outputs = graphs.replay(batch, counts.seq_lens, draws)
         if is_plain:
             return fetch(StepOutput(batch.step, Sampled(outputs.token_ids, outputs.best), plans.sampling, None))
         return self._finish(batch, outputs.logits, plans, tensors, None)

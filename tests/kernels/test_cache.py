@@ -19,7 +19,7 @@ def test_the_users_folder_is_kept_and_another_is_named_by_chip(tmp_path: Path) -
     assert folder.parent == tmp_path / "frame" / "triton"
     assert folder.name.endswith("nvidia-h200")
     assert environ[FOLDER] == str(folder)
-    assert kernel_folder("NVIDIA H200", {"HOME": "/root"}).is_relative_to("/root/.cache/frame/triton")
+    assert kernel_folder("NVIDIA H200", {"HOME": str(tmp_path)}).is_relative_to(tmp_path / ".cache" / "frame" / "triton")
 
 
 def test_a_start_that_finished_makes_the_next_one_warm(tmp_path: Path) -> None:
