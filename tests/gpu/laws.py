@@ -1,0 +1,32 @@
+"""The conformance checks of every plugin of a family that says it runs on a GPU. Knows no family."""
+
+from __future__ import annotations
+
+import torch
+
+from frame.core.errors import PluginError
+from frame.plugins.loader import load_registry
+from frame.testing import conformance
+
+NamedChecks = list[tuple[str, conformance.Check]]  # by plugin
+
+
+def laws_on(device: str, kind: str, family: str) -> NamedChecks:
+    """`kind` names the records, `family` what `conformance` calls them. None without the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return []
+    registry = load_registry(installed=False)
+    found: NamedChecks = []
+    for record in registry.records(kind):
+        if device not in getattr(record.capabilities, "devices", ()) or record.problems:
+            continue
+        try:
+            subject = conformance.find(registry, f"{family}:{record.name}", conformance.Setting(device=device, thorough=True))
+        except PluginError:
+            continue  # a library that this machine lacks; the record says which
+        found += [(record.name, check) for check in conformance.checks(family, subject)]
+    return found
+
+
+def ids(checks: NamedChecks) -> list[str]:
+    return [f"{name}-{check.name}" for name, check in checks]
