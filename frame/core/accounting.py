@@ -1,26 +1,39 @@
 """The books of the scheduler: every page is free, private to a running request, owned by the cache, or waits for a step in flight.
 
-`check_accounts` says what does not add up; `repair_accounts` puts it right. Run at idle; not on the way of a step.
+`audit_accounts` says what does not add up, a part at a time; `repair_accounts` puts it right. Run at idle; not on the way of a step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from frame.core.running import RunningSet
 
 
-def check_accounts(running: RunningSet) -> None:
-    """Raise RuntimeError with one sentence on the first thing that does not add up."""
+def audit_accounts(running: RunningSet) -> Iterator[None]:
+    """Raise RuntimeError with one sentence on the first thing that does not add up. Each `next` looks at a bounded part; a round that was
+    begun is void when anything has changed since."""
     ledger = running.ledger
-    ledger.cache.check_integrity()
+    owned = []
+    for pages in ledger.cache.audit():
+        owned.append(pages)
+        yield
     _check_slots(running)
-    ledger.allocator.check_integrity(_held(running))
+    ledger.allocator.check_integrity([*_held(running), *owned])
+    yield
     shared = _shared(running)
     if ledger.cache.num_locked != len(shared):
         raise RuntimeError(f"the cache has {ledger.cache.num_locked} locked pages, running requests share {len(shared)}")
-    if np.setdiff1d(shared, ledger.cache.owned_pages()).size:
+    if shared.size and np.setdiff1d(shared, np.concatenate(owned)).size:
         raise RuntimeError("a running request reads shared pages that the cache does not own")
+
+
+def check_accounts(running: RunningSet) -> None:
+    """The whole round at once."""
+    for _ in audit_accounts(running):
+        pass
 
 
 def repair_accounts(running: RunningSet) -> list[str]:
@@ -30,7 +43,7 @@ def repair_accounts(running: RunningSet) -> list[str]:
         before = ledger.cache.num_locked
         ledger.cache.relock(request.handle for request in running.requests)
         done.append(f"{before} pages of the prefix cache were locked, {ledger.cache.num_locked} are in use; the locks were set anew")
-    held = np.concatenate([np.empty(0, np.int32), *_held(running)])
+    held = np.concatenate([*_held(running), *ledger.cache.audit()])
     leaked = np.setdiff1d(ledger.allocator.pages_out(), held)
     if leaked.size:
         ledger.allocator.free(leaked)
@@ -45,11 +58,11 @@ def repair_accounts(running: RunningSet) -> list[str]:
 
 
 def _held(running: RunningSet) -> list[np.ndarray]:
-    """All pages that somebody holds, by holder."""
+    """The pages that anybody but the cache holds, by holder."""
     ledger = running.ledger
     private = [ledger.private_pages(request.slot) for request in running.requests]
     waiting = [pages for record in running.in_flight for pages in record.pages]
-    return [*private, *waiting, ledger.cache.owned_pages()]
+    return [*private, *waiting]
 
 
 def _shared(running: RunningSet) -> np.ndarray:

@@ -60,17 +60,22 @@ class PagedAllocator(PageAllocator):
     def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
         free = self._stack[: self._num_free]
         out = self.pages_out()
-        if self._is_out[free].any() or len(np.unique(free)) != len(free) or len(free) + len(out) != self.capacity:
+        places = np.bincount(free, minlength=len(self._is_out))
+        if self._is_out[free].any() or places.max() > 1 or len(free) + len(out) != self.capacity:
             raise RuntimeError(f"the page allocator is inconsistent: {len(free)} free and {len(out)} out of {self.capacity} pages")
-        parts = [np.asarray(part, np.int32) for part in held]
-        mine = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int32)
-        twice = mine[1:][mine[1:] == mine[:-1]]
+        mine = np.concatenate([np.empty(0, np.int32), *(np.asarray(part, np.int32) for part in held)])
+        outside = mine[(mine < 0) | (mine >= len(places))]
+        if outside.size:
+            raise RuntimeError(f"pages {_some(outside)} are held, which there are not")
+        holders = np.bincount(mine, minlength=len(places))
+        twice = np.flatnonzero(holders > 1)
         if twice.size:
             raise RuntimeError(f"pages {_some(twice)} are held twice")
-        lost = np.setdiff1d(out, mine)
+        lost = out[holders[out] == 0]
         if lost.size:
             raise RuntimeError(f"{lost.size} pages leaked: {_some(lost)} are out and nobody holds them")
-        stray = np.setdiff1d(mine, out)
+        holders[out] = 0
+        stray = np.flatnonzero(holders)
         if stray.size:
             raise RuntimeError(f"pages {_some(stray)} are held but free")
 

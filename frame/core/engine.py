@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -90,6 +90,7 @@ class Engine:
         self._stopping = False
         self._paused = False
         self._settled = False  # nothing has run since the last self-check
+        self._audit: Iterator[None] | None = None  # the self-check that has been begun
         self._failures = 0
         self._last_heartbeat = 0.0
         self._step = 0
@@ -131,7 +132,7 @@ class Engine:
         if not self.scheduler.is_idle or (self.grammars is not None and len(self.grammars)):
             return STALLED_WAIT
         if not self._settled and self.options.check_integrity != "off":
-            return SETTLED_AFTER
+            return SETTLED_AFTER if self._audit is None else 0.0
         return self.options.heartbeat
 
     # messages ------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Engine:
         if self.grammars is not None:
             for request, grammar in self.grammars.ready():
                 self._add(request, grammar)
-        if not messages and timeout != 0.0 and not self._settled and self.scheduler.is_idle:
+        if not messages and (timeout != 0.0 or self._audit is not None) and not self._settled and self.scheduler.is_idle:
             self._settle()
 
     def _handle(self, message: AnyMessage) -> None:
@@ -167,6 +168,7 @@ class Engine:
             log.warning("the engine does not take %s", type(message).__name__)
 
     def _add(self, message: Generate, grammar: Grammar | Finish | None = None) -> None:
+        self._audit = None  # the books change; the self-check begins anew when this is done
         refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add(message, grammar)
         if refusal is not None:
             self._refuse(message, refusal)
@@ -188,6 +190,7 @@ class Engine:
         data: dict[str, Any] = {}
         try:
             if control.action == "flush_cache":
+                self._audit = None
                 data = {"pages": self.scheduler.flush_cache()}
             elif control.action == "outline_cache":
                 data = self.scheduler.outline_cache(int(control.arguments.get("limit", 200)))
@@ -211,13 +214,17 @@ class Engine:
         return ControlReply(id=control.id, ok=True, data=data)
 
     def _settle(self) -> None:
-        """The self-check, once each time that all work is done."""
-        self._settled = True
+        """A part of the self-check, which is run once each time that all work is done; what arrives comes before the next part."""
         if self.options.check_integrity == "off":
+            self._settled = True
             return
         try:
-            self.scheduler.check_integrity()
+            self._audit = self._audit or self.scheduler.audit()
+            next(self._audit)
+        except StopIteration:
+            self._settled, self._audit = True, None
         except Exception as error:
+            self._settled, self._audit = True, None
             if self.options.check_integrity == "fatal":
                 raise
             for sentence in [_sentence(error), *self.scheduler.repair()]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,8 +36,8 @@ class NoCache(PrefixCache):
     def reset(self) -> np.ndarray:
         return _NONE
 
-    def owned_pages(self) -> np.ndarray:
-        return _NONE
+    def audit(self) -> Iterator[np.ndarray]:
+        return iter(())
 
     def relock(self, handles: Iterable[Any]) -> None: ...
 
@@ -48,5 +48,3 @@ class NoCache(PrefixCache):
     @property
     def num_locked(self) -> int:
         return 0
-
-    def check_integrity(self) -> None: ...

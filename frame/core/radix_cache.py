@@ -19,6 +19,7 @@ from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Mat
 _NO_PAGES = np.empty(0, np.int32)
 _FIRST_IDS = 16  # tokens of a run that an outline shows
 _LOOKED_AT = 4096  # nodes, at most, among which an outline looks for the latest: requests wait for it
+_AUDITED = 256  # nodes of which an audit looks at a time: about a millisecond
 
 
 class Node:
@@ -154,10 +155,6 @@ class RadixCache(PrefixCache):
     def reset(self) -> np.ndarray:
         return self.evict(self._num_evictable)
 
-    def owned_pages(self) -> np.ndarray:
-        parts = [node.pages for node in self._nodes()]
-        return np.concatenate(parts) if parts else _NO_PAGES
-
     def outline(self, limit: int) -> list[CachedRun]:
         picked: list[tuple[Node, int]] = []
         roots = _ends(self._roots, _LOOKED_AT // 4)
@@ -204,26 +201,38 @@ class RadixCache(PrefixCache):
     def num_locked(self) -> int:
         return self._num_locked
 
-    def check_integrity(self) -> None:
-        evictable = locked = nodes = 0
-        offered = {id(node) for _, _, version, node in self._heap if version == node.version}
-        for node in self._nodes():
-            nodes += 1
-            evictable += 0 if node.refs else len(node.pages)
-            locked += len(node.pages) if node.refs else 0
-            parent = _parent(node)
-            _require(parent.children.get(self._first(node.key)) is node, "a node is not its parent's child")
-            _require(node.end == parent.end + len(node.pages), "a node ends elsewhere than its pages say")
-            _require(len(node.pages) > 0 and len(node.key) == len(node.pages) * self._page_size, "a node's tokens do not fill its pages")
-            _require(parent.parent is None or parent.refs >= node.refs, "a node is locked more often than its parent")
-            _require(not _is_evictable(node) or id(node) in offered, "an unlocked leaf is not offered for eviction")
-        _require(nodes == self._num_nodes, f"the tree has {nodes} nodes, counted {self._num_nodes}")
+    def audit(self) -> Iterator[np.ndarray]:
+        nodes, heap = self._nodes(), iter(self._heap)
+        offered: set[int] = set()
+        while part := list(islice(heap, _AUDITED)):
+            offered.update(id(node) for _, _, version, node in part if version == node.version)
+            yield _NO_PAGES
+        evictable = locked = num_nodes = 0
+        seen = np.zeros(64, np.bool_)  # by page
+        while run := list(islice(nodes, _AUDITED)):
+            for node in run:
+                self._check_node(node, offered)
+            pages = np.concatenate([node.pages for node in run])
+            if (most := int(pages.max())) >= len(seen):
+                seen = np.concatenate((seen, np.zeros(max(most + 1 - len(seen), len(seen)), np.bool_)))
+            seen[pages] = True
+            unlocked = sum(len(node.pages) for node in run if node.refs == 0)
+            evictable, locked, num_nodes = evictable + unlocked, locked + len(pages) - unlocked, num_nodes + len(run)
+            yield pages
+        _require(num_nodes == self._num_nodes, f"the tree has {num_nodes} nodes, counted {self._num_nodes}")
         _require(evictable == self._num_evictable, f"{evictable} pages are evictable, counted {self._num_evictable}")
         _require(locked == self._num_locked, f"{locked} pages are locked, counted {self._num_locked}")
-        owned = self.owned_pages()
-        _require(len(np.unique(owned)) == len(owned), "a page is owned twice")
+        _require(int(np.count_nonzero(seen)) == evictable + locked, "a page is owned twice")
         _require(all(root.children for root in self._roots.values()), "an empty namespace is kept")
         _require(len(self._heap) <= 2 * self._num_nodes + 64, f"the heap holds {len(self._heap)} entries for {self._num_nodes} nodes")
+
+    def _check_node(self, node: Node, offered: set[int]) -> None:
+        parent = _parent(node)
+        _require(parent.children.get(self._first(node.key)) is node, "a node is not its parent's child")
+        _require(node.end == parent.end + len(node.pages), "a node ends elsewhere than its pages say")
+        _require(len(node.pages) > 0 and len(node.key) == len(node.pages) * self._page_size, "a node's tokens do not fill its pages")
+        _require(parent.parent is None or parent.refs >= node.refs, "a node is locked more often than its parent")
+        _require(not _is_evictable(node) or id(node) in offered, "an unlocked leaf is not offered for eviction")
 
     # keys: the only place that knows what two sequences are compared by -------------------------------------------------
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from frame.core.accounting import check_accounts, repair_accounts
+from frame.core.accounting import audit_accounts, check_accounts, repair_accounts
 from frame.core.admission import Admission, SchedulerConfig
 from frame.core.grammar_masks import MaskFiller
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
@@ -198,6 +198,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every page, lock and slot is accounted for."""
         check_accounts(self._running)
+
+    def audit(self) -> Iterator[None]:
+        """`check_integrity` a part at a time, each a millisecond or so. A round is void when anything has changed since its start."""
+        return audit_accounts(self._running)
 
     def repair(self) -> list[str]:
         """Put right what `check_integrity` finds; one sentence for each thing that was done."""

@@ -180,7 +180,7 @@ def _cache_keeps_its_laws(policy: type[EvictionPolicy]) -> None:
     for handle in locked:
         cache.unlock(handle)
     cache.reset()
-    _require(cache.num_evictable == 0 and not cache.owned_pages().size, "reset left pages in the cache")
+    _require(cache.num_evictable == 0 and not sum(map(len, cache.audit())), "reset left pages in the cache")
 
 
 def _require(holds: bool, sentence: str) -> None:

@@ -15,7 +15,6 @@ KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermed
 # "what path[:name]" -> why it may be larger.
 EXCEPTIONS: dict[str, str] = {
     "function frame/attention_backends/triton/decode.py:decode_kernel": "two kinds of items, each a call with all that a scan needs",
-    "methods frame/core/interfaces/cache.py:PrefixCache": "owned_pages lets a failed self-check be repaired; it is no part of a step",
 }
 
 Breach = tuple[str, str]  # key into EXCEPTIONS, sentence
@@ -71,7 +70,7 @@ def large_interfaces(modules: Iterable[Module]) -> Iterator[Breach]:
             continue
         for node in classes(found.tree):
             methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and _decorators(part) == {"abstractmethod"}]
-            methods = [name for name in methods if name != "check_integrity"]
+            methods = [name for name in methods if name not in ("check_integrity", "audit")]
             if len(methods) > METHODS:
                 yield (
                     f"methods {found.path}:{node.name}",

@@ -71,6 +71,8 @@ def test_integrity_names_what_is_wrong() -> None:
     allocator.free(pages[:1])
     with pytest.raises(RuntimeError, match=f"{pages[0]} are held but free"):
         allocator.check_integrity([pages])
+    with pytest.raises(RuntimeError, match="pages 2000000000 are held, which there are not"):
+        allocator.check_integrity([np.array([2_000_000_000], np.int32)])
 
 
 def test_a_pool_of_one_page_is_refused() -> None:

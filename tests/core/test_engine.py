@@ -257,7 +257,7 @@ def test_idle_engine_beats_and_waits(start: Callable[..., Running]) -> None:
 def test_idle_self_check(overlap: bool) -> None:
     running = Running(Counting(), overlap, check_integrity="fatal")
     running.ask("pause")
-    running.scheduler.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
+    running.scheduler.audit = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
     running.until(lambda seen: any(isinstance(m, Fatal) and "page 3 is lost" in m.error for m in seen))
     running.thread.join(10)
     assert isinstance(running.error, RuntimeError)
@@ -267,12 +267,36 @@ def test_idle_self_check_repairs(start: Callable[..., Running]) -> None:
     running = start(check_integrity="repair")
     repaired = threading.Event()
     running.scheduler.repair = lambda: repaired.set() or []  # type: ignore[method-assign,func-returns-value]
-    running.scheduler.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
+    running.scheduler.audit = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
     running.near.send(generate("a"))
     running.finish("a")
     assert repaired.wait(10)
     running.near.send(generate("b"))
     assert len(running.finish("b")["b"][0]) == 6
+
+
+def test_what_arrives_during_the_self_check_comes_before_its_next_part(start: Callable[..., Running]) -> None:
+    running = start(check_integrity="fatal")
+    seen: list[Any] = []  # the parts of each round, with the steps that had been launched before
+    whole = threading.Event()
+
+    def audit() -> Iterator[None]:
+        number = len(seen)
+        seen.append([])
+        for part in range(5):
+            if number == 0 and part == 2:
+                running.near.send(generate("late"))
+            seen[number].append(len(running.runner.launched))  # type: ignore[attr-defined]
+            yield
+        whole.set()
+
+    running.scheduler.audit = audit  # type: ignore[method-assign]
+    running.near.send(generate("early"))
+    assert len(running.finish("early", "late")["late"][0]) == 6
+    assert whole.wait(10)
+    before, after = seen[0][0], len(running.runner.launched)  # type: ignore[attr-defined]
+    assert seen == [[before] * 3, [after] * 5]  # left alone after the part in which it came; then all of it, once
+    assert after > before
 
 
 def test_observers_hear_of_steps(start: Callable[..., Running]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -119,7 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
         locked = sum(1 for prefix in self.model if self.locks[prefix])
         assert self.cache.num_locked == locked
         assert self.cache.num_evictable == len(self.model) - locked
-        assert sorted(self.cache.owned_pages().tolist()) == sorted(self.model.values())
+        assert sorted(page for pages in self.cache.audit() for page in pages.tolist()) == sorted(self.model.values())
 
     @invariant()
     def is_outlined(self) -> None:
@@ -159,6 +161,33 @@ def test_an_outline_of_a_large_tree_looks_at_a_part_of_it(monkeypatch: pytest.Mo
     assert [(run.first_ids, run.namespace) for run in runs] == [
         ([0, 0], ""), ([5], ""), ([199, 199], "tenant"), ([198, 198], "tenant"),
     ]  # fmt: skip
+
+
+BREACHES: dict[str, tuple[Callable[[radix_cache.Node], None], str]] = {
+    "child": (lambda node: node.key.__setitem__(0, 70_000), "not its parent's child"),
+    "end": (lambda node: setattr(node, "end", node.end + 1), "ends elsewhere"),
+    "tokens": (lambda node: setattr(node, "key", np.append(node.key, np.int32(1))), "do not fill"),
+    "locks": (lambda node: setattr(node, "refs", 1), "locked more often|are evictable, counted"),
+    "heap": (lambda node: setattr(node, "version", node.version + 1), "not offered"),
+    "page": (lambda node: node.pages.__setitem__(0, 3), "owned twice"),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_an_audit_looks_at_a_part_at_a_time_and_at_every_node(breach: str) -> None:
+    harm, sentence = BREACHES[breach]
+    cache = RadixCache(1, POLICIES["lru"]())
+    for page in range(0, 3_000, 3):
+        cache.insert(ids([page // 30, page, page]), ids([page + 1, page + 2, page + 3]))
+    parts = list(cache.audit())
+    assert sum(map(len, parts)) == cache.num_evictable
+    assert max(map(len, parts)) <= 2 * radix_cache._AUDITED  # pages, of nodes that hold two at most
+    leaves = [node for node in cache._nodes() if not node.children]
+    for place in (0, len(leaves) // 2, len(leaves) - 1):
+        broken = deepcopy(cache)
+        harm([node for node in broken._nodes() if not node.children][place])
+        with pytest.raises(RuntimeError, match=sentence):
+            broken.check_integrity()
 
 
 def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:

@@ -6,7 +6,7 @@ A page is an index into the KV pool; token sequences are int32 arrays. Nothing h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -89,8 +89,14 @@ class PrefixCache(ABC):
         """Forget all unlocked sequences; returns their pages."""
 
     @abstractmethod
-    def owned_pages(self) -> np.ndarray:
-        """All pages that the cache owns, int32, in any order; for integrity checks."""
+    def audit(self) -> Iterator[np.ndarray]:
+        """`check_integrity` a part at a time, so that requests need not wait for the whole: each `next` looks at a bounded part, and yields
+        pages that the cache owns, int32, together all of them, in any order. Void when anything but `match` is called in between."""
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError on any breach of the laws, all at once."""
+        for _ in self.audit():
+            pass
 
     def outline(self, limit: int) -> list[CachedRun]:
         """Up to `limit` runs for display, parents before children, the lately used first. Requests wait meanwhile, so of a large cache it
@@ -110,9 +116,6 @@ class PrefixCache(ABC):
     @abstractmethod
     def num_locked(self) -> int:
         """Pages owned and locked."""
-
-    @abstractmethod
-    def check_integrity(self) -> None: ...
 
 
 class EvictableNode(Protocol):
