@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 from frame.attention_backends.flashinfer.backend import FlashInferBackend
-from frame.attention_backends.flashinfer.library import Library, Module, form_of
+from frame.attention_backends.flashinfer.library import Library, Module, compile_modules, form_of
 from frame.attention_backends.flashinfer.pages import list_pages
 from frame.attention_backends.libraries import FLASHINFER
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionNeeds
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
@@ -196,3 +198,13 @@ def test_the_installed_library_takes_what_the_fake_takes(name: str) -> None:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         wanted = {p.name for p in inspect.signature(getattr(mine, method)).parameters.values() if p.kind is not p.VAR_KEYWORD}
         assert takes_any or wanted <= set(parameters), method
+
+
+def test_a_failed_compilation_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(specs: Any, verbose: bool) -> None:
+        raise RuntimeError("Ninja build failed.\n[1/2] nvcc -c a.cu\na.cu:1:10: fatal error: page.cuh: No such file\nninja: stopped")
+
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.core", SimpleNamespace(build_jit_specs=fail))
+    monkeypatch.setattr(Module, "spec", lambda _: SimpleNamespace(name="prefill_64", is_compiled=False))
+    with pytest.raises(ConfigurationError, match=r"\(a\.cu:1:10: fatal error: page\.cuh: No such file\).*--attention-backend triton"):
+        compile_modules([Module("prefill", "fa2", torch.bfloat16, torch.bfloat16, 64, 64)])

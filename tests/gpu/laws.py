@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from frame.core.errors import PluginError
@@ -18,7 +20,7 @@ def laws_on(device: str, kind: str, family: str) -> NamedChecks:
     registry = load_registry(installed=False)
     found: NamedChecks = []
     for record in registry.records(kind):
-        if device not in getattr(record.capabilities, "devices", ()) or record.problems:
+        if device not in getattr(record.capabilities, "devices", ()) or record.problems or not _suits_card(record.capabilities):
             continue
         try:
             subject = conformance.find(registry, f"{family}:{record.name}", conformance.Setting(device=device, thorough=True))
@@ -26,6 +28,11 @@ def laws_on(device: str, kind: str, family: str) -> NamedChecks:
             continue  # a library that this machine lacks; the record says which
         found += [(record.name, check) for check in conformance.checks(family, subject)]
     return found
+
+
+def _suits_card(capabilities: Any) -> bool:
+    chips = getattr(capabilities, "compute_capability", None)
+    return chips is None or not torch.cuda.is_available() or chips[0] <= torch.cuda.get_device_capability() <= chips[1]
 
 
 def ids(checks: NamedChecks) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from frame.core.errors import ConfigurationError
+
 Form = Literal["fa2", "fa3"]  # FlashAttention-2 kernels (compute capability 8.0 on), FlashAttention-3 kernels (9.0 alone)
 
 FA3_WIDTHS = (64, 128, 256)
@@ -80,14 +82,28 @@ class Module:
 
 
 def compile_modules(modules: Iterable[Module]) -> None:
-    """Compile what is neither prebuilt nor in the library's cache, all at once (ninja runs a job a core)."""
+    """Compile what is neither prebuilt nor in the library's cache, all at once (ninja runs a job a core). Raises ConfigurationError."""
     from flashinfer.jit.core import build_jit_specs
 
     specs = [module.spec() for module in modules]
     missing = [spec.name for spec in specs if not spec.is_compiled]
-    if missing:
-        _log.info("compiling %d FlashInfer modules, a minute or two the first time: %s", len(missing), ", ".join(missing))
+    if not missing:
+        return
+    _log.info("compiling %d FlashInfer modules, a minute or two the first time: %s", len(missing), ", ".join(missing))
+    try:
         build_jit_specs(specs, verbose=False)
+    except (RuntimeError, OSError) as error:
+        _log.error("FlashInfer's compiler said:\n%s", error)
+        raise ConfigurationError(
+            f"FlashInfer cannot compile its kernels {', '.join(missing)} ({_first_complaint(str(error))}); "
+            "install their headers and compiler as its manual says, or set --attention-backend triton"
+        ) from error
+
+
+def _first_complaint(log: str) -> str:
+    """What a compiler's log of many lines fails by."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line.lower()), lines[0] if lines else "no reason given")
 
 
 def form_of(capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype, width: int, value_width: int) -> Form:

@@ -49,7 +49,7 @@ def command() -> None:
 @click.option("--input-len", "input_len", type=click.IntRange(min=1), help="Prompt tokens, instead of the workload's.")
 @click.option("--output-len", "output_len", type=click.IntRange(min=1), help="Output tokens, instead of the workload's.")
 @click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Steps to record.")
-@click.option("--skip", type=click.IntRange(min=0), default=0, show_default=True, help="Output tokens before the recording begins.")
+@click.option("--skip", type=click.IntRange(min=0), default=0, show_default=True, help="Output tokens a request before the recording.")
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Keep the trace here (.json.gz, for Perfetto).")
 @result_options
 def offline(
@@ -66,6 +66,8 @@ def offline(
             longest = engine.info["max_context"]
             if shape.longest > longest:
                 raise ConfigError(f"The workload {workload} needs --max-model-len {shape.longest}; the engine takes {longest} tokens.")
+            if skip >= shape.output[1]:
+                raise ConfigError(f"--skip {skip} is not below the {shape.output[1]} output tokens of the workload's longest answer.")
             vocabulary = engine.info["vocab_size"]
             _run(engine, jobs(shape, vocabulary, 0), None)  # what is compiled or allocated once is not what a step takes
             recorded = _run(engine, jobs(shape, vocabulary, 1), (steps, skip))

@@ -28,6 +28,13 @@ def test_an_engine_is_recorded_and_its_trace_read_again(checkpoint: Path, tmp_pa
     assert set(json.loads(out.read_text())["rows"]) == {"decode"}
 
 
+def test_a_recording_that_would_never_begin_is_refused(checkpoint: Path) -> None:
+    engine = ["--model", str(checkpoint), "--max-model-len", "256", "--max-total-tokens", "2048", "--threads", "1"]
+    done = CliRunner().invoke(cli, ["profile", "offline", *engine, "--input-len", "12", "--output-len", "8", "--skip", "8"])
+    assert done.exit_code == 78
+    assert "--skip 8 is not below the 8 output tokens" in done.output
+
+
 def test_a_server_without_a_folder_for_profiles_says_so(server: RunningServer) -> None:
     done = CliRunner().invoke(cli, ["profile", "server", "--base-url", server.url])
     assert done.exit_code == 1
