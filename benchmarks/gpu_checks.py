@@ -1,6 +1,7 @@
-"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|leak [--json FILE]`.
+"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|prompts|leak [--json FILE]`.
 
 prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again.
+prompts: seconds to the first token of short prompts, alone and after 4,096 cached tokens.
 leak: memory of device and host, pages and collections after the first requests and after --requests of them.
 Prints one JSON object.
 """
@@ -23,6 +24,7 @@ import yaml
 from frame import Engine, SamplingParams
 
 PROMPT = 4096
+SHORT = (16, 64, 256, 1024)
 ROUND = 500
 
 
@@ -42,6 +44,24 @@ def prefix(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> di
         "again_s": statistics.median(again),
         "share": statistics.median(again) / statistics.median(first),
     }
+
+
+def prompts(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    numbers = random.Random(9)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    begin = [numbers.randrange(10, vocabulary) for _ in range(PROMPT)]
+    engine.generate([begin], one)
+    found = {}
+    for name, cached in (("alone", []), ("cached", begin)):
+        for length in SHORT:
+            times = []
+            for _ in range(7):
+                prompt = cached + [numbers.randrange(10, vocabulary) for _ in range(length)]
+                began = time.perf_counter()
+                engine.generate([prompt], one)
+                times.append(time.perf_counter() - began)
+            found[f"{name}_{length}_s"] = statistics.median(times[2:])
+    return found
 
 
 def leak(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -79,10 +99,13 @@ def memory() -> dict[str, int]:
     }
 
 
+CHECKS = {"prefix": prefix, "prompts": prompts, "leak": leak}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("check", choices=("prefix", "leak"), nargs="+")
+    parser.add_argument("check", choices=tuple(CHECKS), nargs="+")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a keyword of frame.Engine")
     parser.add_argument("--json", type=Path)
@@ -91,7 +114,7 @@ def main() -> None:
     with Engine(model=arguments.model, load_format="dummy", skip_tokenizer_init=True, **keys) as engine:
         report: dict[str, Any] = {"model": arguments.model, "keys": keys}
         for check in arguments.check:
-            report[check] = {"prefix": prefix, "leak": leak}[check](engine, min(10_000, engine.info["vocab_size"]), arguments)
+            report[check] = CHECKS[check](engine, min(10_000, engine.info["vocab_size"]), arguments)
     text = json.dumps(report)
     print(text)
     if arguments.json:

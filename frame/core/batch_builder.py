@@ -5,7 +5,7 @@ What the sampler needs from the host rides along in the same copy. Knows no requ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.memory_pool import DeviceTable
     from frame.core.staging import Staging
+
+TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
+# these by name -> tensors of the same lengths on the device
+Place = Callable[[Mapping[str, np.ndarray]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +60,19 @@ class BatchBuilder:
         self._staging = staging
 
     def build(
-        self, batch: ScheduledBatch, counts: RowCounts, riders: Mapping[str, np.ndarray]
+        self, batch: ScheduledBatch, counts: RowCounts, riders: Mapping[str, np.ndarray], place: Place | None = None
     ) -> tuple[ForwardBatch, dict[str, torch.Tensor]]:
         """The batch on the device with its plan, and the `riders` (the sampler's arrays) as tensors under their names.
 
-        `riders` may not use the names of the batch's own fields.
+        `riders` may not use the names of the batch's own fields. `place` brings what tokens have (`TOKEN_ARRAYS`) where it has to be.
         """
         table = self.table
         if len(batch.new_pages):
             table.write_host(batch.new_pages)
         arrays = self._arrays(batch, counts)
-        tensors = self._put(batch, {**arrays, **riders})
+        placed = {} if place is None else place({name: arrays[name] for name in TOKEN_ARRAYS})
+        others = {name: array for name, array in arrays.items() if name not in placed}
+        tensors = self._put(batch, {**others, **riders}) | placed
         decodes = batch.num_decodes
         if decodes:
             # sampled by a step that may still be in flight: the host does not know these ids

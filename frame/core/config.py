@@ -178,6 +178,13 @@ class ExecutionSection(Section):
     cuda_graph_max_bs: Annotated[int | None, Auto] = setting(
         None, "Largest batch of decodes that runs as a CUDA graph; 0: none does.", flag="cuda-graph-max-bs", ge=0, le=4096
     )
+    prompt_graph_max_tokens: Annotated[int | None, Auto] = setting(
+        None,
+        "Largest step with prompts, in tokens, whose layers run as CUDA graphs around attention; 0: none does.",
+        flag="prompt-graph-max-tokens",
+        ge=0,
+        le=8192,
+    )
     profile_dir: str | None = setting(None, "Folder for profiles that /start_profile records; not set: refused.", flag="profile-dir")
     check_integrity: Literal["off", "repair", "fatal"] = setting("repair", "What a failed self-check at idle does.", flag="check-integrity")
 

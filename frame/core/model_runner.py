@@ -27,6 +27,7 @@ from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
 from frame.core.model_parts import Parts, build_context, build_processors
 from frame.core.processors import Processors
+from frame.core.prompt_graphs import PromptGraphs, piece_sizes
 from frame.core.prompt_logprobs import PromptScores, plan_prompts
 from frame.core.sampler import Sampled, Sampler, draw_by_kernels, draw_plain
 from frame.core.sampling_table import SamplingTable, grammar_arrays
@@ -83,6 +84,7 @@ class TorchModelRunner(ModelRunner):
         self._processors = processors
         self.sampler = Sampler(processors, by_kernels=by_kernels)
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
@@ -129,6 +131,23 @@ class TorchModelRunner(ModelRunner):
                 raise ConfigurationError(f"decode steps cannot be captured in CUDA graphs ({reason}); set --cuda-graph-max-bs 0") from error
         self.graphs = graphs
 
+    def capture_prompts(self, most: int) -> None:
+        """Make graphs of what lies between the attention of steps of up to `most` tokens; what is no batch of decodes with a graph of its
+        own runs through them from now on. Raises ConfigurationError as `capture` does."""
+        attention = self.context.attention
+        if attention is None:
+            raise ValueError("graphs need a context with an attention backend")
+        with torch.inference_mode(), self._on_stream():
+            graphs = PromptGraphs(self.model.forward, self.builder, attention, piece_sizes(most), self.context.device)
+            try:
+                graphs.capture()
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n", 1)[0]
+                raise ConfigurationError(
+                    f"steps with prompts cannot be captured in CUDA graphs ({reason}); set --prompt-graph-max-tokens 0"
+                ) from error
+        self.prompt_graphs = graphs
+
     def close(self) -> None:
         """Wait for the device."""
         if self._stream is not None:
@@ -145,8 +164,7 @@ class TorchModelRunner(ModelRunner):
         )
         if self.graphs is not None and batch.num_decodes == len(batch.slots) <= self.graphs.most and batch.samples.all():
             return self._replay(self.graphs, batch, counts, plans)
-        forward_batch, tensors = self.builder.build(batch, counts, _riders(plans))
-        hidden = self.forward(forward_batch)
+        forward_batch, tensors, hidden = self._pass(batch, counts, _riders(plans))
         prompts = None
         if plans.prompts is not None:
             own = hidden.index_select(0, forward_batch.logits_indices[sampling.num_rows :])
@@ -154,6 +172,17 @@ class TorchModelRunner(ModelRunner):
         logits = self._logits(hidden, forward_batch, sampling.num_rows)
         tensors.setdefault("sampling_slots", forward_batch.request_slots)
         return self._finish(batch, logits, plans, tensors, prompts)
+
+    def _pass(
+        self, batch: ScheduledBatch, counts: RowCounts, riders: dict[str, np.ndarray]
+    ) -> tuple[ForwardBatch, dict[str, torch.Tensor], torch.Tensor]:
+        """Build a step's batch and compute its hidden states, through graphs where they are large enough."""
+        graphs = self.prompt_graphs
+        if graphs is None or counts.query_starts[-1] > graphs.most:
+            forward_batch, tensors = self.builder.build(batch, counts, riders)
+            return forward_batch, tensors, self.forward(forward_batch)
+        forward_batch, tensors = self.builder.build(batch, counts, riders, graphs.place)
+        return forward_batch, tensors, graphs.run(forward_batch)
 
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
         """A step of decodes by its graph, which also draws the tokens where no row wants more than a temperature and filters."""
@@ -275,6 +304,10 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
         clock = time.perf_counter()
         runner.capture(resolved.cuda_graph_max_bs)
         phases["graphs"] = time.perf_counter() - clock
+    if resolved.prompt_graph_max_tokens:
+        clock = time.perf_counter()
+        runner.capture_prompts(min(resolved.prompt_graph_max_tokens, context.limits.max_tokens_per_step))
+        phases["prompt_graphs"] = time.perf_counter() - clock
     return runner
 
 

@@ -20,8 +20,9 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.quantization import QuantizationNeeds
 from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.resolve_attention import choose_attention, shared_page_sizes
+from frame.core.resolve_graphs import graph_sizes
 from frame.core.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
-from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, graph_obstacle, plugin_choice
+from frame.core.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, plugin_choice
 from frame.core.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.resolved import Resolved
 from frame.core.selection import PlainNeeds, ResolveError, Selection, by_rank, nearest_change, select
@@ -31,7 +32,6 @@ __all__ = ["ResolveError", "pinned", "resolve"]
 PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
 NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` call no parser
 PREFERRED_PAGE_SIZE = 16
-MOST_CAPTURED = 512  # rows of the largest CUDA graph, unless the user names another
 
 
 def resolve(config: FrameConfig, hardware: Hardware, facts: ModelFacts, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
@@ -76,6 +76,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "execution.device": resolved.device,
         "execution.threads": resolved.threads,
         "execution.cuda_graph_max_bs": resolved.cuda_graph_max_bs,
+        "execution.prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
     }
     data = user.model_dump()
     for key, value in values.items():
@@ -118,7 +119,8 @@ class _Solver:
         sizes = self._budgets()
         if pooling is not None and pooling.needs_whole_prompts(self.facts.encoder):
             sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
-        sizes["cuda_graph_max_bs"] = self._graphs(task, sizes["max_running_requests"])
+        for key, given, value, why in graph_sizes(self.chosen, config, self.facts, self.device, task, sizes["max_running_requests"]):
+            sizes[key.partition(".")[2]] = self._value(key, given, value, why)
         served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
         tokenizer = (
             None if config.model.skip_tokenizer_init else self._value("model.tokenizer", config.model.tokenizer, path, "the model's own")
@@ -304,15 +306,6 @@ class _Solver:
         if given is None and longest and longest < trained:
             return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
-
-    def _graphs(self, task: Task, running: int) -> int:
-        """The largest batch of decodes that is captured; 0 for none. Raises ResolveError when the user wants what cannot be."""
-        key, given = "execution.cuda_graph_max_bs", self.config.execution.cuda_graph_max_bs
-        obstacle = graph_obstacle(self.chosen, self.device, task, self.config.parallel.tp)
-        if given and obstacle:
-            raise ResolveError(f"{key} is {given}, but {obstacle}.", change=f"{key}: 0")
-        why = f"none: {obstacle}" if obstacle else "all batches: a replay costs the host less than launching each kernel"
-        return int(self._value(key, given, 0 if obstacle else min(running, MOST_CAPTURED), why))
 
     def _budgets(self) -> dict[str, Any]:
         """Sizes that depend on the machine alone."""

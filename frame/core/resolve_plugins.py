@@ -149,21 +149,6 @@ def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]
         chosen.reasons[key] = "none: the chat template shows no marks of any"
 
 
-def graph_obstacle(chosen: Choices, device: str, task: str, tp: int) -> str:
-    """Why steps of decodes cannot be captured in CUDA graphs; empty when they can."""
-    if device != "cuda":
-        return f"CUDA graphs need a CUDA device, and the model runs on {device}"
-    if task != "generate":
-        return f"the task is {task}, which decodes nothing"
-    if tp > 1:
-        return "the exchange between tensor-parallel ranks is not captured yet"
-    for kind in ("model", "quantization_method", "attention_backend", "moe_runner", "moe_dispatcher"):
-        for found in chosen.selected.get(kind, ()):
-            if getattr(found.record.capabilities, "graphs", False) in (False, "none"):
-                return f"{KEYS[kind]} {found.record.name} cannot be captured in a CUDA graph"
-    return ""
-
-
 def plugin_choice(record: PluginRecord, config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> PluginChoice:
     """The choice as it crosses to other processes, with the plugin's own settings validated and complete."""
     check_option_names(config, records)

@@ -191,6 +191,7 @@ def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
         "page_size": capacity.page_size,
         "overlap": resolved.overlap,
         "cuda_graph_max_bs": resolved.cuda_graph_max_bs,
+        "prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
         "plugins": {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()},
         "phases": {name: round(seconds, 3) for name, seconds in capacity.phases.items()},
     }

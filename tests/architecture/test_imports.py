@@ -18,6 +18,7 @@ CONFIGURATION = (
     "frame.core.model_facts",
     "frame.core.plugin_options",
     "frame.core.resolve",
+    "frame.core.resolve_graphs",
     "frame.core.resolve_machine",
     "frame.core.resolve_attention",
     "frame.core.resolve_plugins",

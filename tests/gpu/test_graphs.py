@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the tokens of plain steps, for every backend that can be captured."""
+"""Steps as CUDA graphs: the tokens of plain steps, for every backend that can be captured."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ DRAWN = [
 CAPTURABLE = [record.name for record in load_registry().records("attention_backend") if record.capabilities.graphs != "none"]
 
 
-def make_loop(backend, most):
+def make_loop(backend, most, most_tokens=0):
     config = {
         "model": {"path": str(find_model(EMBEDDED)), "dtype": "bfloat16"},
         "cache": {"max_total_tokens": 16_384},
         "scheduler": {"max_running_requests": ROWS, "chunked_prefill_size": 512},
-        "execution": {"device": "cuda", "cuda_graph_max_bs": most},
+        "execution": {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": most_tokens},
         "attention": {"backend": backend},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
     assert (runner.graphs is not None) == bool(most)
+    assert (runner.prompt_graphs is not None) == bool(most_tokens)
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
 
 
+@pytest.mark.parametrize("most_tokens", [0, 64, 512])
 @pytest.mark.parametrize("backend", CAPTURABLE)
-def test_tokens_are_those_of_plain_steps(backend):
+def test_tokens_are_those_of_plain_steps(backend, most_tokens):
     try:
         plain = make_loop(backend, 0)
     except Exception as error:
         pytest.skip(f"this card or model is not for it: {error}")
-    captured = make_loop(backend, ROWS)
+    captured = make_loop(backend, ROWS, most_tokens)
     for params in (GREEDY, DRAWN):
         same = sum(a == b for a, b in zip(plain.generate(PROMPTS, params), captured.generate(PROMPTS, params), strict=True))
         assert same >= ROWS * 2 // 3  # in bf16 near ties may tip
