@@ -270,6 +270,12 @@ class ServerSection(Section):
     max_restarts: int = setting(
         16, "Restarts of dead processes within ten minutes; one more ends the server. 0: it ends with the first.", flag="max-restarts", ge=0
     )
+    max_process_memory: int | None = setting(
+        None, "Bytes of memory (without mapped files) at which a process is restarted; not set: never.", ge=64 << 20
+    )
+    max_device_memory: int | None = setting(None, "Bytes of device memory at which the engine is restarted; not set: never.", ge=64 << 20)
+    max_process_threads: int | None = setting(None, "Threads at which a process is restarted; not set: never.", ge=16)
+    max_process_files: int | None = setting(None, "Open files and sockets at which a process is restarted; not set: never.", ge=16)
 
 
 class BatchesSection(Section):

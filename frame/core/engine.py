@@ -37,12 +37,14 @@ MAX_FAILURES = 3  # steps in a row that may fail before the device counts as los
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`heartbeat`: seconds between heartbeats (None: none are sent). `info` is merged into the answer to `server_info`."""
+    """`heartbeat`: seconds between heartbeats (None: none are sent). `info` is merged into the answer to `server_info`. `device_memory`
+    gives the bytes that this process holds of it."""
 
     overlap: bool = False
     check_integrity: Literal["off", "repair", "fatal"] = "fatal"
     heartbeat: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    device_memory: Callable[[], int] = int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,8 @@ class Engine:
         now = time.monotonic()
         if now - self._last_heartbeat >= MIN_HEARTBEAT:
             self._last_heartbeat = now
-            self.transport.send(Heartbeat(process="engine", step=self._step, **self.scheduler.load()))
+            held = self.options.device_memory()
+            self.transport.send(Heartbeat(process="engine", step=self._step, device_memory=held, **self.scheduler.load()))
 
     def _control(self, control: Control) -> ControlReply:
         data: dict[str, Any] = {}

@@ -120,6 +120,7 @@ class Heartbeat(Message, frozen=True):
     cached_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    device_memory: int = 0  # bytes that the engine's process holds of it
 
 
 class Fatal(Message, frozen=True):

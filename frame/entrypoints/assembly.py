@@ -155,7 +155,11 @@ def build_engine(
     if kernels is not None:
         info["kernels"] = kernels
     options = EngineOptions(
-        overlap=resolved.overlap, check_integrity=resolved.user.execution.check_integrity, heartbeat=heartbeat, info=info
+        overlap=resolved.overlap,
+        check_integrity=resolved.user.execution.check_integrity,
+        heartbeat=heartbeat,
+        info=info,
+        device_memory=_device_memory(resolved, place or Place()),
     )
     engine = Engine(
         build_scheduler(resolved, registry, capacity.num_pages, _all_of(ends)),
@@ -168,6 +172,13 @@ def build_engine(
     if found.on_start is not None:
         found.on_start(resolved=resolved)
     return engine, info
+
+
+def _device_memory(resolved: Resolved, place: Place) -> Callable[[], int]:
+    """What tells the bytes that torch holds of a rank's device, free blocks included."""
+    import torch
+
+    return partial(torch.cuda.memory_reserved, place.rank) if resolved.device == "cuda" else int
 
 
 def run_follower(resolved: Resolved, registry: Registry, batches: BatchReceiver, place: Place) -> None:

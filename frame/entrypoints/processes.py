@@ -41,7 +41,8 @@ class Layout:
 
 @dataclass(slots=True)
 class Child:
-    """One process, and after its end the next one of the same name. `silence`: seconds without a heartbeat, as far as anybody looked."""
+    """One process, and after its end the next one of the same name. `silence`: seconds without a heartbeat, as far as anybody looked;
+    `device_memory`: bytes, as its last heartbeat told."""
 
     name: str
     arguments: list[str]
@@ -50,6 +51,7 @@ class Child:
     is_ready: bool = False
     silence: float = 0.0
     last_words: str | None = None
+    device_memory: int = 0
 
     @property
     def is_rank(self) -> bool:
@@ -116,7 +118,7 @@ class Deployment:
                 (self._sockets.path / left).unlink(missing_ok=True)
         for child in children:
             self._renew(child.name)
-            child.is_ready, child.silence, child.last_words = False, 0.0, None
+            child.is_ready, child.silence, child.last_words, child.device_memory = False, 0.0, None, 0
             child.process = subprocess.Popen(
                 [*child.arguments, "--parent", str(os.getpid()), *_death_signal()],
                 stdin=subprocess.PIPE,
@@ -171,7 +173,9 @@ class Deployment:
             return
         if isinstance(message, Ready):
             child.is_ready = child.is_ready or message.pid == child.process.pid
-        elif isinstance(message, Fatal):
+        elif isinstance(message, Heartbeat):
+            child.device_memory = message.device_memory
+        else:
             child.last_words = child.last_words or message.error
         child.silence = 0.0
 

@@ -1,12 +1,13 @@
 """`Supervisor`: notices that a child died or hangs, starts it again, and tells the client what to hold and when to go on.
 
 Ranks restart together. The detokenizer restarts alone, and with the ranks, so that nothing is left of what they sent it; tokenizers
-restart alone. Decides when it is enough. Knows no request and no HTTP.
+restart alone. One that holds more than it may is restarted likewise. Decides when it is enough. Knows no request and no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from typing import Literal
 
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.processes import EXIT_CONFIGURATION, Child, Deployment
+from frame.entrypoints.usage import UsageWatch
 
 TICK = 0.1  # seconds between two looks at the children
+WATCH = 1.0  # seconds between two looks at what they hold
 WINDOW = 600.0  # seconds in which restarts are counted
 BACKOFF = 0.5  # seconds before the second attempt at a start that failed; doubles
 MAX_BACKOFF = 30.0
@@ -77,6 +80,7 @@ class Supervisor:
         policy: RestartPolicy,
         report: Callable[[str], None],
         ask_again: Callable[[int], None] | None = None,
+        watch: UsageWatch | None = None,
     ) -> None:
         self.exit_code = EXIT_DIED
         self._deployment = deployment
@@ -84,6 +88,8 @@ class Supervisor:
         self._policy = policy
         self._report = report
         self._ask_again = ask_again  # what a tokenizer lost, by its number
+        self._watch = watch
+        self._watched = time.monotonic()
         self._units = Units.of(deployment)
         self._restarts: deque[float] = deque()
         self._looked = time.monotonic()
@@ -95,10 +101,24 @@ class Supervisor:
         now = time.monotonic()
         passed = min(now - self._looked, 2 * TICK)  # while this process did not run nobody was silent
         self._looked = now
-        for unit in (*self._units.path, *self._units.tokenizers):
+        units = (*self._units.path, *self._units.tokenizers)
+        for unit in units:
             if self._client.dead is None:
                 await self._look(unit, now, passed)
+        if self._watch is not None and now - self._watched >= WATCH:
+            self._watched = now
+            self._watch.look("main", os.getpid())  # which only warns: all requests hang on this process
+            for unit in units:
+                if self._client.dead is None and unit.state == "up":
+                    await self._weigh(unit, self._watch)
         self._client.expire()
+
+    async def _weigh(self, unit: Unit, watch: UsageWatch) -> None:
+        """Restart a unit that holds too much. It is nobody's fault among the requests."""
+        found = [watch.look(child.name, child.process.pid, child.device_memory) for child in unit.children]
+        why = next(filter(None, found), None)
+        if why is not None:
+            await self._fail(unit, why, is_death=False)
 
     async def _look(self, unit: Unit, now: float, passed: float) -> None:
         if unit.state == "down":
@@ -128,8 +148,8 @@ class Supervisor:
             return f"{unit.name} was not ready {patience:.0f} s after its restart"
         return None
 
-    async def _fail(self, unit: Unit, why: str) -> None:
-        """A unit died or hangs: make sure of its end, keep its requests, have it started again."""
+    async def _fail(self, unit: Unit, why: str, is_death: bool = True) -> None:
+        """A unit died or hangs, or has to go: make sure of its end, keep its requests, have it started again."""
         is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in unit.children)
         was_up = unit.state == "up"
         if is_configuration or not self._may_restart():
@@ -145,7 +165,7 @@ class Supervisor:
                 await self._take_down(other)
         self._client.drain()
         if unit in self._units.path:
-            roster = self._deployment.roster() if unit is self._units.engine and was_up else None
+            roster = self._deployment.roster() if unit is self._units.engine and was_up and is_death else None
             self._client.suspend(f"{why}; it is being restarted", roster)
 
     def _may_restart(self) -> bool:

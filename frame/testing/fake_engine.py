@@ -2,8 +2,9 @@
 
 `python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder needs config and tokenizer only.
 FRAME_FAKE_STEP, FRAME_FAKE_START: seconds that a step, or the start, takes; FRAME_FAKE_PLAIN=1: tokens cost nothing and are not checked
-(for measurements); FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache. A prompt that begins with one of these
-token ids is poison: FRAME_FAKE_KILL: the process dies; FRAME_FAKE_HANG: the step never ends; FRAME_FAKE_NAN: logits are not finite.
+(for measurements); FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache; FRAME_FAKE_LEAK=memory, threads
+or files: each step keeps some (of memory 8 MB). A prompt that begins with one of these token ids is poison:
+FRAME_FAKE_KILL: the process dies; FRAME_FAKE_HANG: the step never ends; FRAME_FAKE_NAN: logits are not finite.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from frame.testing.fake_runner import FakeRunner
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import PendingStep
@@ -109,6 +112,26 @@ class PoisonedRunner(ModelRunner):
         self._runner.close()
 
 
+class LeakingRunner(ModelRunner):
+    """Another runner, with something in its steps that keeps what it takes: 8 MB of `memory`, one of `threads`, or one of `files`."""
+
+    def __init__(self, runner: ModelRunner, what: str) -> None:
+        self._runner = runner
+        self._leak: Callable[[], object] = {
+            "memory": lambda: b"x" * (8 << 20),
+            "threads": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
+            "files": lambda: os.open(os.devnull, os.O_RDONLY),
+        }[what]
+        self._kept: list[object] = []
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        self._kept.append(self._leak())
+        return self._runner.launch(batch)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
 def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
     """The runner that the environment asks for."""
     config = scheduler.config
@@ -120,6 +143,8 @@ def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
         runner = FakeRunner(*sizes, is_invalid=lambda tokens: tokens[0] == poison["NAN"])
     if max(poison["KILL"], poison["HANG"]) >= 0:
         runner = PoisonedRunner(runner, poison["KILL"], poison["HANG"])
+    if leak := os.environ.get("FRAME_FAKE_LEAK"):
+        runner = LeakingRunner(runner, leak)
     return PacedRunner(runner, float(os.environ.get("FRAME_FAKE_STEP", "0")), int(os.environ.get("FRAME_FAKE_FAIL", "-1")))
 
 

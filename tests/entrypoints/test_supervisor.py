@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from frame.core.messages import Fatal, Generate, Heartbeat, Ready
+from frame.core.sampling_params import SamplingParams
 from frame.entrypoints import supervisor as module
+from frame.entrypoints.answers import Stream
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.limits import ClientLimits
 from frame.entrypoints.processes import Child
 from frame.entrypoints.supervisor import RestartPolicy, Supervisor
+from frame.entrypoints.usage import Usage, UsageLimits, UsageWatch
 
 
 class Process:
@@ -43,7 +46,8 @@ class Deployment:
         for name in names:
             self.started.append(name)
             child = self.children[name]
-            child.process, child.is_ready, child.silence, child.last_words = Process(), False, 0.0, None  # type: ignore[assignment]
+            child.process, child.is_ready, child.silence, child.device_memory = Process(), False, 0.0, 0  # type: ignore[assignment]
+            child.last_words = None
 
     def end(self, names: list[str]) -> None:
         for name in names:
@@ -70,7 +74,9 @@ class Rig:
         self.client = EngineClient(self, ClientLimits(8, 64, 100, 64))
         self.deployment = Deployment(*names)
         policy = RestartPolicy(max_restarts, heartbeat_timeout, 1.0)
-        self.supervisor = Supervisor(self.deployment, self.client, policy, self.lines.append, self.asked_again.append)  # type: ignore[arg-type]
+        self.held: dict[int, Usage] = {}  # by pid
+        watch = UsageWatch(UsageLimits(memory=1000, device_memory=1000), self.lines.append, lambda pid: self.held.get(pid, Usage()))
+        self.supervisor = Supervisor(self.deployment, self.client, policy, self.lines.append, self.asked_again.append, watch)  # type: ignore[arg-type]
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -94,6 +100,12 @@ class Rig:
     async def get_ready(self) -> None:
         await self.tick()
         await self.tick(*(Ready(process=name, pid=child.process.pid) for name, child in self.deployment.children.items()))
+
+
+def started(rig: Rig) -> Stream:
+    """A request that is in the engine."""
+    rig.client.reserve(1)
+    return rig.client.submit([[1, 2, 3]], [SamplingParams(max_tokens=8)]).sequences[0]
 
 
 ALL = ("engine", "rank-1", "detokenizer", "tokenizer-0", "tokenizer-1")
@@ -130,6 +142,33 @@ async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
         await rig.tick(Heartbeat(process="detokenizer"))
     assert "engine process has been silent for 10 s" in (rig.client.away or "")
     assert rig.deployment.started == ["detokenizer", "engine"]
+
+
+@pytest.mark.parametrize("name", ["engine", "rank-1", "detokenizer", "tokenizer-1"])
+async def test_a_process_that_holds_too_much_is_restarted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rig = Rig(monkeypatch, *ALL)
+    stream = started(rig)
+    rig.held[rig.deployment.children[name].process.pid] = Usage(memory=1001)
+    await rig.tick()
+    assert rig.deployment.started == []  # the last look was less than a second ago
+    await rig.tick(seconds=1.0)
+    assert f"the {name} process holds 0 MB of memory, more than server.max_process_memory" in rig.lines[1]
+    await rig.get_ready()
+    assert name in rig.deployment.started
+    await rig.tick(seconds=1.0)
+    assert sum(rig.client.stats.restarts.values()) == 1
+    assert stream.finish is None
+    assert stream.standing.deaths == 0  # it is no fault of the request
+    assert stream.standing.admissions == (1 if name == "tokenizer-1" else 2)
+
+
+async def test_what_a_heartbeat_tells_of_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine")
+    await rig.tick(Heartbeat(process="engine", device_memory=1001), seconds=1.0)
+    assert "0 MB of device memory, more than server.max_device_memory" in rig.lines[1]
+    await rig.get_ready()
+    await rig.tick(seconds=1.0)  # its successor has told nothing yet
+    assert rig.client.stats.restarts == {"engine": 1}
 
 
 async def test_a_start_that_never_ends_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

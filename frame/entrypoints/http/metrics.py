@@ -57,6 +57,13 @@ COUNTERS = (
     ("requests_rejected", "rejected", "Requests that were refused because too many waited."),
     ("requests_readmitted", "readmitted", "Times that a request went on in a restarted engine."),
 )
+# name, field of `Usage`, meaning
+HELD = (
+    ("process_memory_bytes", "memory", "Memory that a process holds, without mapped files."),
+    ("process_threads", "threads", "Threads of a process."),
+    ("process_open_files", "files", "Files and sockets that a process has open."),
+    ("process_device_memory_bytes", "device_memory", "Device memory that a process holds."),
+)
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -139,6 +146,7 @@ class ServerMetrics(Collector):
             yield _counter(name, text, getattr(client.stats, source), labels)
         yield self._finished()
         yield self._restarts()
+        yield from self._held()
         yield _counter("requests_aborted", "Requests that ended because their client left or somebody stopped them.",
                        client.stats.finished.get("abort", 0), labels)  # fmt: skip
         yield _gauge("requests_outstanding", "Requests that this server has taken and not finished.", client.num_outstanding, labels)
@@ -174,6 +182,18 @@ class ServerMetrics(Collector):
         for process in dict.fromkeys(("engine", *restarts)):
             family.add_metric([*self._labels, process], restarts.get(process, 0))
         return family
+
+    def _held(self) -> Iterator[Metric]:
+        """What each process holds, as of the last look at it."""
+        watch = self._services.watch
+        if watch is None:
+            return
+        for name, source, text in HELD:
+            family = GaugeMetricFamily(f"frame_{name}", text, labels=["model_name", "process"])
+            for process, usage in watch.held.items():
+                if amount := getattr(usage, source):  # only the engine holds device memory
+                    family.add_metric([*self._labels, process], amount)
+            yield family
 
     def _http_responses(self) -> Metric:
         family = CounterMetricFamily("frame_http_responses", "Responses, by route and status.", labels=["model_name", "route", "status"])

@@ -37,6 +37,7 @@ from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
 from frame.entrypoints.tracing import open_tracing
+from frame.entrypoints.usage import watch_over
 
 if TYPE_CHECKING:
     from frame.entrypoints.grpc.server import GrpcServer
@@ -67,6 +68,7 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
             info = wait_ready(deployment, report)
             start_seconds = time.perf_counter() - spawned
         services = _services(prepared, deployment, tokenizer, info)
+        services.watch = watch_over(deployment.pids, resolved.user.server)
         supervisor = _supervisor(services, deployment, start_seconds)
         server = Server(services, deployment, supervisor, (listener, admin), started)
         return _run(server.run())
@@ -137,7 +139,12 @@ def _supervisor(services: Services, deployment: Deployment, start_seconds: float
     policy = RestartPolicy(user.max_restarts, user.heartbeat_timeout, start_seconds)
     text_input = services.text_input
     return Supervisor(
-        deployment, services.client, policy, report, text_input.ask_again if isinstance(text_input, ProcessInput) else None
+        deployment,
+        services.client,
+        policy,
+        report,
+        text_input.ask_again if isinstance(text_input, ProcessInput) else None,
+        services.watch,
     )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.metrics import ServerMetrics
     from frame.entrypoints.tokenizing import TextInput
     from frame.entrypoints.tracing import Tracing
+    from frame.entrypoints.usage import UsageWatch
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
@@ -106,6 +107,7 @@ class Services:
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
     tracing: Tracing | None = None
+    watch: UsageWatch | None = None  # over what processes hold
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
     responses: ResponseStore = field(init=False)  # of /v1/responses

@@ -16,6 +16,7 @@ from frame.core.messages import Heartbeat
 from frame.entrypoints.client_stats import ClientStats
 from frame.entrypoints.http.metric_aliases import FAMILIES, aliases_of
 from frame.entrypoints.http.metrics import ServerMetrics, exposition
+from frame.entrypoints.usage import Usage, UsageLimits, UsageWatch
 
 
 def services(aliases: tuple[str, ...] = ()) -> Any:
@@ -26,7 +27,20 @@ def services(aliases: tuple[str, ...] = ()) -> Any:
         served_name="m", user=SimpleNamespace(server=server), facts=SimpleNamespace(architecture="A"), device="cpu", dtype="float32"
     )
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
-    return SimpleNamespace(resolved=resolved, client=client, info={"phases": {"weights": 0.5}, "kernels": {"compiled": 2, "loaded": 30}})
+    watch = UsageWatch(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
+    watch.look("engine", 1, device_memory=10**9)
+    watch.look("main", 2)
+    info = {"phases": {"weights": 0.5}, "kernels": {"compiled": 2, "loaded": 30}}
+    return SimpleNamespace(resolved=resolved, client=client, info=info, watch=watch)
+
+
+def test_what_processes_hold() -> None:
+    found = scraped()
+    assert found["frame_process_memory_bytes{process=main}"] == 5e8
+    assert found["frame_process_threads{process=engine}"] == 9
+    assert found["frame_process_open_files{process=engine}"] == 20
+    assert {name for name in found if "device" in name} >= {"frame_process_device_memory_bytes{process=engine}"}
+    assert "frame_process_device_memory_bytes{process=main}" not in found
 
 
 def scraped(aliases: tuple[str, ...] = ()) -> dict[str, float]:
