@@ -202,6 +202,13 @@ class SamplingSection(Section):
     grammar_timeout: float = setting(10.0, "Seconds that one grammar may take to compile, or wait behind such ones.", gt=0, le=600)
     grammar_memory: int = setting(1 << 30, "Bytes of memory that compiling one grammar may take.", ge=64 << 20)
     grammar_cache: int = setting(256 << 20, "Bytes of compiled grammars that are kept for the next request with the same.", ge=0)
+    jump_forward: Annotated[int | None, Auto] = setting(
+        None,
+        "Fewest tokens in a row that a grammar must force for them to be computed in one step instead of drawn one by one; 0: never.",
+        flag="grammar-jump-forward",
+        ge=0,
+        le=256,
+    )
 
 
 class TextSection(Section):

@@ -121,6 +121,7 @@ class Heartbeat(Message, frozen=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     device_memory: int = 0  # bytes that the engine's process holds of it
+    jumped_tokens: int = 0
 
 
 class Fatal(Message, frozen=True):

@@ -36,7 +36,7 @@ class Request:
     """One sequence. Identity is the object; `index` is its place in the order of arrival.
 
     `output` holds the committed tokens, up to date whenever a policy sees the request or the request is off the device.
-    `tokens` is prompt plus output as of the last admission, int32. `max_total` and `min_total` count prompt and output together.
+    `tokens` is prompt plus output as of the last admission or jump, int32. `max_total` and `min_total` count prompt and output together.
     `match` is filled in for policies that need it, and is only good while the policy looks at it.
     """
 
@@ -56,6 +56,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     slot: int = -1
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    unsent: list[int] = field(default_factory=list)  # the end of `output` that was not reported yet, since no step drew it
     match: Match | None = None
     handle: Any = None  # the locked end of the cached prefix, while running
     cached_tokens: int = -1  # prompt tokens that came from the prefix cache at the first admission

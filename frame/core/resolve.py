@@ -73,6 +73,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "scheduler.max_running_requests": resolved.max_running_requests,
         "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
         "scheduler.overlap": resolved.overlap,
+        "sampling.jump_forward": resolved.jump_forward,
         "execution.device": resolved.device,
         "execution.threads": resolved.threads,
         "execution.cuda_graph_max_bs": resolved.cuda_graph_max_bs,
@@ -121,6 +122,7 @@ class _Solver:
             sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
         for key, given, value, why in graph_sizes(self.chosen, config, self.facts, self.device, task, sizes["max_running_requests"]):
             sizes[key.partition(".")[2]] = self._value(key, given, value, why)
+        sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
         tokenizer = (
             None if config.model.skip_tokenizer_init else self._value("model.tokenizer", config.model.tokenizer, path, "the model's own")
@@ -306,6 +308,13 @@ class _Solver:
         if given is None and longest and longest < trained:
             return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
+
+    def _jump_forward(self, has_graphs: bool) -> int:
+        """Shortest run of forced tokens that is worth a chunk of its own."""
+        size, why = 2, "a row of several tokens costs a step little more than one of one"
+        if has_graphs:
+            size, why = 8, "a step with a longer row runs outside of the CUDA graphs, which all rows pay for"
+        return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
 
     def _budgets(self) -> dict[str, Any]:
         """Sizes that depend on the machine alone."""

@@ -49,6 +49,7 @@ class Resolved(BaseModel):
     overlap: bool
     cuda_graph_max_bs: int = 0  # 0: no graphs
     prompt_graph_max_tokens: int = 0  # 0: no graphs
+    jump_forward: int = 0  # 0: never
     mem_fraction: float
     max_total_tokens: int | None  # None: from the free memory, once the weights are loaded
     threads: int | None

@@ -47,6 +47,7 @@ class RunningSet:
         self.extending: dict[int, Request] = {}  # by slot; those whose prompt is not wholly scheduled
         self.in_flight: deque[InFlight] = deque()
         self._setups: list[SlotSetup] = []
+        self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests that go on from other tokens than those that were drawn
         self._released: list[int] = []
 
     def __len__(self) -> int:
@@ -67,7 +68,21 @@ class RunningSet:
         self.ledger.enter(request, cached)
         insort(self.requests, request, key=attrgetter("index"))
         self.extending[request.slot] = request
-        self._setups.append(SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.segment))
+        self._setups.append(_setup(request))
+
+    def extend(self, request: Request, tokens: list[int]) -> None:
+        """Append two or more tokens that nobody has drawn. The request's one row in flight, which draws the first of them, is passed over
+        when it is committed; the others are computed like those of a prompt."""
+        slot, a = request.slot, self.table.arrays
+        self.table.flush(slot)
+        request.output.extend(tokens)
+        request.unsent += tokens
+        request.tokens = request.all_tokens()
+        a.known[slot] += len(tokens)
+        a.total[slot] = a.known[slot]
+        a.ready[slot] = False
+        self.extending[slot] = request
+        self._renewed[slot] = _setup(request)
 
     def leave(self, request: Request, *, keep: bool, state: RequestState) -> None:
         """Take a request off the device. `keep`: what was computed of it stays in the prefix cache."""
@@ -79,6 +94,7 @@ class RunningSet:
         request.state = state
         self.requests.remove(request)
         self.extending.pop(slot, None)
+        self._renewed.pop(slot, None)
         self.give_up(slot, pages)
         record = self._last_step_of(slot)
         if record is None:
@@ -119,7 +135,8 @@ class RunningSet:
             self._recycle(slot)
 
     def take_setups(self) -> list[SlotSetup]:
-        setups, self._setups = self._setups, []
+        setups = [*self._setups, *self._renewed.values()]
+        self._setups, self._renewed = [], {}
         return setups
 
     def take_released(self) -> list[int]:
@@ -133,3 +150,7 @@ class RunningSet:
     def _recycle(self, slot: int) -> None:
         self.table.recycle(slot)
         self._released.append(slot)
+
+
+def _setup(request: Request) -> SlotSetup:
+    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.segment)

@@ -22,6 +22,7 @@ from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.jump_forward import JumpForward
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.page_ledger import PageLedger
 from frame.core.request import QUEUE_FULL, TIMED_OUT, Request, RequestState
@@ -67,6 +68,7 @@ class Scheduler:
         self._planner = StepPlanner(config, self._running, self._queue, policy)
         self._outcome = StepOutcome(self._running, self._end_running, clock)
         self._mask_filler = MaskFiller()
+        self._jumps = JumpForward(self._running, config.jump_forward)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
         self._num_prompt_tokens = 0
@@ -79,7 +81,7 @@ class Scheduler:
             return Finish("error", error=f"request id {message.rid} is in use; choose another")
         if len(self._queue) >= self.config.max_queued:
             return Finish("error", error=f"{QUEUE_FULL}: {len(self._queue)} requests are waiting; try again later")
-        request = self._admission.accept(message, self._clock(), grammar)
+        request = self._admission.accept(message, self._clock(), self._jumps.watch(grammar, message.params))
         if isinstance(request, Finish):
             return request
         self._requests[request.rid] = request
@@ -193,6 +195,7 @@ class Scheduler:
             "cached_tokens": self._planner.num_cached_tokens,
             "prompt_tokens": self._num_prompt_tokens,
             "generated_tokens": self._outcome.num_generated,
+            "jumped_tokens": self._jumps.num_tokens,
         }
 
     def check_integrity(self) -> None:
@@ -221,8 +224,8 @@ class Scheduler:
             slots = np.concatenate((slots, [request.slot for request, _, _ in rows.chunks]))
             num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in rows.chunks], np.int32)))
             num_scheduled = np.concatenate((num_scheduled, np.array([count for _, _, count in rows.chunks], np.int32)))
-            samples = num_computed + num_scheduled == a.known[slots]
-            samples[:num_decodes] = True
+            ends = [start + count == len(request.tokens) for request, start, count in rows.chunks]
+            samples = np.concatenate((samples, np.array(ends, np.bool_)))
             token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in rows.chunks])
             asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
             prompt_logprobs = asks if asks.any() else None
@@ -247,7 +250,11 @@ class Scheduler:
 
     def _masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table
-        return self._mask_filler.fill(table, slots, self.config.vocab_size) if table.num_grammars else None
+        if not table.num_grammars:
+            return None
+        mask = self._mask_filler.fill(table, slots, self.config.vocab_size)
+        self._jumps.apply(slots)
+        return mask
 
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""

@@ -27,6 +27,7 @@ class Sampled:
     tokens: np.ndarray  # int32 [n]
     entries: np.ndarray  # intp [n]
     rows: np.ndarray  # intp [n]; places in the batch
+    fresh: np.ndarray  # bool [n]; whether the token is new: the first of a run that a grammar forces is known already
     finishes: dict[int, Finish] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)  # those of which nothing may be kept
 
@@ -48,10 +49,8 @@ class StepOutcome:
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(record, result.prompt_logprobs)
         sampled = self._live(record, result)
-        count = len(sampled.slots)
-        self.num_generated += count
-        known = self._table.append(sampled.slots, sampled.tokens)
-        self._find_ended(sampled, known, result)
+        self.num_generated += int(np.count_nonzero(sampled.fresh))
+        self._find_ended(sampled, self._append(sampled), result)
         slots = sampled.slots.tolist()
         rids = [self._table.rids[slot] for slot in slots]
         message = Tokens(rids=rids, token_ids=sampled.tokens[:, None].tolist(), finishes=sampled.finishes)
@@ -73,7 +72,16 @@ class StepOutcome:
         live = self._table.arrays.epoch[slots] == record.epochs[rows]
         if not live.all():
             slots, tokens, entries, rows = slots[live], tokens[live], entries[live], rows[live]
-        return Sampled(slots, tokens, entries, rows)
+        fresh = self._table.arrays.known[slots] == record.num_computed[rows] + record.num_scheduled[rows]
+        return Sampled(slots, tokens, entries, rows, fresh)
+
+    def _append(self, sampled: Sampled) -> np.ndarray:
+        """Commit the tokens that are new. -> how many each request has now, int32 [n]."""
+        fresh = sampled.fresh
+        if fresh.all():
+            return self._table.append(sampled.slots, sampled.tokens)
+        self._table.append(sampled.slots[fresh], sampled.tokens[fresh])
+        return self._table.arrays.known[sampled.slots]
 
     def _apply_pooled(self, record: InFlight, result: StepResult, pooled: np.ndarray) -> Tokens:
         """Every prompt that is complete ends with its row of `pooled`."""
@@ -94,7 +102,7 @@ class StepOutcome:
     def _find_ended(self, sampled: Sampled, known: np.ndarray, result: StepResult) -> None:
         a, slots, tokens = self._table.arrays, sampled.slots, sampled.tokens
         stops = (a.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        stops &= known >= a.min_total[slots]
+        stops &= (known >= a.min_total[slots]) & sampled.fresh
         for i in np.flatnonzero(known >= a.max_total[slots]).tolist():
             sampled.finishes[i] = Finish("length")
         for i in np.flatnonzero(stops).tolist():
@@ -124,7 +132,13 @@ class StepOutcome:
             if flags & LOGPROBS and result.logprobs is not None:
                 entry = int(sampled.entries[i])
                 message.logprobs[i] = _token_logprobs(request, int(sampled.tokens[i]), float(result.logprobs[entry]), entry, result)
-            if request.grammar is not None and i not in sampled.finishes:
+            if request.unsent:
+                message.token_ids[i][:0] = request.unsent
+                if not sampled.fresh[i]:
+                    message.token_ids[i].pop()
+                self.num_generated += len(request.unsent)
+                request.unsent = []
+            if request.grammar is not None and i not in sampled.finishes and sampled.fresh[i]:
                 _advance_grammar(request.grammar, int(sampled.tokens[i]), i, sampled)
 
     def _share_prefilled(self, sampled: Sampled, record: InFlight) -> None:
@@ -133,8 +147,10 @@ class StepOutcome:
             if i in sampled.finishes:
                 continue
             slot, row = int(sampled.slots[i]), int(sampled.rows[i])
-            computed = int(record.num_computed[row] + record.num_scheduled[row])
-            duplicates = self._running.ledger.share(self._table.request(slot), computed)
+            request, start = self._table.request(slot), int(record.num_computed[row])
+            if start >= request.prompt_len:  # a run of output, which is shared when the request leaves
+                continue
+            duplicates = self._running.ledger.share(request, start + int(record.num_scheduled[row]))
             self._running.give_up(slot, duplicates)
 
     def _collect_prompt_logprobs(self, record: InFlight, chunks: list[PromptLogprobs | None]) -> None:

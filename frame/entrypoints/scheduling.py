@@ -42,5 +42,6 @@ def build_scheduler(
         overlap=resolved.overlap,
         pools=resolved.pooling is not None,
         whole_prompts=resolved.computes_whole_prompts,
+        jump_forward=resolved.jump_forward,
     )
     return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)

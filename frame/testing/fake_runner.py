@@ -13,6 +13,7 @@ import numpy as np
 
 from frame.core.interfaces.batch import PromptLogprobs, ScheduledBatch, SlotSetup, StepResult
 from frame.core.interfaces.runner import ModelRunner, UnsampledStep
+from frame.core.interfaces.sampling import Grammar
 from frame.core.sampling_params import SamplingParams
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -124,9 +125,12 @@ class FakeRunner(ModelRunner):
             if self._slots.pop(slot, None) is None:
                 raise FakeRunnerError(f"slot {slot} is released but empty")
         for setup in batch.setups:
-            if setup.slot in self._slots or any(setup.slot in pages.values() for pages in self._written.values()):
+            tokens, state = setup.token_ids.tolist(), self._slots.get(setup.slot)
+            if state is None and any(setup.slot in pages.values() for pages in self._written.values()):
                 raise FakeRunnerError(f"slot {setup.slot} is set up while in use")
-            self._slots[setup.slot] = _Slot(setup, setup.token_ids.tolist(), setup.seed)
+            if state is not None and tokens[: len(state.tokens)] != state.tokens:  # else more tokens of the same request
+                raise FakeRunnerError(f"slot {setup.slot} is set up while in use")
+            self._slots[setup.slot] = _Slot(setup, tokens, setup.seed)
         for slot, index, page in batch.new_pages.tolist():
             if page == _RESERVED_PAGE:
                 raise FakeRunnerError("the reserved page 0 was handed out")
@@ -180,10 +184,7 @@ class FakeRunner(ModelRunner):
 
     def _draw(self, slot: int, prefix: int, mask: np.ndarray | None) -> tuple[int, bool]:
         state = self._slots[slot]
-        allowed = None
-        if mask is not None:
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size]
-            allowed = np.flatnonzero(bits).tolist()
+        allowed = None if mask is None else _allowed(mask, self.vocab_size)
         token = _token_of(prefix, len(state.tokens), state.setup.params, state.seed, self.vocab_size, allowed)
         invalid = self._is_invalid is not None and self._is_invalid(state.tokens)
         state.tokens.append(token)
@@ -223,13 +224,26 @@ class FakeRunner(ModelRunner):
         return found
 
 
-def continuation(tokens: Sequence[int], params: SamplingParams, seed: int, vocab_size: int, count: int) -> list[int]:
-    """The `count` tokens that `FakeRunner` yields after `tokens`, whatever is scheduled with them, and without any stop."""
+def continuation(
+    tokens: Sequence[int], params: SamplingParams, seed: int, vocab_size: int, count: int, grammar: Grammar | None = None
+) -> list[int]:
+    """The `count` tokens that `FakeRunner` yields after `tokens`, whatever is scheduled with them, and without any stop but the
+    grammar's."""
+    mask = np.empty(-(-vocab_size // 32), np.int32)
     known = list(tokens)
     for _ in range(count):
         prefix = int(_hashes(np.array(known, np.int64), 0)[-1])
-        known.append(_token_of(prefix, len(known), params, seed, vocab_size, None))
+        allowed = _allowed(mask, vocab_size) if grammar is not None and grammar.fill(mask) else None
+        known.append(_token_of(prefix, len(known), params, seed, vocab_size, allowed))
+        if grammar is not None and not grammar.accept(known[-1]):
+            raise FakeRunnerError(f"the grammar refuses {known[-1]}, which it allowed")
+        if grammar is not None and grammar.is_finished():
+            break
     return known[len(tokens) :]
+
+
+def _allowed(mask: np.ndarray, vocab_size: int) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]).tolist()
 
 
 def _hashes(tokens: np.ndarray, start: int) -> np.ndarray:

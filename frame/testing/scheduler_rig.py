@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from frame.core.allocator import PagedAllocator
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
-from frame.core.interfaces.runner import PendingStep
+from frame.core.interfaces.runner import PendingStep, UnsampledStep
+from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
 from frame.core.no_cache import NoCache
@@ -69,15 +70,22 @@ class SchedulerRig:
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
 
     def add(
-        self, tokens: Sequence[int], params: SamplingParams, priority: int = 0, namespace: str = "", deadline: float | None = None
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        namespace: str = "",
+        deadline: float | None = None,
+        grammar: Callable[[], Grammar] | None = None,
     ) -> str:
-        """Queue a request; it must not be refused. `params.seed` must be set when the temperature is above 0. -> rid."""
+        """Queue a request; it must not be refused. `params.seed` must be set when the temperature is above 0; `grammar` makes one at its
+        beginning. -> rid."""
         rid = f"request-{len(self.requests)}"
         message = Generate(rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline)
-        refused = self.scheduler.add(message)
+        refused = self.scheduler.add(message, grammar() if grammar is not None else None)
         if refused is not None:
             raise AssertionError(f"{rid} was refused: {refused.error}")
-        self.requests[rid] = Expected(message, self._whole(tokens, params))
+        self.requests[rid] = Expected(message, self._whole(tokens, params, grammar() if grammar is not None else None))
         return rid
 
     def abort(self, rid: str) -> None:
@@ -95,6 +103,8 @@ class SchedulerRig:
         keep = 1 if self.config.overlap and batch is not None else 0
         while len(self._in_flight) > keep:
             self.commit()
+        if batch is not None and batch.mask_follows:
+            self._sample()
         self._receive(self.scheduler.drain_outputs())
         self.scheduler.check_integrity()
         return worked
@@ -104,6 +114,12 @@ class SchedulerRig:
         if self._in_flight:
             batch, pending = self._in_flight.popleft()
             self._receive(self.scheduler.commit(batch, pending.wait()))
+
+    def _sample(self) -> None:
+        """Draw the tokens of the step that was launched last."""
+        for batch, pending in self._in_flight:
+            if batch.mask_follows and isinstance(pending, UnsampledStep):
+                pending.sample(self.scheduler.mask(batch))
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until idle, then check everything."""
@@ -147,10 +163,10 @@ class SchedulerRig:
             if None in given.logprobs[1:]:
                 raise AssertionError(f"{rid} lacks the log-probability of prompt token {given.logprobs.index(None, 1)}")
 
-    def _whole(self, tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    def _whole(self, tokens: Sequence[int], params: SamplingParams, grammar: Grammar | None) -> list[int]:
         limit = min(self.config.max_context, self.config.capacity + 1) - len(tokens)
         count = limit if params.max_tokens is None else min(limit, params.max_tokens)
-        whole = continuation(tokens, params, params.seed or 0, self.config.vocab_size, count)
+        whole = continuation(tokens, params, params.seed or 0, self.config.vocab_size, count, grammar)
         stops = params.ends(self.config.eos_ids)
         ends = [i + 1 for i, token in enumerate(whole) if token in stops and i + 1 >= params.min_tokens]
         return whole[: ends[0]] if ends else whole

@@ -17,6 +17,7 @@ from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scripted_grammar import Script
 
 REGISTRY = load_registry(installed=False)
 SCHEDULING = {record.name: REGISTRY.load(record) for record in REGISTRY.records("scheduling_policy")}
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         growth_reserve=st.sampled_from([0, 32]),
         share=st.sampled_from([0.0, 0.5, 0.9]),
         preemption=st.booleans(),
+        jump_forward=st.sampled_from([0, 2, 2, 4]),
     )
     def start(
         self,
@@ -59,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         growth_reserve: int,
         share: float,
         preemption: bool,
+        jump_forward: int,
     ) -> None:
         config = SchedulerConfig(
             page_size=page_size,
@@ -72,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             growth_reserve=growth_reserve,
             short_prompt_share=share,
             preemption=preemption,
+            jump_forward=jump_forward,
         )
         self.rig = SchedulerRig(
             config, SCHEDULING[policy](), EVICTION[eviction](), prefix_cache=prefix_cache, is_invalid=is_invalid if invalid else None
@@ -89,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         namespace=st.sampled_from(["", "", "tenant"]),
         deadline=st.none() | st.integers(1, 20),
+        script=st.none() | st.lists(st.sampled_from([1, 1, 1, 2, 5]), min_size=1, max_size=12),
     )
     def add(
         self,
@@ -103,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         namespace: str,
         deadline: int | None,
+        script: list[int] | None,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -113,7 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
         )
         tokens = [(stem * 11 + i) % VOCAB for i in range(stem_len)] + tail
-        self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline))
+        grammar = None if script is None else lambda: Script(script, VOCAB)
+        self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline), grammar)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

@@ -167,6 +167,7 @@ class ServerMetrics(Collector):
         hits = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
         yield _gauge("prefix_cache_hit_ratio", "Share of all prompt tokens that came from the prefix cache.", hits, labels)
         yield _counter("retractions", "Times that a request left the device for want of memory.", load.retracted, labels)
+        yield _counter("jumped_tokens", "Output tokens that a grammar forced and no step had to draw.", load.jumped_tokens, labels)
         yield _counter("engine_steps", "Steps of the engine.", load.step, labels)
 
     def _finished(self) -> Metric:

@@ -73,3 +73,44 @@ def test_overlap_retraction_and_company_change_no_constrained_answer() -> None:
             retracted = engine.control("server_info")["retracted"]
         assert (retracted > 0) == (tokens < 4096)
     assert found[0] == found[1]
+
+
+FORCED = [
+    {"choice": json.dumps(["The quick brown fox jumps over the lazy dog.", "A slow red hen sleeps under the busy cat."])},
+    {"regex": r"[a-z]{3} = (0x1F4A9_DEADBEEF|0b1011_0000_1111); [a-z]{2}"},
+    {"ebnf": 'root ::= "<answer>" [0-9]+ "</answer_that_is_over>" [a-z]'},
+    {"json_schema": json.dumps({"enum": ["incomprehensibilities", "uncharacteristically"]})},
+]
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_jumps_change_no_token(backend: str) -> None:
+    """Greedy and drawn, with penalties, biases and stop strings, alone on the device and retracted."""
+    pytest.importorskip(backend)
+    extras = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5},
+        {"stop": ["jum", "_DEAD"]},
+    ]
+    asked = [
+        SamplingParams(**{"max_tokens": 70, "seed": i, "temperature": 0.0, **grammar, **extra})  # type: ignore[arg-type]
+        for i, (grammar, extra) in enumerate((grammar, extra) for grammar in FORCED for extra in extras)
+    ]
+    prompts = [f"Somebody, number {i}: " for i in range(len(asked))]
+    found = []
+    for fewest, overlap, tokens in ((0, False, 4096), (2, False, 4096), (2, True, 4096), (2, True, 256)):
+        with Engine(
+            grammar_backend=backend,
+            sampling_grammar_workers=0,
+            grammar_jump_forward=fewest,
+            scheduler_overlap=overlap,
+            max_total_tokens=tokens,
+            max_running_requests=16,
+            dtype="float32",
+        ) as engine:
+            outputs = engine.generate(prompts, asked)
+            found.append([(output.token_ids, output.text, output.finish_reason) for output in outputs])
+            info = engine.control("server_info")
+        assert (info["retracted"] > 0) == (tokens < 4096) and (info["jumped_tokens"] > 60) == bool(fewest)
+    assert found[1:] == found[:1] * 3

@@ -1,0 +1,34 @@
+"""A grammar whose masks are known: so many tokens in turn, beginning with one that depends on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Script:
+    """`widths[i]` tokens are allowed in place i; ends with the list."""
+
+    def __init__(self, widths: Sequence[int], vocab_size: int) -> None:
+        self.widths = widths
+        self.vocab_size = vocab_size
+        self.taken: list[int] = []
+
+    def allowed(self) -> list[int]:
+        start = 7 * len(self.taken) + (self.taken[-1] if self.taken else 3)
+        return [(start + i) % self.vocab_size for i in range(self.widths[len(self.taken)])]
+
+    def fill(self, mask: np.ndarray) -> bool:
+        bits = np.zeros(32 * len(mask), np.uint8)
+        bits[self.allowed()] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        is_allowed = token_id in self.allowed()
+        self.taken.append(token_id)
+        return is_allowed
+
+    def is_finished(self) -> bool:
+        return len(self.taken) == len(self.widths)
