@@ -5,6 +5,7 @@ Holds one small state a request, dropped when the engine says that the request e
 
 from __future__ import annotations
 
+import logging
 from codecs import utf_8_decode
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,13 +13,19 @@ import msgspec
 
 from frame.core.interfaces.parsing import held_back
 from frame.core.messages import Finish, Text, TokenLogprobs, Tokens, Watch
+from frame.core.roster import mark_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy as np
+
     from frame.core.sampling_params import SamplingParams
     from frame.core.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
+FAILED = Finish("error", error="the detokenizer failed on this request; the server's log says why")
 PROMPT_TAIL = 6  # tokens before the answer that a windowed decoder needs for its first characters
 
 
@@ -90,7 +97,7 @@ class WindowDecoder:
 class TextStream:
     """One answer's text: decoder, stop strings, and what is held back because a stop string may begin in it."""
 
-    __slots__ = ("closed", "decoder", "held", "include_stop", "minimum", "seen", "stops", "strings")
+    __slots__ = ("closed", "decoder", "held", "include_stop", "mark", "minimum", "seen", "stops", "strings")
 
     def __init__(self, decoder: Decoder, params: SamplingParams, strings: Sequence[str | None] | None = None) -> None:
         self.decoder = decoder
@@ -101,9 +108,20 @@ class TextStream:
         self.held = ""
         self.closed = False  # a stop string was found; the engine's last tokens of this request are not wanted
         self.strings = strings  # whole characters by id; None for an id whose bytes are a part of a character
+        self.mark = 0  # in a roster
 
     def feed(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
-        """-> (text that is certain, how many of the tokens count, how the request ended)."""
+        """-> (text that is certain, how many of the tokens count, how the request ended). A decoder that fails ends the request."""
+        try:
+            return self._feed(token_ids, finish)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic in a library's Rust is no Exception
+            log.exception("the text of a request could not be made; it ends, alone")
+            self.closed = True
+            return "", len(token_ids), FAILED
+
+    def _feed(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
         # the text of a stop token is not a part of the answer, its id is
         hidden = finish is not None and isinstance(finish.matched, int) and not self.include_stop and token_ids[-1:] == [finish.matched]
         shown = token_ids[:-1] if hidden else token_ids
@@ -145,10 +163,12 @@ class TextStream:
 class Detokenizer:
     """All requests' streams. `process` takes a step's tokens of every request at once."""
 
-    def __init__(self, tokenizer: Tokenizer, early_limit: int = 0) -> None:
-        """`early_limit`: of how many requests tokens are kept that came before the request's Watch. 0 where nothing can overtake it."""
+    def __init__(self, tokenizer: Tokenizer, early_limit: int = 0, roster: np.ndarray | None = None) -> None:
+        """`early_limit`: of how many requests tokens are kept that came before the request's Watch. 0 where nothing can overtake it.
+        `roster` (uint64 [1]) has the mark of the request that is at work: whose decoder it was, if this process ends in it."""
         self._tokenizer = tokenizer
         self._early_limit = early_limit
+        self._roster = roster
         self._pieces = tokenizer.pieces
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
         self._streams: dict[str, TextStream] = {}
@@ -167,8 +187,12 @@ class Detokenizer:
     def watch(self, message: Watch) -> list[Text]:
         """Begin a request; returns the text of tokens that came before."""
         stream = self._streams[message.rid] = self.stream(message.params, message.prompt_tail)
+        if self._roster is not None:
+            stream.mark = mark_of(message.rid)
         if message.token_ids:
-            stream.feed(message.token_ids, None)
+            *_, end = self._feed(stream, message.token_ids, None)
+            if end is FAILED:
+                return [Text(rids=[message.rid], texts=[""], token_ids=[[]], finishes={0: end}, stopped=[0])]
         return [self.process(tokens) for tokens in self._early.pop(message.rid, ())]
 
     def forget(self, rids: Iterable[str]) -> None:
@@ -205,7 +229,7 @@ class Detokenizer:
                 if text is not None:
                     texts.append(text)
                     continue
-            text, used, end = stream.feed(ids, finish)
+            text, used, end = self._feed(stream, ids, finish)
             texts.append(text)
             if end is not None:
                 ended[index] = end
@@ -230,6 +254,15 @@ class Detokenizer:
             prompt_logprobs=tokens.prompt_logprobs,
             stopped=stopped,
         )
+
+    def _feed(self, stream: TextStream, ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
+        if self._roster is None:
+            return stream.feed(ids, finish)
+        self._roster[0] = stream.mark
+        try:
+            return stream.feed(ids, finish)
+        finally:
+            self._roster[0] = 0
 
     def _table(self, skip_special: bool) -> tuple[list[bytes], list[str | None]]:
         table = self._tables.get(skip_special)

@@ -1,6 +1,7 @@
-"""The roster: which requests are on the device, in a file that can be read after the engine's process was killed.
+"""Rosters: which requests a process is at work on, in a file that can be read after the process was killed.
 
-One 64-bit mark of a request's name for each slot, written when a request enters or leaves; a step costs nothing. Knows no request.
+One 64-bit mark of a request's name for each slot: the engine's for those on the device, written when a request enters or leaves, so that
+a step costs nothing; the detokenizer's for the one whose text is being made. Knows no request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-ROSTER = "roster"  # the file's name in a deployment's directory
+ROSTER = "roster"  # the engine's file in a deployment's directory
+TEXT_ROSTER = "text-roster"  # the detokenizer's
 
 
 def mark_of(rid: str) -> int:
@@ -25,7 +27,7 @@ def open_roster(path: Path, num_slots: int) -> np.ndarray:
 
 
 def read_roster(path: Path) -> frozenset[int]:
-    """The marks of the requests that were on the device last; none when no engine came so far as to make a roster."""
+    """The marks of the requests that were in work last; none when no process came so far as to make a roster."""
     try:
         marks = np.fromfile(path, np.uint64)
     except FileNotFoundError:

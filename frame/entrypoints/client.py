@@ -44,6 +44,7 @@ from frame.entrypoints.tracing import TRACE
 log = logging.getLogger(__name__)
 
 ENDED_IT = "this request ended the engine {} times at the same place, the last time alone; it is refused, send another one"
+ENDED_TEXT = "the text of this request ended the detokenizer {} times at the same place; it is refused, send another one"
 
 
 class Link(Protocol):
@@ -338,18 +339,21 @@ class EngineClient:
         self._end_here(list(self._sequences.values()), Finish("error", None, error))
         self._controls.refuse(error)
 
-    def suspend(self, reason: str, roster: frozenset[int] | None = None) -> None:
+    def suspend(self, reason: str, roster: frozenset[int] | None = None, text_roster: frozenset[int] = frozenset()) -> None:
         """The engine, or the detokenizer that it sends to, is gone and comes again: keep everything until `resume`. `roster`: who was on
-        the device, when it is the engine that died."""
+        the device, when it is the engine that died; `text_roster`: whose text was being made, when it is the detokenizer."""
         sequences = sorted(self._sequences.values(), key=lambda s: (s.answer.created, s.index))
-        guilty = None if roster is None else self._readmission.blame(sequences, roster)
-        self._void([sequence for sequence in sequences if not self._readmission.is_held(sequence)], is_running=roster is None)
+        is_engine = roster is not None
+        guilty = self._readmission.blame_text(sequences, text_roster) if roster is None else self._readmission.blame(sequences, roster)
+        self._void([sequence for sequence in sequences if not self._readmission.is_held(sequence)], is_running=not is_engine)
         self._readmission.hold(sequences, reason)
         if self._detokenizer is not None:
             self._detokenizer.reset()
         self._controls.refuse(reason)
         if guilty is not None:
-            self._end_here([guilty], Finish("error", None, ENDED_IT.format(guilty.standing.deaths)))
+            standing = guilty.standing
+            sentence = ENDED_IT.format(standing.deaths) if is_engine else ENDED_TEXT.format(standing.text_deaths)
+            self._end_here([guilty], Finish("error", None, sentence))
         self._end_here([s for s in sequences if s.standing.is_aborted and s.finish is None], Finish("abort"))
 
     def resume(self) -> None:
@@ -372,11 +376,14 @@ class EngineClient:
         message = generate_of(sequence)
         self.stats.readmitted += sequence.standing.admissions > 0
         sequence.standing.admissions += 1
+        texts: list[Text] = []
         if self._detokenizer is not None:
-            self._detokenizer.watch(watch_of(sequence, message))
+            texts = self._detokenizer.watch(watch_of(sequence, message))
         elif self._remote_text:
             self.link.send(watch_of(sequence, message))
         self.link.send(message)
+        if texts:
+            self.take_in(texts)
 
     def _withdraw(self, sequence: Stream) -> None:
         """Take a sequence out of the engine; it keeps what it has."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from frame.core.detokenizer import PROMPT_TAIL, Detokenizer, TextStream
+from frame.core.detokenizer import FAILED, PROMPT_TAIL, Detokenizer, TextStream
 from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Message, Text, TokenLogprobs, Tokens
 from frame.core.sampling_params import SamplingParams
 
@@ -172,7 +172,9 @@ class Collector:
             output = sequence.output
             if sequence.stream is None and output.token_ids:
                 stream = self.detokenizer.stream(sequence.params, sequence.prompt_tail)
-                output.text = stream.feed(output.token_ids, Finish("length", output.matched))[0]
+                output.text, _, end = stream.feed(output.token_ids, Finish("length", output.matched))
+                if end is FAILED:
+                    output.finish_reason, output.error = end.reason, end.error
 
 
 def _take_extras(output: Output, message: Tokens, place: int) -> None:

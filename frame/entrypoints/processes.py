@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from frame.core.errors import ConfigurationError
 from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, Watch
 from frame.core.resolved import Resolved
-from frame.core.roster import ROSTER, read_roster
+from frame.core.roster import ROSTER, TEXT_ROSTER, read_roster
 from frame.core.transport import SocketDirectory, ZmqSender, ZmqTransport
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
@@ -116,6 +116,8 @@ class Deployment:
         if any(child.is_rank for child in children):
             for left in (ROSTER, "ranks"):  # who was on the device; where the ranks met
                 (self._sockets.path / left).unlink(missing_ok=True)
+        if "detokenizer" in names:
+            (self._sockets.path / TEXT_ROSTER).unlink(missing_ok=True)
         for child in children:
             self._renew(child.name)
             child.is_ready, child.silence, child.last_words, child.device_memory = False, 0.0, None, 0
@@ -154,6 +156,10 @@ class Deployment:
     def roster(self) -> frozenset[int]:
         """Marks of the requests that the engine has on the device, also after its end."""
         return read_roster(self._sockets.path / ROSTER)
+
+    def text_roster(self) -> frozenset[int]:
+        """The mark of the request whose text the detokenizer is making, also after its end."""
+        return read_roster(self._sockets.path / TEXT_ROSTER)
 
     @property
     def names(self) -> list[str]:

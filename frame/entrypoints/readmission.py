@@ -75,6 +75,21 @@ class Readmission:
         is_alone = len(on_device or there) == 1 == len(there)
         return there[0] if is_alone and there[0].standing.deaths >= SUSPECT else None
 
+    def blame_text(self, sequences: Iterable[Stream], in_work: frozenset[int]) -> Stream | None:
+        """The detokenizer died in the midst of this one's text: count it. -> the one that is to be refused. It works on one at a time, so
+        nobody need come back alone to be found out."""
+        for sequence in sequences:
+            if sequence.rid in self._held or mark_of(sequence.standing.name) not in in_work:
+                continue
+            standing = sequence.standing
+            if sequence.num_tokens > standing.text_died_at + PASSED:
+                standing.text_deaths = 0
+            standing.text_deaths += 1
+            standing.text_died_at = sequence.num_tokens
+            if standing.text_deaths >= SUSPECT:
+                return sequence
+        return None
+
     def hold(self, sequences: Sequence[Stream], reason: str) -> None:
         """The engine, or what it sends to, is away: all of these, oldest first, wait for `resume`."""
         self.away = reason

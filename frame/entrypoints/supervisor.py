@@ -165,8 +165,11 @@ class Supervisor:
                 await self._take_down(other)
         self._client.drain()
         if unit in self._units.path:
-            roster = self._deployment.roster() if unit is self._units.engine and was_up and is_death else None
-            self._client.suspend(f"{why}; it is being restarted", roster)
+            has_victims = was_up and is_death
+            is_engine = unit is self._units.engine
+            roster = self._deployment.roster() if has_victims and is_engine else None
+            text_roster = self._deployment.text_roster() if has_victims and not is_engine else frozenset()
+            self._client.suspend(f"{why}; it is being restarted", roster, text_roster)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

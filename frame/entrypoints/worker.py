@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from frame.core.errors import ConfigurationError
-from frame.core.messages import AnyMessage, Fatal, Finish, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
+from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
 from frame.core.resolved import Resolved
-from frame.core.roster import ROSTER
+from frame.core.roster import ROSTER, TEXT_ROSTER, open_roster
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.entrypoints import logs
 from frame.entrypoints.processes import EXIT_CONFIGURATION
@@ -33,6 +33,8 @@ from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from frame.core.detokenizer import Detokenizer
     from frame.core.tokenizer import Tokenizer
 
@@ -112,7 +114,20 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.detokenizer import Detokenizer
 
-    detokenizer = Detokenizer(_tokenizer(resolved), EARLY_LIMIT)
+    detokenize(resolved, transport, name, Detokenizer(tokenizer_of(resolved), EARLY_LIMIT, text_roster_of(options)))
+
+
+def text_roster_of(options: argparse.Namespace) -> np.ndarray | None:
+    """Where the detokenizer notes whose text it makes; None where there is no room for it."""
+    try:
+        return open_roster(Path(options.sockets) / TEXT_ROSTER, 1)
+    except OSError as error:
+        logging.getLogger(__name__).warning("no note is kept of whose text is made: %s; who ends this process is not found out", error)
+        return None
+
+
+def detokenize(resolved: Resolved, transport: ZmqTransport, name: str, detokenizer: Detokenizer) -> None:
+    """Text of whatever tokens come, for ever."""
     tracing = _until_term(resolved, name)
     spans = None if tracing is None else TextSpans(tracing)
     for message in _messages(transport, name):
@@ -120,7 +135,7 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
 
 
 def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | None = None) -> Sequence[Message]:
-    """A detokenizer process's whole work. What cannot be made text ends its requests, and nobody else's."""
+    """A detokenizer process's whole work. A message that cannot be handled ends its requests, and nobody else's."""
     try:
         if isinstance(message, Tokens):
             text = detokenizer.process(message)
@@ -142,14 +157,15 @@ def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | No
 
 
 def _given_up(rids: list[str]) -> Text:
-    ended = Finish("error", error="the detokenizer failed on this request; its log says why")
-    return Text(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), ended))
+    from frame.core.detokenizer import FAILED
+
+    return Text(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.entrypoints.tokenizing import tokenize
 
-    tokenizer = _tokenizer(resolved)
+    tokenizer = tokenizer_of(resolved)
     tracing = _until_term(resolved, name)
     for message in _messages(transport, name):
         if isinstance(message, Tokenize):
@@ -204,7 +220,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _tokenizer(resolved: Resolved) -> Tokenizer:
+def tokenizer_of(resolved: Resolved) -> Tokenizer:
     from frame.entrypoints.launch import load_tokenizer
 
     tokenizer = load_tokenizer(resolved)

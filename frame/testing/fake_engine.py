@@ -1,10 +1,10 @@
 """A server whose engine runs a fake model: every process, socket and route is the real one, only the tokens are invented.
 
 `python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder needs config and tokenizer only.
-FRAME_FAKE_STEP, FRAME_FAKE_START: seconds that a step, or the start, takes; FRAME_FAKE_PLAIN=1: tokens cost nothing and are not checked
-(for measurements); FRAME_FAKE_FAIL=N: step N raises; FRAME_FAKE_TOKENS: tokens of the KV cache; FRAME_FAKE_LEAK=memory, threads
-or files: each step keeps some (of memory 8 MB). A prompt that begins with one of these token ids is poison:
-FRAME_FAKE_KILL: the process dies; FRAME_FAKE_HANG: the step never ends; FRAME_FAKE_NAN: logits are not finite.
+FRAME_FAKE_STEP, _START: seconds that a step, or the start, takes; _PLAIN=1: tokens cost nothing and are not checked (for measurements);
+_FAIL=N: step N raises; _TOKENS: tokens of the KV cache; _LEAK=memory, threads or files: each step keeps some (of memory 8 MB). A prompt
+that begins with one of these token ids is poison: _KILL: the process dies; _HANG: the step never ends; _NAN: logits are not finite;
+_TEXT_KILL: the detokenizer's process dies at the fifth token.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frame.core.detokenizer import Detokenizer, TextStream
 from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import ModelRunner
@@ -32,11 +33,12 @@ from frame.testing.fake_runner import FakeRunner
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import PendingStep
     from frame.core.resolved import Resolved
+    from frame.core.sampling_params import SamplingParams
     from frame.core.scheduler import Scheduler
     from frame.core.transport import ZmqTransport
 
@@ -132,6 +134,31 @@ class LeakingRunner(ModelRunner):
         self._runner.close()
 
 
+class KillingDecoder:
+    """Ends the process at the fifth token."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def feed(self, token_id: int) -> str:
+        self._count += 1
+        if self._count == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "x"
+
+    def flush(self) -> str:
+        return ""
+
+
+class PoisonedDetokenizer(Detokenizer):
+    """Text as ever, but of prompts with the token `kills` near their end."""
+
+    kills = -1
+
+    def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
+        return TextStream(KillingDecoder(), params) if self.kills in prompt_tail else super().stream(params, prompt_tail)
+
+
 def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
     """The runner that the environment asks for."""
     config = scheduler.config
@@ -167,6 +194,13 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
             tracing.close()
 
 
+def detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    """The detokenizer role."""
+    detokenizer = PoisonedDetokenizer(worker.tokenizer_of(resolved), worker.EARLY_LIMIT, worker.text_roster_of(options))
+    detokenizer.kills = int(os.environ.get("FRAME_FAKE_TEXT_KILL", "-1"))
+    worker.detokenize(resolved, transport, name, detokenizer)
+
+
 def serve(arguments: list[str]) -> int:
     """`frame serve` over fake engines."""
     from frame.entrypoints import logs
@@ -190,4 +224,4 @@ def serve(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.exit(serve(sys.argv[2:]))
-    worker.leave(worker.main(sys.argv[1:], {"scheduler": schedule}))
+    worker.leave(worker.main(sys.argv[1:], {"scheduler": schedule, "detokenizer": detokenize}))

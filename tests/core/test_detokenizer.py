@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from frame.core.detokenizer import Detokenizer, TextStream
+from frame.core.detokenizer import FAILED, Detokenizer, TextStream
 from frame.core.messages import Finish, Text, Tokens, Watch
 from frame.core.model_facts import find_model
+from frame.core.roster import mark_of
 from frame.core.sampling_params import SamplingParams
 from frame.core.tokenizer import Tokenizer
 
@@ -231,3 +234,75 @@ def test_a_step_keeps_its_order_and_its_extras() -> None:
 def test_unknown_ids_have_no_text() -> None:
     detokenizer = watching("x")
     assert detokenizer.process(Tokens(rids=["x"], token_ids=[[10**6]])).texts == [""]
+
+
+class Broken:
+    """A decoder that fails at the third token."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.count = 0
+        self.at_work: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        self.count += 1
+        if self.count == 3:
+            raise self.error
+        return "x"
+
+    def flush(self) -> str:
+        return ""
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise."""
+
+
+def breaking(error: BaseException, roster: np.ndarray | None = None) -> Detokenizer:
+    """Of requests with prompt token 7 the third token cannot be made text."""
+
+    class Breaking(Detokenizer):
+        def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
+            return TextStream(Broken(error), params) if 7 in prompt_tail else super().stream(params, prompt_tail)
+
+    return Breaking(byte_level(), roster=roster)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such piece"), Panic("index out of bounds")], ids=["exception", "panic"])
+@pytest.mark.parametrize("finish", [None, LENGTH], ids=["running", "ending"])
+def test_a_text_that_cannot_be_made_ends_its_request_alone(error: BaseException, finish: Finish | None) -> None:
+    detokenizer = breaking(error)
+    detokenizer.watch(Watch(rid="bad", params=SamplingParams(), prompt_tail=[7]))
+    detokenizer.watch(Watch(rid="good", params=SamplingParams()))
+    step = Tokens(rids=["bad", "good"], token_ids=[[65, 66, 67], [65, 66, 67]], finishes={} if finish is None else {0: finish})
+    text = detokenizer.process(step)
+    assert (text.texts[0], text.finishes) == ("", {0: FAILED})
+    assert text.texts[1] == detokenizer.process(Tokens(rids=["good"], token_ids=[[65, 66, 67]])).texts[0] != ""
+    assert text.stopped == ([0] if finish is None else [])  # the engine is told, if it does not know
+    detokenizer.process(Tokens(rids=["bad"], token_ids=[[]], finishes={0: Finish("stop")}))
+    assert len(detokenizer) == 1
+
+
+def test_a_text_that_cannot_be_made_again_ends_its_request() -> None:
+    detokenizer = breaking(RuntimeError("no such piece"))
+    (text,) = detokenizer.watch(Watch(rid="bad", params=SamplingParams(), prompt_tail=[7], token_ids=[65, 66, 67]))
+    assert (text.rids, text.finishes, text.stopped) == (["bad"], {0: FAILED}, [0])
+
+
+def test_the_roster_says_whose_text_is_being_made() -> None:
+    roster = np.zeros(1, np.uint64)
+    seen: list[int] = []
+
+    class Noting(Broken):
+        def feed(self, token_id: int) -> str:
+            seen.append(int(roster[0]))
+            return "x"
+
+    detokenizer = Detokenizer(byte_level(), roster=roster)
+    for rid in ("a", "b"):
+        detokenizer.watch(Watch(rid=rid, params=SamplingParams()))
+        detokenizer._streams[rid].decoder, detokenizer._streams[rid].strings = Noting(ValueError()), None
+    detokenizer.process(Tokens(rids=["a", "b"], token_ids=[[65], [66]]))
+    detokenizer.watch(Watch(rid="c", params=SamplingParams(), token_ids=[65]))
+    assert seen == [mark_of("a"), mark_of("b")]
+    assert roster[0] == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from frame.core.chat_template import ChatTemplateError
-from frame.core.detokenizer import Detokenizer
+from frame.core.detokenizer import Detokenizer, TextStream
 from frame.core.messages import (
     Abort,
     Control,
@@ -338,6 +338,33 @@ async def test_text_goes_on_in_the_middle_of_a_character() -> None:
         link.inbox = [tokens_of(generated(link)[-1], *ids[cut:], finish=Finish("length"))]
         client.drain()
         assert answer.sequences[0].take()[0] == "né\u4e2d\U0001f600!"
+
+
+async def test_text_that_cannot_be_made_again_ends_its_request_alone() -> None:
+    class Broken:
+        def feed(self, token_id: int) -> str:
+            raise RuntimeError("no such piece")
+
+        def flush(self) -> str:
+            return ""
+
+    detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
+    client, link = make(detokenizer=detokenizer)
+    bad, good = submit(client, SamplingParams(), rid="bad"), submit(client, SamplingParams(), rid="good")
+    link.inbox = [Tokens(rids=["bad", "good"], token_ids=[[70], [70]])]
+    client.drain()
+    client.suspend("it died", frozenset())
+    made = detokenizer.stream
+    detokenizer.stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
+    client.resume()
+    finish = bad.sequences[0].finish
+    assert finish is not None and "the detokenizer failed on this request" in (finish.error or "")
+    first, told, second = link.sent[-3:]
+    assert isinstance(first, Generate) and isinstance(second, Generate)
+    assert told == Abort(rids=[first.rid], reason="stop")
+    link.inbox = [tokens_of(first, finish=Finish("stop")), tokens_of(second, 71, finish=Finish("length"))]
+    client.drain()
+    assert (good.open, client.num_outstanding) == (0, 0)
 
 
 async def test_what_ends_while_the_engine_is_away() -> None:

@@ -105,3 +105,17 @@ def test_with_nothing_on_the_device_all_are_counted() -> None:
     stranger = frozenset([mark_of("somebody whose client left")])
     assert rig.readmission.blame(rig.all, stranger) is None
     assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]
+
+
+def test_who_ends_the_detokenizer_twice_at_one_place_is_refused() -> None:
+    rig = Rig("a", "b", "c")
+    at_work = [frozenset([mark_of(sequence.standing.name)]) for sequence in rig.all]
+    nobody: frozenset[int] = frozenset()
+    assert rig.readmission.blame_text(rig.all, at_work[1]) is None
+    assert rig.readmission.blame_text(rig.all, at_work[0]) is None
+    assert rig.readmission.blame_text(rig.all, nobody) is None  # killed between two texts: it is nobody's fault
+    for _ in range(PASSED + 1):
+        rig.step()
+    assert rig.readmission.blame_text(rig.all, at_work[1]) is None  # it got further
+    assert rig.readmission.blame_text(rig.all, at_work[1]) is rig.all[1]
+    assert [sequence.standing.deaths for sequence in rig.all] == [0, 0, 0]  # the engine's are counted apart

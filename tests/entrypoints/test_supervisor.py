@@ -57,6 +57,9 @@ class Deployment:
     def roster(self) -> frozenset[int]:
         return frozenset()
 
+    def text_roster(self) -> frozenset[int]:
+        return frozenset()
+
     def note(self, message: Any) -> None:
         from frame.entrypoints.processes import Deployment as Real
 

@@ -16,14 +16,20 @@ import pytest
 from tests.entrypoints.chaos.storm import processes, restarts
 from tests.entrypoints.serving import RunningServer, wait_until
 
-KILL, HANG, NAN = 11, 12, 13  # first token ids of prompts that do so
-POISON = {"FRAME_FAKE_STEP": "0.004", "FRAME_FAKE_KILL": str(KILL), "FRAME_FAKE_HANG": str(HANG), "FRAME_FAKE_NAN": str(NAN)}
+KILL, HANG, NAN, TEXT_KILL = 11, 12, 13, 14  # first token ids of prompts that do so
+POISON = {
+    "FRAME_FAKE_STEP": "0.004",
+    "FRAME_FAKE_KILL": str(KILL),
+    "FRAME_FAKE_HANG": str(HANG),
+    "FRAME_FAKE_NAN": str(NAN),
+    "FRAME_FAKE_TEXT_KILL": str(TEXT_KILL),
+}
 FLAGS = ("--max-model-len", "512", "--max-total-tokens", "8192", "--max-restarts", "10000", "--heartbeat-timeout", "4")
 
 
 @pytest.fixture(scope="module")
 def fragile(checkpoint: Path) -> Iterator[RunningServer]:
-    with RunningServer(checkpoint, *FLAGS, env=POISON) as running:
+    with RunningServer(checkpoint, *FLAGS, "--detokenizer-workers", "1", env=POISON) as running:
         yield running
 
 
@@ -69,6 +75,20 @@ def test_a_request_that_ends_the_engine_is_refused_alone(fragile: RunningServer,
     assert [text_of(asking.response()) for asking in others] == calm
     wait_until(fragile.ready)
     assert restarts(fragile) - before == deaths
+    assert fragile.post("/check_integrity", {}).status_code == 200
+
+
+def test_a_request_that_ends_the_detokenizer_is_refused_alone(fragile: RunningServer) -> None:
+    innocent = [body_of(5, 8, number, max_tokens=400) for number in range(8)]
+    calm = [text_of(asking.response()) for asking in ask(fragile, *innocent)]
+    before = restarts(fragile)
+    others = ask(fragile, *innocent)
+    killer = fragile.post("/v1/completions", body_of(TEXT_KILL, 9))
+    assert killer.status_code == 500
+    assert "ended the detokenizer 2 times at the same place; it is refused" in killer.json()["error"]["message"]
+    assert [text_of(asking.response()) for asking in others] == calm
+    wait_until(fragile.ready)
+    assert restarts(fragile) - before == 2
     assert fragile.post("/check_integrity", {}).status_code == 200
 
 
