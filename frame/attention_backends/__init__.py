@@ -61,6 +61,7 @@ TRITON = KernelCapabilities(
     sinks=True,
     kv_dtypes=("fp8_e4m3",),
     graphs="decode",
+    shared_prefixes=True,
     measured=MEASURED["triton"],
 )
 

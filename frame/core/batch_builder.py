@@ -36,6 +36,18 @@ class RowCounts:
     logits_indices: np.ndarray  # [sampling rows + tokens of prompt_rows]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """A step's tokens as rows of one token each, the sampled ones first: what a step of decodes is, and one of short prompts may be.
+    All int64 [tokens]."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    sources: np.ndarray  # where in the last-token table a row's id is
+    drawn: np.ndarray  # where the token goes that is drawn for it
+    num_sampling: int
+
+
 def count_rows(batch: ScheduledBatch) -> RowCounts:
     """Where every row's tokens lie and which of them need logits: the last of each sampling row, then all of each prompt row."""
     rows = len(batch.slots)
@@ -88,11 +100,36 @@ class BatchBuilder:
         return replace(forward, plan=self._backend.plan(forward)), tensors
 
     def stage(self, batch: ScheduledBatch, riders: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The batch's pages into the table, and the `riders` as tensors: what is left to do for a step that a graph runs."""
+        """The batch's pages and given tokens into the table, and the `riders` as tensors: what is left to do for a step that a graph
+        runs."""
+        given = len(batch.token_ids)
+        if given:
+            riders = {**riders, "given_tokens": batch.token_ids.astype(np.int64)}
         if not len(batch.new_pages) and not riders:
             return {}
         self.table.write_host(batch.new_pages)
-        return self._put(batch, riders)
+        tensors = self._put(batch, riders)
+        if given:
+            self.table.last_token[self.table.first_given :][:given].copy_(tensors.pop("given_tokens"))
+        return tensors
+
+    def token_rows(self, batch: ScheduledBatch, counts: RowCounts) -> TokenRows:
+        """The step's tokens one by one; those of extends are where `stage` puts them."""
+        slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, counts.sampling
+        if decodes == len(slots) == len(sampling):
+            return TokenRows(slots, batch.num_computed.astype(np.int64), slots, slots, decodes)
+        table, lens, total = self.table, batch.num_scheduled, int(counts.query_starts[-1])
+        every = np.repeat(slots, lens)
+        positions = np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
+        sources = every.copy()
+        sources[decodes:] = table.first_given + np.arange(total - decodes)
+        last = counts.query_starts[1:][sampling] - 1
+        is_inner = np.ones(total, bool)
+        is_inner[last] = False
+        order = np.concatenate((last, np.flatnonzero(is_inner)))
+        drawn = np.full(total, table.padding_slot, np.int64)
+        drawn[: len(last)] = slots[sampling]
+        return TokenRows(every[order], positions[order], sources[order], drawn, len(last))
 
     def places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where the K and V of a token go, by request slot and position. All int64 [tokens]."""

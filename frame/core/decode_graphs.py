@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: forward pass, head and plain sampling of a fixed number of rows, captured once and replayed each step.
 
-A graph serves every batch of decodes up to its size; the rows that are left over belong to the padding slot and write to page 0.
+A graph serves every batch of decodes up to its size; the rows that are left over belong to the padding slot and write to page 0. A short
+prompt is a few decodes more, whose tokens are known and whose successors, but for the last one's, nobody wants.
 What changes from step to step lies in `StepInputs`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
 computed anew. Knows no request and no plugin.
 """
@@ -17,9 +18,8 @@ import torch
 from frame.core.interfaces.batch import ForwardBatch, HostView
 
 if TYPE_CHECKING:
-    from frame.core.batch_builder import BatchBuilder
+    from frame.core.batch_builder import BatchBuilder, TokenRows
     from frame.core.interfaces.attention import AttentionBackend
-    from frame.core.interfaces.batch import ScheduledBatch
 
 _NUM_BUFFERS = 3
 _ALIGNMENT = 16
@@ -37,10 +37,10 @@ class Captured(Protocol):
     def replay(self) -> None: ...
 
 
-# (batch, temperature float32 [rows], uniform float64 [rows]) -> outputs; also writes the last-token table
-Body = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], DecodeOutputs]
-# (batch, what the body left behind, the draw's parameters by name) -> the same with other tokens, also in the last-token table
-Redraw = Callable[[ForwardBatch, DecodeOutputs, Mapping[str, torch.Tensor]], DecodeOutputs]
+# (batch, the draw's parameters by name, where in the last-token table each row's token is written, int64 [rows]) -> outputs
+Body = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
+# (what the body left behind, parameters and places as above) -> the same with other tokens, also in the last-token table
+Redraw = Callable[[DecodeOutputs, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
 
 _DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "uniform": np.float64(0.5)}  # values in rows that nobody uses
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
@@ -126,6 +126,8 @@ class DecodeGraphs:
         padding_slot = builder.table.padding_slot
         padding: dict[str, np.generic] = {
             "request_slots": np.int64(padding_slot),
+            "token_slots": np.int64(padding_slot),
+            "drawn_slots": np.int64(padding_slot),
             "positions": np.int64(0),
             "kv_slots": np.int64(0),
             "seq_lens": np.int32(1),
@@ -151,19 +153,19 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
-    def replay(self, batch: ScheduledBatch, seq_lens: np.ndarray, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
-        """Run a batch of at most `most` decodes whose pages are in the table. `draws`: temperature and uniform number of each row, and
-        all filters if a row has one; empty where only the logits are wanted."""
-        rows = len(batch.slots)
+    def replay(self, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
+        """Run at most `most` rows of one token each, whose pages and ids are in the table. -> of the rows that are sampled. `draws`:
+        temperature and uniform number of each of these, and all filters if one has any; empty where only the logits are wanted."""
+        rows = len(tokens.slots)
         step = self._steps[self._smallest[rows]]
         size = step.batch.num_rows
-        positions = batch.num_computed.astype(np.int64)
-        slots = batch.slots.astype(np.int64)
         arrays = {
-            "request_slots": slots,
-            "positions": positions,
-            "kv_slots": self._builder.places(slots, positions),
-            "seq_lens": seq_lens,
+            "request_slots": tokens.slots,
+            "token_slots": tokens.sources,
+            "drawn_slots": tokens.drawn,
+            "positions": tokens.positions,
+            "kv_slots": self._builder.places(tokens.slots, tokens.positions),
+            "seq_lens": tokens.positions + 1,
             **draws,
         }
         padded = self._inputs.write(arrays, size)
@@ -174,7 +176,8 @@ class DecodeGraphs:
         if step.filtered is not None and "top_k" in draws:
             outputs, captured = step.filtered
             captured.replay()
-        return outputs if rows == size else DecodeOutputs(*(tensor[:rows] for tensor in outputs))
+        sampled = tokens.num_sampling
+        return outputs if sampled == size else DecodeOutputs(*(tensor[:sampled] for tensor in outputs))
 
     def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
         """The batch that the graph of a size reads."""
@@ -197,23 +200,24 @@ class DecodeGraphs:
         )
 
     def _captured(self, batch: ForwardBatch, pool: Any) -> _Size:
-        inputs, size, table = self._inputs.tensors, batch.num_rows, self._builder.table
-        temperature, uniform = inputs["temperature"][:size], inputs["uniform"][:size]
+        size, table = batch.num_rows, self._builder.table
+        inputs = {name: tensor[:size] for name, tensor in self._inputs.tensors.items()}
+        params = {name: inputs[name] for name in _DRAW}
 
         def run(planned: ForwardBatch) -> DecodeOutputs:
             # sampled by a step that may still be in flight: the host does not know these ids
-            torch.index_select(table.last_token, 0, batch.request_slots, out=batch.token_ids)
-            return self._body(planned, temperature, uniform)
+            torch.index_select(table.last_token, 0, inputs["token_slots"], out=batch.token_ids)
+            return self._body(planned, params, inputs["drawn_slots"])
 
         plain, planned = (replace(batch, plan=plan(batch)) for plan in (self._backend.plan, self._backend.capture_plan))
         outputs, captured = self._capture(lambda: run(plain), lambda: run(planned), pool)
         redraw = self._redraw
         if redraw is None:
             return _Size(planned, outputs, captured, None)
-        params = {name: inputs[name][:size] for name in (*_DRAW, *_FILTERS)}
+        filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
 
         def again() -> DecodeOutputs:
-            return redraw(planned, outputs, params)
+            return redraw(outputs, filters, inputs["drawn_slots"])
 
         return _Size(planned, outputs, captured, self._capture(again, again, pool))
 

@@ -25,6 +25,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
+GIVEN_TOKENS = 256
 _FP8_MAX = 448.0
 _ALIGNMENT = 64
 
@@ -100,9 +101,10 @@ class KVPool:
 
 
 class DeviceTable:
-    """By request slot: the pages, int32 [slots + 1, max_pages], and the last sampled token, int64 [slots + 1].
+    """By request slot: the pages, int32 [slots + 1, max_pages], and the last sampled token, int64 [slots + 1 + GIVEN_TOKENS].
 
-    Pages have a host mirror for plans. On the CPU mirror and tensor are one memory.
+    Pages have a host mirror for plans. On the CPU mirror and tensor are one memory. Behind the slots' last tokens, from `first_given`
+    on, a step keeps tokens that the host gave it.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
@@ -116,7 +118,8 @@ class DeviceTable:
         self.is_shared = device.type == "cpu"
         if not self.is_shared:
             self.pages = self.pages.to(device)
-        self.last_token = torch.zeros(self.num_slots + 1, dtype=torch.int64, device=device)
+        self.first_given = self.num_slots + 1
+        self.last_token = torch.zeros(self.first_given + GIVEN_TOKENS, dtype=torch.int64, device=device)
 
     def write_host(self, writes: np.ndarray) -> None:
         """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the mirror."""

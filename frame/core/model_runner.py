@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from frame.core.resolved import Resolved
     from frame.core.sampling_table import SamplingPlan
 
+_MOST_SINGLE = 64  # tokens of prompts that are computed as decodes; of more, each is a row of attention too many
+_FEW_KEYS = 512  # that each of them may read for itself
 _STAGED_BYTES_PER_TOKEN = 3 * 8
 _STAGED_BYTES_PER_ROW = 256
 
@@ -83,6 +85,7 @@ class TorchModelRunner(ModelRunner):
         self.sampling = SamplingTable(limits.max_running_requests, by_row=by_kernels)
         self._processors = processors
         self.sampler = Sampler(processors, by_kernels=by_kernels)
+        self._shares_prefixes = context.attention.capabilities.shared_prefixes
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
 
@@ -162,7 +165,7 @@ class TorchModelRunner(ModelRunner):
         plans = StepPlans(
             sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self.sampling)
         )
-        if self.graphs is not None and batch.num_decodes == len(batch.slots) <= self.graphs.most and batch.samples.all():
+        if self.graphs is not None and plans.prompts is None and self._are_decodes(self.graphs, batch, counts):
             return self._replay(self.graphs, batch, counts, plans)
         forward_batch, tensors, hidden = self._pass(batch, counts, _riders(plans))
         prompts = None
@@ -184,34 +187,43 @@ class TorchModelRunner(ModelRunner):
         forward_batch, tensors = self.builder.build(batch, counts, riders, graphs.place)
         return forward_batch, tensors, graphs.run(forward_batch)
 
+    def _are_decodes(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts) -> bool:
+        """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over keys that are read once for all of
+        them, or few keys."""
+        if counts.query_starts[-1] > graphs.most:
+            return False
+        longest = int(counts.seq_lens[batch.num_decodes :].max(initial=0))
+        return len(batch.token_ids) <= _MOST_SINGLE and (longest <= _FEW_KEYS or self._shares_prefixes)
+
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
-        """A step of decodes by its graph, which also draws the tokens where no row wants more than a temperature and filters."""
+        """A step of decodes, or what is taken for one, by its graph, which also draws the tokens where no row wants more than a
+        temperature and filters."""
         is_plain = plans.sampling.is_plain and plans.processing is None and not batch.mask_follows
         tensors = self.builder.stage(batch, {} if is_plain else {**_riders(plans), "sampling_slots": plans.sampling.slots})
         # else the graph's own tokens are not used, and the next step starts from those that `_finish` draws
         draws = self.sampling.draws(plans.sampling) if is_plain else {}
-        outputs = graphs.replay(batch, counts.seq_lens, draws)
+        outputs = graphs.replay(self.builder.token_rows(batch, counts), draws)
         if is_plain:
             return fetch(StepOutput(batch.step, Sampled(outputs.token_ids, outputs.best), plans.sampling, None))
-        return self._finish(batch, outputs.logits, plans, tensors, None)
+        return self._finish(batch, outputs.logits if plans.sampling.num_rows else None, plans, tensors, None)
 
-    def _decode(self, batch: ForwardBatch, temperature: torch.Tensor, uniform: torch.Tensor) -> DecodeOutputs:
+    def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """What a graph captures."""
         logits = self.model.logits(self.forward(batch))
-        last_tokens = (self.builder.table.last_token, batch.request_slots)
-        return self._drawn(batch, logits, draw_plain(logits, temperature, uniform, last_tokens))
+        last_tokens = (self.builder.table.last_token, slots)
+        return self._drawn(logits, draw_plain(logits, params["temperature"], params["uniform"], last_tokens), slots)
 
-    def _redraw(self, batch: ForwardBatch, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor]) -> DecodeOutputs:
+    def _redraw(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """What a graph of steps with filters captures besides."""
-        last_tokens = (self.builder.table.last_token, batch.request_slots)
+        last_tokens = (self.builder.table.last_token, slots)
         drawn = draw_by_kernels(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
-        return self._drawn(batch, outputs.logits, drawn)
+        return self._drawn(outputs.logits, drawn, slots)
 
-    def _drawn(self, batch: ForwardBatch, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor]) -> DecodeOutputs:
+    def _drawn(self, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         token_ids, best = drawn
         if self._tp.size > 1:
             token_ids = self._tp.broadcast(token_ids)
-            self.builder.table.last_token.index_copy_(0, batch.request_slots, token_ids)
+            self.builder.table.last_token.index_copy_(0, slots, token_ids)
         return DecodeOutputs(token_ids, best, logits)
 
     def _finish(

@@ -69,7 +69,7 @@ def test_every_array_equals_the_naive_one(drawn, page_size, random):
             pages[slot, column] = random.randrange(1, 10_000)
             writes.append((slot, column, pages[slot, column]))
     random.shuffle(writes)
-    table.last_token[:] = torch.arange(SLOTS + 1) + 1000
+    table.last_token[: table.first_given] = torch.arange(SLOTS + 1) + 1000
     extend_ids = [random.randrange(100) for _ in range(sum(row[2] for row in rows[decodes:]))]
     batch = scheduled(rows, decodes, writes, extend_ids, np.array(scores))
     forward, riders = builder.build(batch, count_rows(batch), {"rider": np.arange(3)})
@@ -121,3 +121,18 @@ def test_a_decode_step_of_64_rows_is_cheap(page_size):
             builder.build(batch, count_rows(batch), {})
             best = min(best, time.perf_counter() - start)
     assert best < 200e-6  # aimed at 100 µs; twice that for a busy machine
+
+
+def test_tokens_one_by_one_begin_with_those_that_are_sampled():
+    builder, table = make(4)
+    rows = [(3, 9, 1, True), (1, 4, 3, True), (0, 0, 2, False)]
+    batch = scheduled(rows, 1, [(0, 0, 5)], [50, 51, 52, 60, 61], None)
+    found = builder.token_rows(batch, count_rows(batch))
+    assert builder.stage(batch, {}) == {}
+    first = table.first_given
+    assert found.slots.tolist() == [3, 1, 1, 1, 0, 0] and found.num_sampling == 2
+    assert found.positions.tolist() == [9, 6, 4, 5, 0, 1]
+    assert found.sources.tolist() == [3, first + 2, first, first + 1, first + 3, first + 4]
+    assert found.drawn.tolist() == [3, 1, *[table.padding_slot] * 4]
+    assert table.last_token[found.sources[1:]].tolist() == [52, 50, 51, 60, 61]
+    assert table.pages[0, 0] == 5

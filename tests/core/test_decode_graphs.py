@@ -89,6 +89,40 @@ def test_sampling(wants):
     assert make_loop(ROWS).generate(PROMPTS, each) == make_loop(0).generate(PROMPTS, each)
 
 
+def watch(loop):
+    """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
+    steps, replay, first = [], loop.runner.graphs.replay, loop.runner.builder.table.first_given
+
+    def watched(tokens, draws):
+        steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))
+        return replay(tokens, draws)
+
+    loop.runner.graphs.replay = watched
+    return steps
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_short_prompts_are_decodes_whose_tokens_are_known(overlap, temperature):
+    prompts = [[(11 * row + place) % VOCAB for place in range(1 + 5 * row)] for row in range(10)]
+    params = [SamplingParams(temperature=temperature, seed=row, max_tokens=3 + 2 * row, ignore_eos=True) for row in range(10)]
+    loop = make_loop(128, overlap=overlap)
+    steps = watch(loop)
+    assert loop.generate(prompts, params) == make_loop(0, overlap=overlap).generate(prompts, params)
+    kinds = {(sampled > 0, sampled < rows, given > 0) for rows, sampled, given in steps}
+    assert (True, True, True) in kinds and (True, False, False) in kinds
+    assert max(given for *_, given in steps) <= 64
+
+
+def test_a_chunk_that_is_not_the_last_samples_nothing():
+    loop = make_loop(64)
+    steps = watch(loop)
+    prompt = [place % VOCAB for place in range(100)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert loop.generate([prompt], params) == [continuation(prompt, 4, VOCAB)]
+    assert steps[:2] == [(64, 0, 64), (36, 1, 36)]
+
+
 def test_what_cannot_be_captured_is_said_with_its_remedy(monkeypatch):
     def fails(*_):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")

@@ -10,7 +10,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.build import Limits
-from frame.core.memory_pool import DTYPES, DeviceTable, KVPool, kv_geometry
+from frame.core.memory_pool import DTYPES, GIVEN_TOKENS, DeviceTable, KVPool, kv_geometry
 from frame.testing.fake_model import fake_facts
 
 CPU = torch.device("cpu")
@@ -86,4 +86,4 @@ def test_the_table_shares_its_mirror_on_the_cpu_and_has_room_for_one_step_more()
     assert table.pages[2, 0] == 7
     assert table.pages[0, 1] == 5
     assert not table.pages[table.padding_slot].any()
-    assert table.last_token.shape == (4,)
+    assert table.first_given == 4 and len(table.last_token) == 4 + GIVEN_TOKENS

@@ -17,7 +17,7 @@ from frame.testing.local_loop import LocalLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-ROWS = 24
+ROWS, MOST = 24, 96
 NUMBERS = random.Random(1)
 PROMPTS = [[NUMBERS.randrange(6, 2000) for _ in range(NUMBERS.randrange(2, 90))] for _ in range(ROWS)]
 GREEDY = [SamplingParams(temperature=0.0, max_tokens=8 + 2 * row, ignore_eos=True) for row in range(ROWS)]
@@ -36,11 +36,11 @@ DRAWN = [
 CAPTURABLE = [record.name for record in load_registry().records("attention_backend") if record.capabilities.graphs != "none"]
 
 
-def make_loop(backend, most, most_tokens=0):
+def make_loop(backend, most, most_tokens=0, chunk=512):
     config = {
         "model": {"path": str(find_model(EMBEDDED)), "dtype": "bfloat16"},
         "cache": {"max_total_tokens": 16_384},
-        "scheduler": {"max_running_requests": ROWS, "chunked_prefill_size": 512},
+        "scheduler": {"max_running_requests": MOST, "chunked_prefill_size": chunk},
         "execution": {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": most_tokens},
         "attention": {"backend": backend},
     }
@@ -51,15 +51,34 @@ def make_loop(backend, most, most_tokens=0):
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
 
 
-@pytest.mark.parametrize("most_tokens", [0, 64, 512])
+@pytest.mark.parametrize(("most_tokens", "chunk"), [(0, 512), (64, 512), (512, 512), (0, 48)])
 @pytest.mark.parametrize("backend", CAPTURABLE)
-def test_tokens_are_those_of_plain_steps(backend, most_tokens):
+def test_tokens_are_those_of_plain_steps(backend, most_tokens, chunk):
     try:
         plain = make_loop(backend, 0)
     except Exception as error:
         pytest.skip(f"this card or model is not for it: {error}")
-    captured = make_loop(backend, ROWS, most_tokens)
+    captured = make_loop(backend, ROWS if chunk > MOST else MOST, most_tokens, chunk)
     for params in (GREEDY, DRAWN):
         same = sum(a == b for a, b in zip(plain.generate(PROMPTS, params), captured.generate(PROMPTS, params), strict=True))
         assert same >= ROWS * 2 // 3  # in bf16 near ties may tip
     captured.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("most_tokens", [0, 512])
+@pytest.mark.parametrize("backend", CAPTURABLE)
+def test_prompts_after_a_cached_prefix(backend, most_tokens):
+    """Of up to 64 tokens they are decodes, of more they run in pieces."""
+    begin = [NUMBERS.randrange(6, 2000) for _ in range(800)]
+    tails = [[NUMBERS.randrange(6, 2000) for _ in range(length)] for length in (1, 7, 16, 40, 64, 100, 200, 300)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    try:
+        plain = make_loop(backend, 0)
+    except Exception as error:
+        pytest.skip(f"this card or model is not for it: {error}")
+    outputs = []
+    for loop in (plain, make_loop(backend, MOST, most_tokens)):
+        loop.generate([begin], params)
+        outputs.append([loop.generate([begin + tail], params) for tail in tails])
+        loop.scheduler.check_integrity()
+    assert sum(a == b for a, b in zip(*outputs, strict=True)) >= len(tails) - 2

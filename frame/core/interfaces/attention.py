@@ -92,6 +92,7 @@ class AttentionCapabilities:
     bidirectional: bool = False
     graphs: Literal["none", "decode", "full"] = "none"
     batch_invariant: bool = False
+    shared_prefixes: bool = False  # decodes read keys that rows have in common once
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
