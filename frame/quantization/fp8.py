@@ -121,8 +121,9 @@ class RoundedLinear(Fp8Linear):
 
 
 class Fp8Experts:
-    """`gate_up` and `down` in e4m3, with `gate_up_scale_inv` and `down_scale_inv` float32 by blocks of 128 x 128, where the layer's
-    runner takes them. Others, and of sizes that are no multiples of 128, are made plain once they are loaded."""
+    """`gate_up` and `down` in e4m3, with `gate_up_block_scale` and `down_block_scale` float32 by blocks of 128 x 128, where the layer's
+    runner takes them: scales by block or by tensor. Others, and of sizes that are no multiples of 128, are made plain once they are
+    loaded."""
 
     def __init__(self, stored: Fp8Format) -> None:
         self._stored = stored
@@ -144,9 +145,12 @@ class Fp8Experts:
         if weights[0].dtype != FP8:
             return
         scales = [self._scales(layer, name) for name in ("gate_up", "down")]
-        if self._stays(layer) and all((each.rows, each.columns) == (BLOCK, BLOCK) for each in scales):
-            self._keep(layer, scales)
-            return
+        if self._stays(layer):
+            first, second = (_by_blocks(weight, scale) for weight, scale in zip(weights, scales, strict=True))
+            if first is not None and second is not None:
+                _keep(layer, "gate_up_block_scale", first)
+                _keep(layer, "down_block_scale", second)
+                return
         dtype: torch.dtype = layer.plain_dtype  # type: ignore[assignment]
         for weight, scale in zip(weights, scales, strict=True):
             dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -164,12 +168,11 @@ class Fp8Experts:
 
     @staticmethod
     def _stays(layer: nn.Module) -> bool:
-        """Whether the layer's runner takes fp8, and on this device."""
-        device: torch.device = layer.gate_up.device  # type: ignore[assignment]
-        return bool(getattr(layer, "takes_fp8", False)) and kernels.usable(device) and kernels.converts_fp8(device)
-
-    def _keep(self, layer: nn.Module, scales: Sequence[Scales]) -> None:
-        """Leave the scales where runners look for them: there they are, in a checkpoint of blocks."""
+        """Whether the layer's runner takes fp8, on this device and of these sizes."""
+        down: torch.Tensor = layer.down  # type: ignore[assignment]
+        if any(size % BLOCK for size in down.shape[1:]) or not getattr(layer, "takes_fp8", False):
+            return False
+        return kernels.usable(down.device) and kernels.converts_fp8(down.device)
 
 
 class RoundedExperts(Fp8Experts):
@@ -200,9 +203,25 @@ class RoundedExperts(Fp8Experts):
             return Scales(torch.ones(experts, outputs // BLOCK, inputs // BLOCK, device=weight.device), BLOCK, BLOCK)
         return Scales(weight.scales, BLOCK, BLOCK)
 
-    def _keep(self, layer: nn.Module, scales: Sequence[Scales]) -> None:
-        for name, each in zip(("gate_up", "down"), scales, strict=True):
-            layer.register_buffer(f"{name}_scale_inv", each.values, persistent=False)
+
+def _by_blocks(weight: torch.Tensor, scales: Scales) -> torch.Tensor | None:
+    """The scales of weights [experts, outputs, inputs] as [experts, outputs / 128, inputs / 128]; None where they differ in a block."""
+    if scales.columns:
+        return scales.values if (scales.rows, scales.columns) == (BLOCK, BLOCK) else None
+    outputs = scales.values.unflatten(1, (-1, BLOCK))
+    first = outputs[..., :1]
+    if not torch.equal(first.expand_as(outputs), outputs):
+        return None
+    return first.expand(-1, -1, weight.shape[2] // BLOCK).contiguous()
+
+
+def _keep(layer: nn.Module, name: str, scale: torch.Tensor) -> None:
+    """A buffer of that name, at the address that it had before: a captured graph reads it there."""
+    before: torch.Tensor | None = getattr(layer, name, None)  # type: ignore[assignment]
+    if before is None:
+        layer.register_buffer(name, scale, persistent=False)
+    elif before.data_ptr() != scale.data_ptr():
+        before.copy_(scale)
 
 
 def _prepare(layer: nn.Module, dtype: torch.dtype) -> None:

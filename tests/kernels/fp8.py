@@ -171,7 +171,22 @@ def test_what_nothing_multiplies() -> None:
     assert Fp8Product.find(weight, Scales(scales.values.repeat_interleave(2, 0), 64, 128), DTYPE) is None
 
 
-@pytest.mark.parametrize("method", [Fp8Experts(Fp8Format("block", "weight_scale_inv")), RoundedExperts()], ids=["stored", "rounded"])
+def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each 128 outputs as if they were a checkpoint's tensor: e4m3, and its scale for each of them."""
+    scale = weight.unflatten(0, (-1, 128)).abs().amax((1, 2)).repeat_interleave(128) / 448
+    return (weight / scale[:, None]).to(FP8), scale
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Fp8Experts(Fp8Format("block", "weight_scale_inv")),
+        Fp8Experts(Fp8Format("block")),
+        Fp8Experts(Fp8Format("tensor")),
+        RoundedExperts(),
+    ],
+    ids=["blocks", "blocks of compressed tensors", "tensors", "rounded"],
+)
 def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> None:
     torch.manual_seed(0)
     context = build_context(DEVICE, DTYPE, 16)
@@ -188,12 +203,13 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> No
             assert isinstance(parameter, ShardedParameter)
             for expert, part in enumerate(weight):
                 parameter.bind(f"{name}.{expert}", Range.whole(part.shape[0]), Range.whole(part.shape[1]), expert)
-                rounded, scale = quantize_blocks(part.to(DEVICE))
                 if isinstance(method, RoundedExperts):
                     parameter.load(f"{name}.{expert}", part)
-                else:
-                    parameter.load(f"{name}.{expert}", rounded)
-                    layer.get_parameter(f"{name}_scale_inv").data[expert] = scale
+                    continue
+                stored = method._stored
+                rounded, scale = (quantize_blocks if stored.sharing == "block" else by_tensor)(part.to(DEVICE))
+                parameter.load(f"{name}.{expert}", rounded)
+                layer.get_parameter(name + stored.scale.removeprefix("weight")).data[expert] = scale
         method.finish(layer)
         method.finish(layer)
         assert (layer.gate_up.dtype == FP8) == runner.takes_fp8

@@ -78,8 +78,8 @@ class MoERunner(ABC):
     """Runs experts over dispatched tokens. Laws: the result is the weighted sum over each token's experts, before any reduction
     over ranks; `experts` holds `gate_up` and `down` as its `ExpertsMethod` created them; activation is SiLU(gate) * up.
 
-    `takes_fp8`: they may be e4m3, with `gate_up_scale_inv` and `down_scale_inv` float32 [experts, outputs / 128, inputs / 128] beside them.
-    Otherwise, and of other scales, methods make them plain."""
+    `takes_fp8`: they may be e4m3, with `gate_up_block_scale` and `down_block_scale`, float32 [experts, outputs / 128, inputs / 128], beside
+    them. Otherwise, and of other scales, methods make them plain."""
 
     takes_fp8: ClassVar[bool] = False
 
