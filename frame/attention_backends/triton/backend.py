@@ -5,7 +5,6 @@ Chooses between the forms of latent attention and hands views of queries and cac
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -61,23 +60,25 @@ class TritonBackend(AttentionBackend):
             self._prefixes.update(batch.host, batch.num_decodes, batch.kv.page_size)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
         q = dense(q)
-        first, rest = split_width(spec.head_dim)
-        operands = Operands(
-            q1=q[..., :first],
-            q2=q[..., first:] if rest else None,
-            k1=cached_k[..., :first],
-            k2=cached_k[..., first:] if rest else None,
-            v=cached_v,
-            page_size=batch.kv.page_size,
-        )
-        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-        own = None
-        if cached_k.dtype == k.dtype and len(_plan(batch).query_lens):  # what an fp8 cache holds is not quite what was put in
+        cached_k, cached_v = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
+        page_size = batch.kv.page_size
+        takes_own = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0  # what an fp8 cache holds is not quite what was put in
+        if takes_own:
             k, v = dense(k), dense(v)
-            own = replace(operands, k1=k[..., :first], k2=k[..., first:] if rest else None, v=v, page_size=0)
-        self._launch(spec, operands, own, out, batch)
+        first, rest = split_width(spec.head_dim)
+        own = None
+        if rest:
+            q1, q2 = q[..., :first], q[..., first:]
+            cached = Operands(q1, q2, cached_k[..., :first], cached_k[..., first:], cached_v, page_size)
+            if takes_own:
+                own = Operands(q1, q2, k[..., :first], k[..., first:], v, 0)
+        else:
+            cached = Operands(q, None, cached_k, None, cached_v, page_size)
+            if takes_own:
+                own = Operands(q, None, k, None, v, 0)
+        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+        self._launch(spec, cached, own, out, batch)
         return out
 
     def run_mla(

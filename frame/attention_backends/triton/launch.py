@@ -1,27 +1,23 @@
-"""Launches of the kernels: strides, grids and compiled kernels kept from one step to the next. Knows the shapes of one layer, no
-cache and no plan of a step.
+"""What the kernels are launched with: queries, keys and values as the kernels see them. Knows the shapes of one layer, no cache and no
+plan of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from frame.attention_backends.triton.tiles import Tile, padded
+from frame.attention_backends.triton.tiles import padded
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED
 
 MAX_BOX = 256  # columns that are copied at once
-ALIGNMENT = 16  # bytes; a kernel compiled for pointers at multiples of it reads 16 bytes at once
+ALIGNMENT = 16  # bytes, at multiples of which the rows of a box begin
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(NamedTuple):
     """Queries [tokens, heads, …] and keys [places, kv_heads, …] in two parts each (the second may be None), and values
     [places, kv_heads, width]; without values the keys' first part is the values. Last dimensions are contiguous."""
 
@@ -61,26 +57,32 @@ class Operands:
         return self.q1, other(self.q2, self.q1), self.k1, other(self.k2, self.k1), other(self.v, self.k1)
 
     @property
-    def q_strides(self) -> tuple[int, ...]:
-        return (*self.q1.stride(), *(() if self.q2 is None else self.q2.stride()))
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of all tensors that there are."""
+        return tuple([part.stride() for part in self[:5] if part is not None])
 
     @property
     def describable(self) -> bool:
-        """Whether keys and values can be copied as boxes: no padding, and rows at multiples of 16 bytes."""
+        """Whether keys and values can be copied as boxes, if they begin at a multiple of 16 bytes: no padding, and rows at such too."""
         parts = [part for part in (self.k1, self.k2, self.v) if part is not None]
         fits = all(part.shape[2] == padded(part.shape[2]) <= MAX_BOX and part.element_size() == 2 for part in parts)
-        return fits and all(part.stride(0) * 2 % ALIGNMENT == 0 and part.data_ptr() % ALIGNMENT == 0 for part in parts)
+        return fits and all(part.stride(0) * 2 % ALIGNMENT == 0 for part in parts)
 
-    def descriptors(self, rows: int) -> tuple[TensorDescriptor, ...]:
-        """Of keys and values, as [tokens, columns of all heads], to be copied `rows` at a time."""
-        return tuple(_descriptor(part, rows) for part in self.pointers()[2:])
+    @property
+    def is_aligned(self) -> bool:
+        places = self.k1.data_ptr() | (0 if self.k2 is None else self.k2.data_ptr()) | (0 if self.v is None else self.v.data_ptr())
+        return places % ALIGNMENT == 0
+
+    def descriptors(self, rows: int) -> tuple[TensorDescriptor | None, ...]:
+        """Of both key parts and of values, as [tokens, columns of all heads], to be copied `rows` at a time."""
+        return tuple(None if part is None else _descriptor(part, rows) for part in self[2:5])
 
     def strides(self) -> tuple[int, ...]:
         """Of tokens or places, and of heads, in the order of `pointers`."""
         return tuple(stride for part in self.pointers() for stride in (part.stride(0), part.stride(1)))
 
-    def constants(self, spec: AttentionSpec, tile: Tile, out: torch.Tensor) -> dict[str, Any]:
-        """The compile-time arguments that both kernels have."""
+    def constants(self, spec: AttentionSpec, out: torch.Tensor) -> dict[str, Any]:
+        """The compile-time arguments that both kernels have, but for those of a tile."""
         first, second, value = self.blocks
         names = [f"{part}_{what}" for part in ("Q1", "Q2", "K1", "K2", "V") for what in ("STRIDE", "HEAD")]
         return {
@@ -88,7 +90,6 @@ class Operands:
             "OUT_STRIDE": out.stride(0),
             "OUT_HEAD": out.stride(1),
             "GROUP": self.group,
-            "HEADS": min(self.group, tile.queries),
             "PAGE_SIZE": self.page_size,
             "WIDTH1": self.k1.shape[2],
             "WIDTH2": 0 if self.k2 is None else self.k2.shape[2],
@@ -96,8 +97,6 @@ class Operands:
             "BLOCK1": first,
             "BLOCK2": second,
             "BLOCK_VALUE": value,
-            "BLOCK_QUERIES": tile.queries,
-            "BLOCK_KEYS": tile.keys,
             "SOFT_CAP": spec.soft_cap or 0.0,
             "HAS_SINKS": spec.sinks is not None,
             "SHARED": self.v is None,
@@ -110,26 +109,6 @@ def _descriptor(part: torch.Tensor, rows: int) -> TensorDescriptor:
     width = part.shape[2]
     columns = (part.shape[1] - 1) * part.stride(1) + width
     return TensorDescriptor(part, [part.shape[0], columns], [part.stride(0), 1], [rows, width])
-
-
-class Launch:
-    """One kernel with its compile-time arguments. Once compiled it is launched past Triton's own look-up, which costs more on the host
-    than the launch: the arguments left are pointers and numbers that it is not specialised for, and pointers are looked at here."""
-
-    def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
-        self._kernel, self._constants, self._options = kernel, constants, options
-        names = list(kernel.arg_names)
-        self._tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
-        self._compiled: Any = None
-
-    def __call__(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        aligned = all(part.data_ptr() % ALIGNMENT == 0 for part in arguments if isinstance(part, torch.Tensor))
-        if aligned and self._compiled is not None:
-            self._compiled[grid](*arguments, *self._tail)
-            return
-        compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-        if aligned and not INTERPRETED:
-            self._compiled = compiled
 
 
 def scales(spec: AttentionSpec, operands: Operands) -> tuple[float, float]:
@@ -146,8 +125,3 @@ def other(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def power_of_two(number: int) -> int:
-    """The least one that is not below `number`."""
-    return int(triton.next_power_of_2(number))

@@ -6,12 +6,17 @@ layer's shape is made when the first layer of that shape asks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from frame.attention_backends.triton.prefixes import SharedPrefixes
 from frame.attention_backends.triton.schedule import Cut, make_schedule
 from frame.core.interfaces.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from frame.attention_backends.triton.extends import ExtendKind, ExtendStep
 
 
 class StepPlan:
@@ -31,6 +36,7 @@ class StepPlan:
         self.has_prefixes = bool((self.key_lens > self.query_lens).any())
         self.longest_query = int(self.query_lens.max(initial=0))
         self._schedules: dict[Cut, torch.Tensor] = {}
+        self.extends: dict[tuple[ExtendKind, bool], ExtendStep] = {}
         self._tiles: dict[int, torch.Tensor] = {}
         self._expanded: tuple[torch.Tensor | None, torch.Tensor] | None = None
 

@@ -6,9 +6,12 @@ The figures are what was fastest on an H200 (`frame bench attention`). Knows no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
+
+from frame.kernels.launch import power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +24,27 @@ class Tile:
     stages: int
     registers: int | None = None  # most of a thread
 
+    def constants(self, group: int) -> dict[str, Any]:
+        """What a kernel is compiled with for it, but for the warps; `group`: query heads that share keys."""
+        return {
+            "HEADS": min(group, self.queries),
+            "BLOCK_QUERIES": self.queries,
+            "BLOCK_KEYS": self.keys,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }
+
 
 def padded(width: int) -> int:
     """The tile width of `width` columns: a power of two that `tl.dot` takes."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
     """A width as a power of two and a rest, so that 192 costs 128 + 64 instead of 256."""
     if padded(width) == width or width < 32:
         return width, 0
-    largest: int = triton.next_power_of_2(width) // 2
+    largest = power_of_2(width) // 2
     return largest, width - largest
 
 
@@ -81,7 +94,7 @@ class DecodeSizes:
 
 def choose_extend(group: int, longest: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
     """Sizes for rows of at most `longest` queries; `gathers`: some keys are read from the cache, page by page."""
-    wanted = triton.next_power_of_2(longest * group)
+    wanted = power_of_2(longest * group)
     if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
         return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a processor
     return choose_tile(max(16, min(64, wanted)), columns, itemsize, shared_memory)
@@ -89,7 +102,7 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
 
 def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, few: bool) -> DecodeSizes:
     """Sizes for `group` heads that share keys of these padded widths; `few`: for a handful of rows."""
-    queries = max(16, min(64, triton.next_power_of_2(group)))
+    queries = max(16, min(64, power_of_2(group)))
     tile = choose_tile(queries, columns, itemsize, shared_memory)
     value = columns[2] or columns[0]
     if value > 256:
@@ -103,5 +116,5 @@ def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shar
         tile_keys=min(32, tile.keys),
         programs=2 if few else 4,
         min_keys=64,
-        at_once=max(1, min(16, 8192 // (triton.next_power_of_2(min(group, queries)) * value))),
+        at_once=max(1, min(16, 8192 // (power_of_2(min(group, queries)) * value))),
     )
