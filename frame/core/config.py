@@ -249,6 +249,10 @@ class ServerSection(Section):
     client_timeout: float = setting(
         60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0
     )
+    max_unread_tokens: int = setting(
+        16_384, "Tokens of a streamed answer that may wait for its client to read them; then the request is ended.",
+        flag="max-unread-tokens", ge=64,
+    )  # fmt: skip
     max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
     grpc_port: int | None = setting(
         None, "Port of the gRPC service, on the same address; 0 takes a free one, not set: none.", flag="grpc-port", ge=0, le=65535

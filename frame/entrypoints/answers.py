@@ -82,7 +82,10 @@ class Stream:
 class Answer:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
-    __slots__ = ("_waiter", "changed", "created", "gone", "on_news", "open", "rid", "segments", "sequences", "submitted", "vectors")
+    __slots__ = (
+        "_most_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "gone", "on_news", "open", "rid", "segments",
+        "sequences", "submitted", "vectors",
+    )  # fmt: skip
 
     def __init__(self, rid: str = "") -> None:
         self.rid = rid  # of the request; its sequences' begin with it
@@ -95,7 +98,22 @@ class Answer:
         self.on_news: Callable[[], None] | None = None  # instead of a waiter
         self.segments: Sequence[int] = ()  # of prompts that are pairs of texts: where the second one begins
         self.vectors: dict[int, bytes] = {}  # float32, by sequence; of an engine that embeds or classifies
+        self._num_unread = 0  # tokens on top of others that nobody has taken
+        self._most_unread: int | None = None
+        self._on_overrun: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def bound(self, most_unread: int, on_overrun: Callable[[], None]) -> None:
+        """For an answer that is sent as it comes: when more than so many tokens pile up (with logprobs, each alternative is one more),
+        `on_overrun` is called, once; it should end the request. An answer that is sent whole waits for its last token."""
+        self._most_unread, self._on_overrun = most_unread, on_overrun
+
+    def pile_up(self, sequence: Stream, count: int) -> None:
+        """So many tokens more came of a sequence whose last ones have not been taken yet."""
+        self._num_unread += count * (1 + (sequence.params.logprobs or 0))
+        if self._most_unread is not None and self._on_overrun is not None and self._num_unread > self._most_unread:
+            self._most_unread = None
+            self._on_overrun()
 
     def segment_of(self, sequence: Stream) -> int:
         return self.segments[sequence.prompt_index] if self.segments else 0
@@ -111,7 +129,7 @@ class Answer:
         return self.take_changed()
 
     def take_changed(self) -> list[Stream]:
-        changed, self.changed = self.changed, []
+        changed, self.changed, self._num_unread = self.changed, [], 0
         for sequence in changed:
             sequence.changed = False
         return changed

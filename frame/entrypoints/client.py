@@ -280,6 +280,8 @@ class EngineClient:
                 if not answer.changed:
                     touched.append(answer)
                 answer.changed.append(sequence)
+            else:
+                sequence.answer.pile_up(sequence, len(ids))
         self.stats.generated_tokens += count
         self._feed_rest(message, now)
 

@@ -109,6 +109,29 @@ async def test_places_are_bounded_and_given_back() -> None:
     assert client.stats.rejected == 1
 
 
+async def test_an_answer_that_nobody_reads_is_bounded() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(n=2, logprobs=1))
+    given_up: list[str] = []
+    answer.bound(20, lambda: given_up.append("r"))
+
+    def step(count: int = 1) -> None:
+        link.inbox = [Tokens(rids=["r-0", "r-1"], token_ids=[[7] * count, [8] * count])]
+        client.drain()
+
+    for _ in range(50):  # what is read at once never counts
+        step(3)
+        answer.take_changed()
+    step()
+    for _ in range(5):
+        step()
+    assert given_up == []  # 5 steps on top, of 2 sequences, a token and a logprob each
+    step()
+    assert given_up == ["r"]
+    step()
+    assert given_up == ["r"]
+
+
 async def test_a_stop_string_is_told_to_the_engine() -> None:
     client, link = make()
     answer = submit(client, SamplingParams(stop=("x",)))

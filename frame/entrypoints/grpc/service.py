@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -182,16 +183,25 @@ class Service:
             terms = Terms(priority=request.priority, cache_salt=request.cache_salt, timeout=limit, rid=request.id or None)
             answer = await self._services.begin(caller, [prompt], params, terms)
             name = request.id or answer.rid
+            given_up: list[ApiError] = []
+            self._services.bound(answer, partial(self._give_up, answer, given_up))
             while answer.open or answer.changed:
                 for sequence in await answer.wait():
                     if len(answer.sequences) == 1:
                         raise_failed([sequence])  # with several, each has its own last reply
                     yield self._reply(name, sequence)
+                    if given_up:
+                        raise given_up[0]
         finally:
             if answer is not None:
                 self._services.client.abandon(answer)
             if span is not None:
                 span.end({"rpc.system": "grpc", "rpc.method": "Generate", "frame.request_id": caller.request_id}, answer)
+
+    def _give_up(self, answer: Answer, given_up: list[ApiError], error: ApiError) -> None:
+        """The client falls too far behind: stop its request now; it hears of it when it has read what was sent."""
+        self._services.client.abandon(answer)
+        given_up.append(error)
 
     def _reply(self, name: str, sequence: Stream) -> Any:
         text, ids, parts = sequence.take()

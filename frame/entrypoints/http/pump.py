@@ -35,12 +35,18 @@ class EventPump:
         """Write `changed` and all that follows, until every sequence ended or the client is gone. Raises what writing raises."""
         self._answer.on_news = self._push
         try:
-            self._send(changed)
+            if not self._done.done():
+                self._send(changed)
             await self._done
         finally:
             self._answer.on_news = None
             if self._waiting is not None:
                 self._waiting.cancel()
+
+    def give_up(self, error: Exception) -> None:
+        """End the response with this error; what waits to be written is dropped."""
+        if not self._done.done():
+            self._done.set_exception(error)
 
     def _push(self) -> None:
         """The answer's news, unless the connection is full."""

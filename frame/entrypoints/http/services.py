@@ -262,16 +262,24 @@ class Services:
         self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes]
     ) -> None:
         """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
-        ordinary error response; a later one is an event of its sequence."""
+        ordinary error response; a later one is an event of its sequence. A client that falls too far behind is told so and given up."""
+        pump = EventPump(call, answer, write)
+        self.bound(answer, pump.give_up)
         changed = await answer.wait()
         if answer.gone:
             raise DisconnectedError
         raise_failed(changed)
         await call.start_events()
-        await EventPump(call, answer, write).run(changed)
+        await pump.run(changed)
         if answer.gone:
             raise DisconnectedError
         await call.end(close())
+
+    def bound(self, answer: Answer, give_up: Callable[[ApiError], None]) -> None:
+        """Let no more of a streamed answer wait for its reader than the server allows."""
+        most = self.resolved.user.server.max_unread_tokens
+        sentence = f"the answer was not read: more than {most} of its tokens wait (server.max_unread_tokens); read it as it comes"
+        answer.bound(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
 
     def health_problem(self) -> str | None:
         """Why this server cannot be helped; None while it lives, also while it restarts a process that died."""

@@ -141,10 +141,14 @@ def test_enough_restarts_end_the_server(checkpoint: Path) -> None:
 # clients -----------------------------------------------------------------------------------------------------------
 
 
-def connect(server: RunningServer, body: dict[str, Any], version: str = "1.1") -> socket.socket:
-    """A connection over which `body` was sent."""
+def connect(server: RunningServer, body: dict[str, Any], version: str = "1.1", room: int | None = None) -> socket.socket:
+    """A connection over which `body` was sent; the system keeps `room` bytes of what is not read."""
     url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port or 0), timeout=30)
+    connection = socket.socket()
+    connection.settimeout(30)
+    if room is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    connection.connect((url.host, url.port or 0))
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.entrypoints.chaos.storm import Storm
 from tests.entrypoints.chaos.test_requests import body_of, connect, read_all
 from tests.entrypoints.serving import RunningServer, wait_until
 
@@ -64,3 +65,22 @@ def test_clients_that_do_not_read(fake_server: RunningServer) -> None:
             connection.shutdown(socket.SHUT_WR)
             events = [json.loads(line[6:]) for line in read_all(connection).split(b"\n") if line.startswith(b"data: {")]
             assert "".join(event["choices"][0]["text"] for event in events) == expected
+
+
+def test_a_client_that_does_not_read_is_given_up(checkpoint: Path) -> None:
+    """Its answer grows no further than allowed, its request ends in the engine, and it is told why; 64 others notice nothing."""
+    flags = ("--max-model-len", "1024", "--max-total-tokens", "65536", "--max-running-requests", "128", "--max-unread-tokens", "1000")
+    with RunningServer(checkpoint, *flags, env={"FRAME_FAKE_STEP": "0.008"}) as server:
+        storm = Storm(64, 60)
+        calm = storm(server)
+        served = server.metric("frame_generation_tokens_total")
+        with connect(server, body_of(5, 6, 7, max_tokens=1000, stream=True, logprobs=20, n=32), room=4096) as slow:  # 10 MB
+            assert storm(server) == calm
+            wait_until(lambda: server.get("/server_info")["outstanding"] == 0)
+            assert server.metric("frame_generation_tokens_total") - 2 * served < 32 * 1000  # it was stopped before its end
+            slow.shutdown(socket.SHUT_WR)
+            data = read_all(slow)
+        last = [line for line in data.split(b"\n") if line.startswith(b"data: {")][-1]
+        error = json.loads(last[6:])["error"]
+        assert (error["code"], error["type"]) == ("answer_not_read", "timeout_error")
+        assert "more than 1000 of its tokens wait (server.max_unread_tokens)" in error["message"]

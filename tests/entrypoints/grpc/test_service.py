@@ -301,3 +301,21 @@ def test_a_real_server_by_reflection(checkpoint: Path) -> None:
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
             watch.cancel()
         assert server.stop() == 0
+
+
+async def test_a_client_that_does_not_read_is_given_up() -> None:
+    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with (
+        listening({"server": {"max_unread_tokens": 200}}) as (server, address),
+        grpc.aio.insecure_channel(address, options=narrow) as channel,
+    ):
+        wordy = {"token_ids": IDS, "sampling_params": params(n=16, max_tokens=480, logprobs=20)}
+        call = Client(channel).call("Generate", wordy)
+        replies = aiter(call)
+        await anext(replies)
+        await until_empty(server)  # though nothing more was read
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 200 of its tokens wait") as caught:
+            async for _ in replies:
+                pass
+        assert caught.value.code() == Code.DEADLINE_EXCEEDED
+        assert server.services.client.stats.generated_tokens < 16 * 480

@@ -95,6 +95,27 @@ async def test_a_broken_connection_is_the_handler_s_error(error: type[Exception]
     assert connection.bodies == []
 
 
+async def test_a_pump_that_is_given_up_raises_why_and_writes_no_more() -> None:
+    connection, _, stream, pump = make()
+    running = asyncio.create_task(pump.run([]))
+    await asyncio.sleep(0)
+    feed(stream, "a")
+    connection.room.clear()
+    feed(stream, "b")
+    await asyncio.sleep(0)
+    pump.give_up(OverflowError("too much waits"))
+    feed(stream, "c")  # what still comes harms nothing
+    with pytest.raises(OverflowError):
+        await running
+    connection.room.set()
+    await asyncio.sleep(0)
+    assert connection.bodies == [b"a"]
+    _, _, stream, pump = make()
+    pump.give_up(OverflowError("too much waits"))
+    with pytest.raises(OverflowError):
+        await pump.run([stream])
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_hang_up_ends_the_pump(is_full: bool) -> None:
     connection, answer, stream, pump = make()
