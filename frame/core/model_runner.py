@@ -188,12 +188,12 @@ class TorchModelRunner(ModelRunner):
         return forward_batch, tensors, graphs.run(forward_batch)
 
     def _are_decodes(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts) -> bool:
-        """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over keys that are read once for all of
-        them, or few keys."""
+        """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over few keys, or where there is
+        nothing better, over keys that are read once for all of them."""
         if counts.query_starts[-1] > graphs.most:
             return False
         longest = int(counts.seq_lens[batch.num_decodes :].max(initial=0))
-        return len(batch.token_ids) <= _MOST_SINGLE and (longest <= _FEW_KEYS or self._shares_prefixes)
+        return len(batch.token_ids) <= _MOST_SINGLE and (longest <= _FEW_KEYS or (self._shares_prefixes and self.prompt_graphs is None))
 
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
         """A step of decodes, or what is taken for one, by its graph, which also draws the tokens where no row wants more than a

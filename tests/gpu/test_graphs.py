@@ -36,9 +36,9 @@ DRAWN = [
 CAPTURABLE = [record.name for record in load_registry().records("attention_backend") if record.capabilities.graphs != "none"]
 
 
-def make_loop(backend, most, most_tokens=0, chunk=512):
+def make_loop(backend, most, most_tokens=0, chunk=512, dtype="bfloat16"):
     config = {
-        "model": {"path": str(find_model(EMBEDDED)), "dtype": "bfloat16"},
+        "model": {"path": str(find_model(EMBEDDED)), "dtype": dtype},
         "cache": {"max_total_tokens": 16_384},
         "scheduler": {"max_running_requests": MOST, "chunked_prefill_size": chunk},
         "execution": {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": most_tokens},
@@ -51,17 +51,22 @@ def make_loop(backend, most, most_tokens=0, chunk=512):
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
 
 
-@pytest.mark.parametrize(("most_tokens", "chunk"), [(0, 512), (64, 512), (512, 512), (0, 48)])
+@pytest.mark.parametrize(
+    ("most_tokens", "chunk", "dtype"),
+    [(0, 512, "bfloat16"), (64, 512, "bfloat16"), (512, 512, "float32"), (0, 48, "float32"), (0, 48, "bfloat16")],
+)
 @pytest.mark.parametrize("backend", CAPTURABLE)
-def test_tokens_are_those_of_plain_steps(backend, most_tokens, chunk):
+def test_tokens_are_those_of_plain_steps(backend, most_tokens, chunk, dtype):
     try:
-        plain = make_loop(backend, 0)
+        plain = make_loop(backend, 0, dtype=dtype)
     except Exception as error:
         pytest.skip(f"this card or model is not for it: {error}")
-    captured = make_loop(backend, ROWS if chunk > MOST else MOST, most_tokens, chunk)
+    captured = make_loop(backend, ROWS if chunk > MOST else MOST, most_tokens, chunk, dtype)
     for params in (GREEDY, DRAWN):
         same = sum(a == b for a, b in zip(plain.generate(PROMPTS, params), captured.generate(PROMPTS, params), strict=True))
-        assert same >= ROWS * 2 // 3  # in bf16 near ties may tip
+        print(f"{backend}, {dtype}, pieces of {most_tokens}, chunks of {chunk}: {same} of {ROWS} rows the same")
+        # in bf16 near ties may tip, more of them where prompts are computed by other kernels
+        assert same >= (ROWS - 2 if dtype == "float32" else ROWS * 2 // 3 if chunk > MOST else ROWS // 3)
     captured.scheduler.check_integrity()
 
 

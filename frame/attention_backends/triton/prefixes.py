@@ -74,12 +74,13 @@ def _common_pages(host: HostView, pages: np.ndarray, depth: int, order: np.ndarr
     sizes = np.diff(np.append(starts, len(order)))
     leaders = np.repeat(slots[starts], sizes)
     low, high = np.full(len(starts), depth), np.minimum.reduceat(pages[order], starts)
+    middle = high  # more often than not, rows differ in their last page alone
     while (low < high).any():
-        middle = (low + high + 1) // 2
         at = np.repeat(middle, sizes) - 1
         equal = host.page_table[slots, at] == host.page_table[leaders, at]
         common = np.logical_and.reduceat(equal, starts)
         low, high = np.where(common, middle, low), np.where(common, high, middle - 1)
+        middle = (low + high + 1) // 2
     return low
 
 
