@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """(token, expert) pairs sorted by expert, in blocks of rows of one expert each, on the device and into buffers of fixed size.
 
-A pair is `token * k + place`; an expert's pairs keep their order. Knows no expert's weights.
+A pair is `token * k + place`. The order of an expert's pairs is not defined, and changes no result. Knows no expert's weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import triton.language as tl
 
 from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
 
-CHUNKS = 512, 2048, 8192  # pairs that a program takes at a time; more than the last are counted by a launch of their own
+CHUNKS = 512, 2048  # pairs that a program for each expert looks through; more are counted by chunks before they are placed
+_COUNTED = 1024  # pairs of such a chunk
+_PADS = 16  # rows that pad are written so many at a time
+_COUNTS = 8192  # counts that a program adds up at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,47 +39,76 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     numbers = torch.empty(4 + blocks * (block + 1), dtype=torch.int32, device=device)  # all three parts begin at 16 bytes
     found = Alignment(numbers[4 : 4 + blocks * block], numbers[4 + blocks * block :], numbers[:1], block)
     experts = power_of_2(num_experts)
-    chunk = next((size for size in CHUNKS if pairs <= size), CHUNKS[-1])
-    chunks = blocks_of(pairs, chunk)
-    counts, short = numbers, ids
-    if chunks > 1:
-        counts = torch.empty((chunks, experts), dtype=torch.int32, device=device)
-        short = torch.empty(pairs, dtype=torch.int16, device=device)
-        _prepared_count(experts, chunk, device)((chunks, 1, 1), (ids, short, counts), (pairs,))
-    launch = _prepared_align(experts, block, chunk, power_of_2(max(16, chunks)) if chunks > 1 else 0, device)
-    launch((num_experts, chunks, 1), (short, counts, found.pairs, found.experts, found.used), (pairs, chunks))
+    tensors = found.pairs, found.experts, found.used
+    if pairs <= CHUNKS[-1]:
+        chunk = next(size for size in CHUNKS if pairs <= size)
+        _prepared_align(experts, block, chunk, device)((num_experts, 1, 1), (ids, *tensors), (pairs,))
+        return found
+    chunks = blocks_of(pairs, _COUNTED)
+    counts = torch.empty((2 * chunks, experts), dtype=torch.int32, device=device)
+    _prepared_count(experts, device)((chunks, 1, 1), (ids, counts), (pairs,))
+    _prepared_place(experts, block, device)((chunks, 1, 1), (ids, counts, *tensors), (pairs, chunks))
     return found
 
 
 @lru_cache(maxsize=64)
-def _prepared_count(experts: int, chunk: int, device: torch.device) -> Prepared:
-    types = torch.int64, torch.int16, torch.int32, 0
-    return Prepared(_count_kernel, types, {"EXPERTS": experts, "CHUNK": chunk}, device, chunk // 256)
+def _prepared_align(experts: int, block: int, chunk: int, device: torch.device) -> Prepared:
+    types = torch.int64, *[torch.int32] * 3, 0
+    return Prepared(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, max(4, chunk // 256))
 
 
 @lru_cache(maxsize=64)
-def _prepared_align(experts: int, block: int, chunk: int, chunks: int, device: torch.device) -> Prepared:
-    types = torch.int16 if chunks else torch.int64, *[torch.int32] * 4, 0, 0
-    constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk, "CHUNKS": chunks}
-    return Prepared(_align_kernel, types, constants, device, min(16, chunk // 128))
+def _prepared_count(experts: int, device: torch.device) -> Prepared:
+    return Prepared(_count_kernel, (torch.int64, torch.int32, 0), {"EXPERTS": experts, "CHUNK": _COUNTED}, device, 8)
+
+
+@lru_cache(maxsize=64)
+def _prepared_place(experts: int, block: int, device: torch.device) -> Prepared:
+    constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": _COUNTED, "TOGETHER": max(8, _COUNTS // experts), "PADS": min(_PADS, block)}
+    return Prepared(_place_kernel, (torch.int64, *[torch.int32] * 4, 0, 0), constants, device, 8)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(ids, short, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Grid: chunks. Pairs of each expert in a chunk; ids as int16, which every expert's programs read."""
+def _align_kernel(
+    ids, pairs_out, experts_out, used, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid: experts. A program finds its expert's pairs among all."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    mine = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    lanes = tl.arange(0, CHUNK)
+    expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
+    found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
+    blocks = (found + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(experts < mine, blocks, 0))
+    same = ((expert == mine) & (lanes < pairs)).to(tl.int32)
+    tl.store(pairs_out + first * BLOCK + tl.cumsum(same, 0) - 1, lanes, mask=same > 0)
+    count = tl.sum(same)
+    my_blocks = (count + BLOCK - 1) // BLOCK
+    pads = tl.arange(0, BLOCK)
+    nobody = tl.zeros([BLOCK], tl.int32)
+    tl.store(pairs_out + first * BLOCK + count + pads, nobody + pairs, mask=pads < my_blocks * BLOCK - count)
+    for block in range(0, my_blocks, BLOCK):
+        tl.store(experts_out + first + block + pads, nobody + mine, mask=block + pads < my_blocks)
+    if mine == 0:
+        tl.store(used, tl.sum(blocks))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Grid: chunks. How many pairs each expert has in a chunk."""
     begin(PDL)
     wait_for_previous(PDL)
     lanes = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
-    tl.store(short + lanes, expert.to(tl.int16), mask=lanes < pairs)
-    found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
-    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), found)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=lanes < pairs))
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
-def _align_kernel(
+def _place_kernel(
     ids,
-    counts,  # int32 [chunks, EXPERTS], if any were counted
+    counts,  # int32 [2 * chunks, EXPERTS]: as counted; and each chunk's next row of each expert
     pairs_out,
     experts_out,
     used,
@@ -85,37 +117,39 @@ def _align_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,  # at least as many as were counted; 0: none were
+    TOGETHER: tl.constexpr,  # chunks whose counts are added up at a time
+    PADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (experts, chunks). A program finds its expert's pairs in its chunk."""
+    """Grid: chunks. A program places its chunk's pairs behind those of the chunks before it."""
     begin(PDL)
     wait_for_previous(PDL)
-    mine = tl.program_id(0)
-    chunk = tl.program_id(1)
+    chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    lanes = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
-    if CHUNKS > 0:
-        each = tl.arange(0, CHUNKS)[:, None]
-        all_counts = tl.load(counts + each * EXPERTS + experts[None, :], mask=each < chunks, other=0)
-        found = tl.sum(all_counts, 0)
-        ahead = tl.sum(tl.where(each < chunk, all_counts, 0), 0)
-    else:
-        found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
-        ahead = tl.zeros([EXPERTS], tl.int32)
+    found = tl.zeros([EXPERTS], tl.int32)
+    ahead = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, chunks, TOGETHER):
+        each = start + tl.arange(0, TOGETHER)[:, None]
+        counted = tl.load(counts + each * EXPERTS + experts[None, :], mask=each < chunks, other=0)
+        found += tl.sum(counted, 0)
+        ahead += tl.sum(tl.where(each < chunk, counted, 0), 0)
     blocks = (found + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(experts < mine, blocks, 0))
-    same = ((expert == mine) & (lanes < pairs)).to(tl.int32)
-    place = first * BLOCK + tl.sum(tl.where(experts == mine, ahead, 0)) + tl.cumsum(same, 0) - 1
-    tl.store(pairs_out + place, lanes, mask=same > 0)
+    ends = tl.cumsum(blocks, 0)
+    firsts = ends - blocks
+    nexts = counts + (chunks + chunk) * EXPERTS
+    tl.store(nexts + experts, firsts * BLOCK + ahead)
+    tl.debug_barrier()  # all threads see them
+    lanes = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + lanes, mask=lanes < pairs, other=0)
+    place = tl.atomic_add(nexts + expert, 1, mask=lanes < pairs, sem="relaxed")
+    tl.store(pairs_out + place, lanes, mask=lanes < pairs)
+    mine = experts % chunks == chunk
+    rests = blocks * BLOCK - found
+    for start in range(0, BLOCK, PADS):
+        pads = start + tl.arange(0, PADS)[None, :]
+        places = (firsts * BLOCK + found)[:, None] + pads
+        tl.store(pairs_out + places, tl.zeros([EXPERTS, PADS], tl.int32) + pairs, mask=mine[:, None] & (pads < rests[:, None]))
+    for number in range(tl.max(tl.where(mine, blocks, 0))):
+        tl.store(experts_out + firsts + number, experts, mask=mine & (number < blocks))
     if chunk == 0:
-        count = tl.sum(tl.where(experts == mine, found, 0))
-        my_blocks = (count + BLOCK - 1) // BLOCK
-        pads = tl.arange(0, BLOCK)
-        nobody = tl.zeros([BLOCK], tl.int32)
-        tl.store(pairs_out + first * BLOCK + count + pads, nobody + pairs, mask=pads < my_blocks * BLOCK - count)
-        for block in range(0, my_blocks, BLOCK):
-            tl.store(experts_out + first + block + pads, nobody + mine, mask=block + pads < my_blocks)
-        if mine == 0:
-            tl.store(used, tl.sum(blocks))
+        tl.store(used, tl.sum(blocks))

@@ -77,14 +77,14 @@ def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
 def test_every_pair_is_in_a_block_of_its_expert(
     tokens: int, experts: int, top: int, block: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(align_module, "CHUNKS", (512,) if counted else (512, 2048, 4096))
+    monkeypatch.setattr(align_module, "CHUNKS", (0,) if counted else (512, 2048))
     spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
     for ids in (spread, torch.full_like(spread, experts - 1)):
         found = align(ids, experts, block)
         used = int(found.used)
         rows = found.pairs[: used * block].view(used, block)
         pads = rows == ids.numel()
-        assert torch.equal(rows[~pads].long(), ids.flatten().argsort(stable=True))
+        assert sorted(rows[~pads].tolist()) == list(range(ids.numel()))
         assert (~pads[:, 0]).all(), "a block in use has a row"
         owners = ids.flatten()[rows.clamp_max(ids.numel() - 1).long()]
         assert (pads | (owners == found.experts[:used, None])).all()
