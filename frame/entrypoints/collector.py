@@ -67,6 +67,7 @@ class Job:
         self.prompts: list[list[int]] = []  # one a sequence
         self.segments: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
         self.open = 0
+        self.collector: Collector | None = None  # where it was added
         self.on_done = on_done
         self.on_delta = on_delta
 
@@ -90,7 +91,7 @@ class Collector:
         with self._lock:
             if self.dead is not None:
                 raise RuntimeError(self.dead)
-            job.open = len(job.sequences)
+            job.open, job.collector = len(job.sequences), self
             self._sequences.update((sequence.rid, sequence) for sequence in job.sequences)
         if not job.open:
             job.on_done()

@@ -9,6 +9,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,12 +104,9 @@ class ThreadSession:
             return
         finally:
             started.set()
-        try:
+        with suppress(BaseException):  # which the engine has sent as `Fatal`; to keep it would keep the model
             engine.run()
-        except BaseException as error:  # noqa: BLE001 - the engine sent it as `Fatal`
-            self._error = error
-        finally:
-            self.collector.fail("the engine was closed")
+        self.collector.fail("the engine was closed")
 
     def send_all(self, messages: Sequence[Message]) -> None:
         self._near.send_all(messages)

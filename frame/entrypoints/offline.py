@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import logging
 import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +23,7 @@ import numpy as np
 
 from frame.core.messages import Abort, Control, ControlReply, Generate, Message
 from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.collector import Collected, Collector, Delta, Job, Output, grouped
+from frame.entrypoints.collector import Collected, Delta, Job, Output, grouped
 from frame.entrypoints.limits import InvalidRequestError, check_request, sibling
 from frame.entrypoints.offline_vectors import Vectors, need_task
 from frame.entrypoints.prompts import EngineError, Params, Prompt, checked_text, listed, spread, token_ids_of
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from frame.core.config import FrameConfig
     from frame.core.tokenizer import Encoded, Tokenizer
     from frame.entrypoints.launch import Session
+
+log = logging.getLogger(__name__)
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
@@ -39,7 +44,8 @@ class Engine:
 
     Prompts are a string, a list of token ids, chat messages (a list of dicts), or a list of any of these. Parameters are one for all or
     one a prompt. A list in gives a list out, in order. Raises InvalidRequestError (ValueError) before anything runs when a prompt or a
-    parameter cannot be served, EngineError when the engine dies.
+    parameter cannot be served, EngineError when the engine dies; its `outputs` are as far as they came, and the next call starts another
+    engine.
     """
 
     def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
@@ -47,8 +53,10 @@ class Engine:
 
         prepared = configure(config, keys if model is None else {"model": model, **keys})
         self._resolved = prepared.resolved
-        self._session: Session = open_session(prepared)
-        self._collector: Collector = self._session.collector
+        self._open = partial(open_session, prepared)
+        self._session: Session = self._open()
+        self._restarting = threading.Lock()
+        self._is_closed = False
         self._names = itertools.count()
         self._vectors = Vectors(prepared.resolved, lambda: self.tokenizer, self._session.limits.longest_input, self._pool)
 
@@ -96,7 +104,7 @@ class Engine:
         try:
             self._start(job)
             while (delta := deltas.get()) is not None:
-                yield self._checked(delta)
+                yield self._checked(job, delta)
         finally:
             self._stop(job)
 
@@ -109,7 +117,7 @@ class Engine:
         try:
             self._start(job)
             while (delta := await deltas.get()) is not None:
-                yield self._checked(delta)
+                yield self._checked(job, delta)
         finally:
             self._stop(job)
 
@@ -148,11 +156,12 @@ class Engine:
         """One engine command (`server_info`, `check_integrity`, …); its data. Raises EngineError with the engine's sentence."""
         replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
+        session = self._running()
         try:
-            self._collector.expect(control.id, replies.put)
+            session.collector.expect(control.id, replies.put)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
-        self._session.send_all([control])
+        session.send_all([control])
         reply = replies.get()
         if not reply.ok:
             raise EngineError(reply.error or f"{action} failed")
@@ -160,6 +169,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine and give back the device. Safe to call twice."""
+        self._is_closed = True
         self._session.close()
 
     def __enter__(self) -> Self:
@@ -170,9 +180,19 @@ class Engine:
 
     def __del__(self) -> None:
         if hasattr(self, "_session"):
-            self._session.close()
+            self.close()
 
     # parts ---------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Session:
+        """The session; where its engine has died, another one in its place. Raises what its start raises."""
+        with self._restarting:
+            if self._session.collector.dead is not None and not self._is_closed:
+                log.warning("%s; another engine is started", self._session.collector.dead)
+                self._session.close()
+                gc.collect()  # the dead one's weights and cache
+                self._session = self._open()
+            return self._session
 
     def _job(
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job
@@ -217,7 +237,7 @@ class Engine:
         outputs = [sequence.output for sequence in job.sequences]
         for output in outputs:
             if output.vector is None:
-                raise EngineError(self._collector.dead or output.error or "the request was aborted")
+                raise EngineError((job.collector and job.collector.dead) or output.error or "the request was aborted")
         return np.frombuffer(b"".join(output.vector or b"" for output in outputs), "<f4").reshape(len(outputs), -1)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -236,8 +256,9 @@ class Engine:
         return self.tokenizer.with_bad_words(params) if params.bad_words else params
 
     def _start(self, job: Job) -> None:
+        session = self._running()
         try:
-            self._collector.add(job)
+            session.collector.add(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
         messages: list[Message] = [
@@ -246,24 +267,32 @@ class Engine:
         ]
         if job.segments:
             messages = [msgspec.structs.replace(m, segment=segment) for m, segment in zip(messages, job.segments, strict=True)]
-        self._session.send_all(messages)
+        session.send_all(messages)
 
     def _stop(self, job: Job) -> None:
-        rids = self._collector.remove(job)
-        if rids:
-            self._session.send_all([Abort(rids=rids)])
+        collector = job.collector
+        rids = [] if collector is None else collector.remove(job)
+        if rids and collector is not None:
+            collector.send(Abort(rids=rids))
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
-        if self._collector.dead is not None and any(s.output.error is not None for s in job.sequences):
-            raise EngineError(self._collector.dead)
-        self._collector.finish_text(job)
+        if job.collector is not None:
+            job.collector.finish_text(job)
         outputs = grouped(job, counts)
+        if any(sequence.output.error is not None for sequence in job.sequences):
+            self._raise_death(job, outputs)
         return outputs[0] if is_single else outputs
 
-    def _checked(self, delta: Delta) -> Delta:
-        if self._collector.dead is not None and delta.output.error is not None:
-            raise EngineError(self._collector.dead)
+    def _checked(self, job: Job, delta: Delta) -> Delta:
+        if delta.output.error is not None:
+            self._raise_death(job, [sequence.output for sequence in job.sequences])
         return delta
+
+    def _raise_death(self, job: Job, outputs: list[Output]) -> None:
+        """Raise EngineError if the engine died under the job; an error of a request alone is in its output."""
+        dead = None if job.collector is None else job.collector.dead
+        if dead is not None:
+            raise EngineError(dead, outputs)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:

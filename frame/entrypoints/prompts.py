@@ -16,7 +16,14 @@ Params = SamplingParams | Mapping[str, Any]
 
 
 class EngineError(RuntimeError):
-    """The engine, or the server, ended or cannot be reached; the sentence says why."""
+    """The engine, or the server, ended or cannot be reached; the sentence says why. `outputs` of an offline call: as far as each came, in
+    order; those without an `error` are finished."""
+
+    outputs: Sequence[Any] = ()
+
+    def __init__(self, sentence: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(sentence)
+        self.outputs = outputs
 
 
 def listed(prompts: Any) -> tuple[bool, list[Prompt]]:

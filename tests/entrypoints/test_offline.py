@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from frame import Engine, SamplingParams
 from frame.core.config import FrameConfig
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.runner import DeviceLost
+from frame.core.model_runner import TorchModelRunner
 from frame.entrypoints.collector import Output
 from frame.entrypoints.limits import InvalidRequestError
 from frame.entrypoints.offline import EngineError
@@ -188,6 +194,55 @@ def test_a_closed_engine_says_so(checkpoint: Path) -> None:
         engine.control("ping")
 
 
+def fragile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, deaths: int) -> Engine:
+    """An engine that dies at the tenth step, so many times."""
+    left = [deaths]
+    launch = TorchModelRunner.launch
+
+    def dying(runner: TorchModelRunner, batch: ScheduledBatch) -> Any:
+        if batch.step == 10 and left[0]:
+            left[0] -= 1
+            raise DeviceLost("the device is gone")
+        return launch(runner, batch)
+
+    monkeypatch.setattr(TorchModelRunner, "launch", dying)
+    return Engine(model=str(checkpoint), dtype="float32", **KEYS)
+
+
+def test_what_was_finished_outlives_a_death_and_the_next_call_has_another_engine(
+    checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["The quick", "brown", "fox"]
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 40, 40)]
+    expected = engine.generate(prompts, params)
+    with fragile(checkpoint, monkeypatch, deaths=2) as dying:
+        with pytest.raises(EngineError, match="the device is gone") as caught:
+            dying.generate(prompts, params)
+        first, *others = caught.value.outputs
+        assert (first.text, first.finish_reason, first.error) == (expected[0].text, "length", None)
+        for output, whole in zip(others, expected[1:], strict=True):
+            assert "the device is gone" in (output.error or "")
+            assert 0 < len(output.token_ids) < 40
+            assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+            assert whole.text.startswith(output.text)
+        with pytest.raises(EngineError, match="the device is gone"):
+            for delta in dying.stream(prompts, params):
+                assert delta.output.error is None
+        assert [output.token_ids for output in dying.generate(prompts, params)] == [output.token_ids for output in expected]
+        dying.control("check_integrity")
+    with pytest.raises(EngineError, match="closed"):
+        dying.generate("x")
+
+
+def test_a_dead_engine_leaves_no_memory_behind(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fragile(checkpoint, monkeypatch, deaths=1) as dying:
+        runners = [weakref.ref(found) for found in gc.get_objects() if type(found) is TorchModelRunner]
+        with pytest.raises(EngineError, match="the device is gone"):
+            dying.generate("The quick", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+        dying.flush_cache()
+        assert sum(ref() is None for ref in runners) == 1
+
+
 def test_wrong_configuration_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'tp'"):
         Engine(model="frame-tiny", tpp=2)
@@ -202,7 +257,10 @@ def test_two_ranks_in_processes_give_the_same_tokens(checkpoint: Path, engine: E
         assert two.generate("The quick", GREEDY).text == engine.generate("The quick", GREEDY).text
         two.control("check_integrity")
         deployment = two._session._deployment  # type: ignore[attr-defined]
+        family = [psutil.Process(pid) for pid in deployment.pids.values()]
         deployment.children["rank-1"].process.kill()
         with pytest.raises(EngineError, match=r"rank-1 process was killed by signal 9|rank 0 failed beside its followers"):
             while True:  # the first answers may end before the death is noticed
                 two.generate([[5] * 8], SamplingParams(max_tokens=200, ignore_eos=True))
+        assert two.generate("The quick", GREEDY).text == engine.generate("The quick", GREEDY).text  # by other processes
+        assert not any(child.is_running() for child in family)
