@@ -5,9 +5,9 @@ What the sampler needs from the host rides along in the same copy. Knows no requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
     from frame.core.staging import Staging
 
 TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
-# these by name -> tensors of the same lengths on the device
-Place = Callable[[Mapping[str, np.ndarray]], dict[str, torch.Tensor]]
+
+
+class Placement(Protocol):
+    """Where a step's tensors have to be that lie at addresses of their own."""
+
+    def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """`TOKEN_ARRAYS` by name -> tensors of the same lengths on the device."""
+        ...
+
+    def extensions(self, tokens: int) -> dict[type, Any]:
+        """Of a batch of so many tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +82,22 @@ class BatchBuilder:
         self._staging = staging
 
     def build(
-        self, batch: ScheduledBatch, counts: RowCounts, riders: Mapping[str, np.ndarray], place: Place | None = None
+        self, batch: ScheduledBatch, counts: RowCounts, riders: Mapping[str, np.ndarray], placement: Placement | None = None
     ) -> tuple[ForwardBatch, dict[str, torch.Tensor]]:
         """The batch on the device with its plan, and the `riders` (the sampler's arrays) as tensors under their names.
 
-        `riders` may not use the names of the batch's own fields. `place` brings what tokens have (`TOKEN_ARRAYS`) where it has to be.
+        `riders` may not use the names of the batch's own fields. `placement` brings what tokens have (`TOKEN_ARRAYS`) where it has to
+        be.
         """
         table = self.table
         if len(batch.new_pages):
             table.write_host(batch.new_pages)
         arrays = self._arrays(batch, counts)
-        placed = {} if place is None else place({name: arrays[name] for name in TOKEN_ARRAYS})
+        placed: dict[str, torch.Tensor] = {}
+        extensions: dict[type, Any] = {}
+        if placement is not None:
+            placed = placement.place({name: arrays[name] for name in TOKEN_ARRAYS})
+            extensions = placement.extensions(len(arrays["token_ids"]))
         others = {name: array for name, array in arrays.items() if name not in placed}
         tensors = self._put(batch, {**others, **riders}) | placed
         decodes = batch.num_decodes
@@ -95,6 +110,7 @@ class BatchBuilder:
             page_table=table.pages,
             kv=self.kv,
             host=HostView(batch.slots, batch.num_scheduled, arrays["seq_lens"], table.host_pages),
+            extensions=extensions,
             **fields,
         )
         return replace(forward, plan=self._backend.plan(forward)), tensors

@@ -184,7 +184,7 @@ class TorchModelRunner(ModelRunner):
         if graphs is None or counts.query_starts[-1] > graphs.most:
             forward_batch, tensors = self.builder.build(batch, counts, riders)
             return forward_batch, tensors, self.forward(forward_batch)
-        forward_batch, tensors = self.builder.build(batch, counts, riders, graphs.place)
+        forward_batch, tensors = self.builder.build(batch, counts, riders, graphs)
         return forward_batch, tensors, graphs.run(forward_batch)
 
     def _are_decodes(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend
-from frame.core.interfaces.batch import HostView
+from frame.core.interfaces.batch import AttentionOut, HostView
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec, LatentProjections
@@ -57,7 +57,7 @@ class PairedAttention(AttentionBackend):
             return backend.run(spec, q, k, v, half)
         first = batch.num_decodes
         decoded = self._decodes.run(spec, q[:first], k[:first], v[:first], halves.decodes)
-        return torch.cat((decoded, self._extends.run(spec, q[first:], k[first:], v[first:], halves.extends)))
+        return _joined(batch, decoded, self._extends.run(spec, q[first:], k[first:], v[first:], halves.extends))
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -69,13 +69,23 @@ class PairedAttention(AttentionBackend):
         first = batch.num_decodes
         decoded = self._decodes.run_mla(layer, q_nope[:first], q_rope[:first], latent[:first], halves.decodes)
         extended = self._extends.run_mla(layer, q_nope[first:], q_rope[first:], latent[first:], halves.extends)
-        return torch.cat((decoded, extended))
+        return _joined(batch, decoded, extended)
 
     def _only(self, halves: Halves) -> tuple[AttentionBackend, ForwardBatch]:
         if halves.decodes is not None:
             return self._decodes, halves.decodes
         assert halves.extends is not None  # a step has rows
         return self._extends, halves.extends
+
+
+def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) -> torch.Tensor:
+    """Both results as one, which they are already if both went to the batch's own place."""
+    place = batch.get(AttentionOut)
+    if place is not None:
+        own = place.tensor, place.tensor[len(decoded) :]
+        if (decoded.data_ptr(), extended.data_ptr()) == (own[0].data_ptr(), own[1].data_ptr()):
+            return place.tensor
+    return torch.cat((decoded, extended))
 
 
 def _decodes(batch: ForwardBatch) -> ForwardBatch:
@@ -90,6 +100,9 @@ def _extends(batch: ForwardBatch) -> ForwardBatch:
 
 def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.Tensor, num_decodes: int) -> ForwardBatch:
     host = batch.host
+    extensions = dict(batch.extensions)
+    if (place := batch.get(AttentionOut)) is not None:
+        extensions[AttentionOut] = place.part(tokens)
     return replace(
         batch,
         num_decodes=num_decodes,
@@ -101,4 +114,5 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
         query_lens=batch.query_lens[rows],
         query_starts=query_starts,
         host=HostView(host.slots[rows], host.query_lens[rows], host.seq_lens[rows], host.page_table),
+        extensions=extensions,
     )

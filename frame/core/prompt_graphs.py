@@ -20,7 +20,7 @@ import torch
 
 from frame.core.decode_graphs import StepInputs
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.batch import AttentionOut, ForwardBatch, HostView
 
 if TYPE_CHECKING:
     from frame.core.batch_builder import BatchBuilder
@@ -52,7 +52,9 @@ class _Attention:
 
     def run(self, batch: ForwardBatch, tokens: int) -> None:
         """Over the first `tokens` tokens; the result of the others stays what it was, which is finite."""
-        self.out[:tokens] = self.call(self.layer, *(operand[:tokens] for operand in self.operands), batch)
+        result = self.call(self.layer, *(operand[:tokens] for operand in self.operands), batch)
+        if result.data_ptr() != self.out.data_ptr():
+            self.out[:tokens] = result
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,12 @@ class PromptGraphs:
         tokens = len(arrays["token_ids"])
         self._inputs.write(arrays, self._sizes[self._smallest[tokens]])
         return {name: self._inputs.tensors[name][:tokens] for name in arrays}
+
+    def extensions(self, tokens: int) -> dict[type, Any]:
+        """Where attention leaves its results, if it can, and they are of one shape in all layers."""
+        if len(self._outs) != 1:
+            return {}
+        return {AttentionOut: AttentionOut(next(iter(self._outs.values()))[:tokens])}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """The hidden states of a batch whose tokens were placed; good until the next replay of any graph."""

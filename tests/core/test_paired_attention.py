@@ -12,6 +12,7 @@ import torch
 from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.core.interfaces.attention import AttentionBackend
+from frame.core.interfaces.batch import AttentionOut
 from frame.core.paired_attention import PairedAttention
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
@@ -99,3 +100,20 @@ def test_graphs_are_the_decode_backends() -> None:
     both.replay_plan(plan, other)
     assert decodes.replayed == [("captured", other)]
     assert extends.planned == extends.replayed == []
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_results_that_went_to_the_batches_own_place_are_not_joined_by_a_copy(width: int) -> None:
+    class Writes(Seen):
+        def run(self, spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any) -> torch.Tensor:
+            return AttentionOut.of(batch, q, 2, 8).copy_(q)
+
+    context = build_context("cpu", torch.float32, 4)
+    both = PairedAttention(Writes(context), Writes(context))
+    own = torch.zeros(10, 2, width)
+    batch = replace(batch_of(Rows.of([5, 9], [(3, 6), (0, 2)])), extensions={AttentionOut: AttentionOut(own)})
+    batch = planned(both, batch)
+    q = torch.randn(10, 2, 8)
+    found = both.run(None, q, q, q, batch)  # type: ignore[arg-type]
+    assert torch.equal(found, q)
+    assert (found.data_ptr() == own.data_ptr()) == (width == 8)

@@ -19,7 +19,7 @@ from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, Heads, Laten
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
 from frame.attention_backends.shared import dense, expand, key_places, may_wait
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
 EXPANDED_BYTES = 2 << 30  # latents that would expand to more than this stay absorbed
@@ -91,9 +91,9 @@ class FlashInferBackend(AttentionBackend):
         shape = Heads(*sizes, window, spec.soft_cap or 0.0, spec.scale, q.dtype, cache[0].dtype)
         plan = self._plan(spec, batch)
         if shape in plan.heads:
-            return _attend(plan, shape, spec, q, cache)
+            return _attend(batch, shape, spec, q, cache)
         with self._learning(shape, plan):
-            return _attend(plan, shape, spec, q, cache)
+            return _attend(batch, shape, spec, q, cache)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -110,7 +110,7 @@ class FlashInferBackend(AttentionBackend):
         if expanded is None:
             assert absorbed is not None  # a step has rows
             return _attend_absorbed(absorbed, layer, q_nope, q_rope, cached)
-        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+        out = AttentionOut.of(batch, q_nope, spec.num_heads, spec.v_head_dim)
         first = plan.num_decodes
         if absorbed is not None:
             out[:first] = _attend_absorbed(absorbed, layer, q_nope[:first], q_rope[:first], cached)
@@ -189,11 +189,12 @@ class FlashInferBackend(AttentionBackend):
             yield
 
 
-def _attend(plan: StepPlan, shape: Heads, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _attend(batch: ForwardBatch, shape: Heads, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    plan: StepPlan = batch.plan
     (decodes, extends), first = plan.heads[shape], plan.num_decodes
     scales = {} if shape.kv_dtype == shape.dtype else {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
     q = dense(q)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
     if decodes is not None:
         decodes.run(q[:first], cache, out=out[:first], **scales)
     if extends is not None:

@@ -18,7 +18,7 @@ from frame.attention_backends.triton.plan import StepPlan
 from frame.attention_backends.triton.prefixes import SharedPrefixes
 from frame.attention_backends.triton.tiles import Device, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
@@ -77,7 +77,7 @@ class TritonBackend(AttentionBackend):
             cached = Operands(q, None, cached_k, None, cached_v, page_size)
             if takes_own:
                 own = Operands(q, None, k, None, v, 0)
-        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+        out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
         self._launch(spec, cached, own, out, batch)
         return out
 
@@ -99,7 +99,7 @@ class TritonBackend(AttentionBackend):
             decoded = layer.unabsorb(attended)
             if absorbed == q_nope.shape[0]:
                 return decoded
-        out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+        out = AttentionOut.of(batch, q_nope, spec.num_heads, spec.v_head_dim)
         if decoded is not None:
             out[:absorbed] = decoded
         self._extend_expanded(layer, q_nope, q_rope, latent, cached, batch, out)

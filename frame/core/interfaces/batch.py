@@ -118,6 +118,27 @@ class TokenTypes:
     types: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOut:
+    """Extension of a batch: where `AttentionBackend.run` may leave its result, which saves a copy to there, [tokens, heads, v_head_dim]."""
+
+    tensor: torch.Tensor
+
+    @staticmethod
+    def of(batch: ForwardBatch, like: torch.Tensor, heads: int, width: int) -> torch.Tensor:
+        """The place for a result of the type of `like` and as many tokens, which is the batch's if that is of this shape, else new."""
+        shape = (like.shape[0], heads, width)
+        place = batch.extensions.get(AttentionOut)
+        if place is not None and place.tensor.shape == shape and place.tensor.dtype == like.dtype:
+            found: torch.Tensor = place.tensor
+            return found
+        return like.new_empty(shape)
+
+    def part(self, tokens: slice) -> AttentionOut:
+        """Of these tokens alone."""
+        return AttentionOut(self.tensor[tokens])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """The only thing that a model, a layer or a backend gets at run time. Device tensors, frozen after the build.
