@@ -1,19 +1,23 @@
 """Grammars by llguidance: JSON schema, any JSON object, regular expressions, EBNF (or its own Lark dialect), choices.
 
 A grammar is compiled in a fraction of a millisecond and its masks are computed as it goes, each under the library's own limits of
-work. Knows one tokenizer and one vocabulary.
+work. Choices and plain regular expressions are automata of our own instead, whose masks are kept. Knows one tokenizer and one vocabulary.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
+from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, TooMuchWorkError, Vocabulary
 from frame.plugins.grammars.options import GrammarOptions
+from frame.plugins.grammars.regular import Language
+from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
 from frame.plugins.grammars.sources import check_source, one_sentence
 
 if TYPE_CHECKING:
@@ -84,10 +88,22 @@ class LLGuidanceBackend(GrammarBackend):
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ()) if token < vocab_size]
         self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None)
         self._stops = frozenset(self._tokenizer.eos_tokens)
+        self._masks: Masks | None = None
+        self._lock = threading.Lock()  # while those are made
 
-    def compile(self, kind: str, source: str) -> LLCompiled:
+    def compile(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
+        if kind in ("regex", "choice"):
+            try:
+                return self._automaton(kind, source)
+            except (NotReadError, TooMuchWorkError):
+                pass  # the library knows more of the syntax, or says what is wrong with it
+            except (ValueError, RecursionError) as error:
+                raise ValueError(one_sentence(kind, str(error))) from error
+        return self._by_library(kind, source)
+
+    def _by_library(self, kind: str, source: str) -> LLCompiled:
         try:
             matcher = LLMatcher(self._tokenizer, self._translate(kind, source), log_level=0)
         except Exception as error:  # the translation from EBNF raises whatever it meets
@@ -100,6 +116,22 @@ class LLGuidanceBackend(GrammarBackend):
         if copy.is_stopped() and not copy.is_accepting():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
         return LLCompiled(matcher, source, self._stops)
+
+    def _automaton(self, kind: str, source: str) -> AutomatonCompiled:
+        language = Language()
+        if kind == "regex":
+            node = read(language, source)
+        else:
+            node = language.alt([literal(language, text) for text in json.loads(source)])
+        return AutomatonCompiled(language, node, self._loaded_masks(), lambda: self._by_library(kind, source).start())
+
+    def _loaded_masks(self) -> Masks:
+        with self._lock:
+            if self._masks is None:
+                tokenizer = self._tokenizer
+                texts = [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+                self._masks = Masks(Vocabulary(texts, self._stops, tokenizer.tokenize_bytes))
+            return self._masks
 
     def _translate(self, kind: str, source: str) -> str:
         if kind in ("json_schema", "json_object"):

@@ -1,0 +1,219 @@
+"""Grammars of regular languages as automata of our own: a state's mask is made once, for all requests of a grammar, and kept.
+
+A text that a state leaves no choice about is given in the tokenizer's own tokens. Knows one vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.vocabulary_tree import VocabularyTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from frame.core.interfaces.sampling import Grammar
+
+MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
+MOST_FORCED = 64  # bytes
+KEPT_BYTES = 32 << 20  # of masks
+
+
+class TooMuchWorkError(ValueError):
+    """A mask whose automaton is too large."""
+
+
+class Vocabulary:
+    """A tokenizer's tokens. `tokenize` splits bytes as the tokenizer would; `stops` end a text."""
+
+    def __init__(self, texts: Sequence[bytes], stops: frozenset[int], tokenize: Callable[[bytes], list[int]]) -> None:
+        self.tree = VocabularyTree(texts)
+        self.stops = stops
+        self.tokenize = tokenize
+
+
+class Masks:
+    """Masks by state, the latest that were used, up to a number of bytes."""
+
+    def __init__(self, vocabulary: Vocabulary, limit: int = KEPT_BYTES) -> None:
+        self.vocabulary = vocabulary
+        self._most = max(16, limit // (4 * vocabulary.tree.words))
+        self._kept: OrderedDict[Node, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, language: Language, node: Node) -> np.ndarray:
+        """The allowed tokens, int32 [words]; not to be written to. Raises ValueError where there are none, or they take too much work."""
+        language.forget()
+        state = language.clamp(node, self.vocabulary.tree.longest)
+        with self._lock:
+            found = self._kept.get(state)
+            if found is not None:
+                self._kept.move_to_end(state)
+                return found
+        found = self._make(language, state)
+        with self._lock:
+            self._kept[state] = found
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        return found
+
+    def _make(self, language: Language, state: Node) -> np.ndarray:
+        token = self._forced(language, state)
+        if token is not None:
+            mask = np.zeros(self.vocabulary.tree.words, np.int32)
+            mask.view(np.uint32)[token // 32] = 1 << token % 32
+            return mask
+        also = [*self.vocabulary.stops] if state.is_nullable else []
+        mask = self.vocabulary.tree.mask(1, _Walk(language, state).step, also)
+        if not mask.any():
+            raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
+        return mask
+
+    def _forced(self, language: Language, state: Node) -> int | None:
+        """The first token of the text that must follow, where the tokenizer would not join it with what comes after."""
+        text = bytearray()
+        while len(text) < MOST_FORCED and not state.is_nullable:
+            byte = only_byte(language, state)
+            if byte is None:
+                break
+            text.append(byte)
+            state = language.derive(state, byte)
+        if len(text) < 2:
+            return None
+        tokens = self.vocabulary.tokenize(bytes(text))
+        texts = self.vocabulary.tree.texts
+        if len(tokens) < 2 and state is not language.empty:  # the last may go on
+            return None
+        return tokens[0] if tokens and b"".join(texts[token] for token in tokens) == text else None
+
+
+class _Walk:
+    """The automaton from one state on, as numbers: 0 is the end of all, 1 the state."""
+
+    def __init__(self, language: Language, state: Node) -> None:
+        self._language = language
+        self._nodes = [language.none, state]
+        self._numbers = {language.none: 0, state: 1}
+        self._table = np.full(64 * 256, -1, np.intp)
+        self._table[:256] = 0
+        self._most_work = language.num_derived + MOST_WORK
+
+    def step(self, pairs: np.ndarray) -> np.ndarray:
+        """See `VocabularyTree.mask`."""
+        found = self._table.take(pairs)
+        unknown = np.flatnonzero(found < 0)
+        if unknown.size:
+            for pair in np.unique(pairs[unknown]).tolist():
+                self._work_out(pair)
+            found = self._table.take(pairs)
+        return found
+
+    def _work_out(self, pair: int) -> None:
+        if self._language.num_derived > self._most_work:
+            raise TooMuchWorkError("the grammar needs more work for a token than its backend allows; simplify it")
+        node = self._language.derive(self._nodes[pair // 256], pair % 256)
+        target = self._numbers.setdefault(node, len(self._nodes))
+        if target == len(self._nodes):
+            self._nodes.append(node)
+            if 256 * target == len(self._table):
+                self._table = np.concatenate((self._table, np.full_like(self._table, -1)))
+        self._table[pair] = target
+
+
+class AutomatonGrammar:
+    """One request's place in a regular language (`Grammar`). Where a mask is too much work another grammar takes over."""
+
+    def __init__(self, compiled: AutomatonCompiled) -> None:
+        self._compiled = compiled
+        self._tokens: list[int] = []
+        self._other: Grammar | None = None
+        self._language = compiled.language
+        self._node = compiled.node
+        self._masks = compiled.masks
+        self._is_ended = False
+
+    def fill(self, mask: np.ndarray) -> bool:
+        """See `Grammar.fill`; when the end was accepted everything is allowed."""
+        if self._other is not None:
+            return self._other.fill(mask)
+        if self._is_ended:
+            mask[...] = -1
+            return False
+        try:
+            mask[:] = self._masks.of(self._language, self._node)
+        except TooMuchWorkError:
+            self._compiled.is_hard = True
+            self._other = self._compiled.otherwise()
+            if not all(self._other.accept(token) for token in self._tokens):
+                raise
+            return self._other.fill(mask)
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        if self._other is not None:
+            return self._other.accept(token_id)
+        if self._is_ended:
+            return False
+        vocabulary = self._masks.vocabulary
+        if token_id in vocabulary.stops:
+            self._is_ended = self._node.is_nullable
+            return self._is_ended
+        text = vocabulary.tree.texts[token_id]
+        node = self._language.follow(self._node, text)
+        if node is self._language.none or not text:
+            return False
+        self._node = node
+        self._tokens.append(token_id)
+        return True
+
+    def is_finished(self) -> bool:
+        if self._other is not None:
+            return self._other.is_finished()
+        return self._is_ended or self._node is self._language.empty
+
+
+class AutomatonCompiled:
+    """A regular language, ready for any number of requests (`CompiledGrammar`). `otherwise` starts the same grammar by other means, for
+    masks that are too much work. Raises ValueError when the language has no text, TooMuchWorkError when its first mask is too much."""
+
+    def __init__(self, language: Language, node: Node, masks: Masks, otherwise: Callable[[], Grammar]) -> None:
+        if node is language.none:
+            raise ValueError("the grammar allows no text at all")
+        self.language = language
+        self.node = node
+        self.masks = masks
+        self.otherwise = otherwise
+        self.is_hard = False  # whether a mask of it was too much work
+        self.num_bytes = 1 << 20  # a guess: what states take; masks are the backend's
+        masks.of(language, node)
+
+    def start(self) -> Grammar:
+        return self.otherwise() if self.is_hard else AutomatonGrammar(self)
+
+
+def only_byte(language: Language, node: Node) -> int | None:
+    """The byte that every text of a node begins with."""
+    first = first_bytes(node)
+    return first.bit_length() - 1 if first and not first & (first - 1) else None
+
+
+def first_bytes(node: Node) -> int:
+    """The set of bytes that texts of a node begin with, as bits."""
+    found = 0
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        found |= each.members
+        if each.kind == "cat":
+            waiting.append(each.parts[0])
+            if each.parts[0].is_nullable:
+                waiting.append(each.parts[1])
+        else:
+            waiting.extend(each.parts)
+    return found

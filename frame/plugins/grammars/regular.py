@@ -1,0 +1,159 @@
+"""Regular languages over bytes, by derivatives: an expression is a state, and what may follow a byte is another (Brzozowski 1964).
+
+Counts stay numbers in the expression instead of copies of what is counted, and states whose counts differ beyond what one token can reach
+share a mask (`clamp`). Knows no syntax and no vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MOST_NODES = 60_000  # nodes and derivatives of one language, until all that are not in use are forgotten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """An expression. Made by a `Language`, where equal expressions are one object."""
+
+    kind: str  # "none": no text, "empty": the empty text, "bytes", "cat", "alt", "repeat"
+    members: int = 0  # of "bytes": bit b is set for byte b
+    parts: tuple[Node, ...] = ()  # of "cat": two; of "alt": two or more, in any order; of "repeat": one
+    least: int = 0
+    most: int | None = None  # of "repeat"; None: no bound
+    is_nullable: bool = False  # whether the empty text is one of its texts
+
+
+@dataclass(slots=True)
+class Language:
+    """Makes nodes, and their derivatives. Every node but `none` has a text."""
+
+    num_derived: int = 0  # how often a derivative was worked out
+    none: Node = field(default_factory=lambda: Node("none"))
+    empty: Node = field(default_factory=lambda: Node("empty", is_nullable=True))
+    _nodes: dict[tuple[object, ...], Node] = field(default_factory=dict)
+    _derivatives: dict[tuple[Node, int], Node] = field(default_factory=dict)
+    _clamped: dict[tuple[Node, int], Node] = field(default_factory=dict)
+
+    def one_byte(self, members: int) -> Node:
+        """One byte of a set."""
+        return self._node("bytes", members=members) if members else self.none
+
+    def cat(self, first: Node, second: Node) -> Node:
+        if first is self.none or second is self.none:
+            return self.none
+        if first is self.empty:
+            return second
+        if second is self.empty:
+            return first
+        spine = []  # to the right, so that equal sequences are equal
+        while first.kind == "cat":
+            spine.append(first.parts[0])
+            first = first.parts[1]
+        for part in (first, *reversed(spine)):
+            second = self._node("cat", (part, second), is_nullable=part.is_nullable and second.is_nullable)
+        return second
+
+    def alt(self, choices: Iterable[Node]) -> Node:
+        flat: dict[Node, None] = {}
+        members = 0
+        for choice in choices:
+            for part in choice.parts if choice.kind == "alt" else (choice,):
+                if part.kind == "bytes":
+                    members |= part.members
+                elif part is not self.none:
+                    flat[part] = None
+        if members:
+            flat[self.one_byte(members)] = None
+        if len(flat) < 2:
+            return next(iter(flat), self.none)
+        parts = tuple(sorted(flat, key=id))
+        return self._node("alt", parts, is_nullable=any(part.is_nullable for part in parts))
+
+    def repeat(self, part: Node, least: int, most: int | None) -> Node:
+        if part is self.none:
+            return self.none if least else self.empty
+        if part is self.empty or most == 0:
+            return self.empty
+        if least == most == 1:
+            return part
+        least = 0 if part.is_nullable else least
+        return self._node("repeat", (part,), least=least, most=most, is_nullable=least == 0)
+
+    def derive(self, node: Node, byte: int) -> Node:
+        """What may follow `byte`."""
+        key = node, byte
+        found = self._derivatives.get(key)
+        if found is None:
+            self.num_derived += 1
+            found = self._derive(node, byte)
+            self._derivatives[key] = found
+        return found
+
+    def follow(self, node: Node, text: bytes) -> Node:
+        """What may follow `text`."""
+        known = self._derivatives
+        for byte in text:
+            node = known.get((node, byte)) or self.derive(node, byte)
+        return node
+
+    def clamp(self, node: Node, longest: int) -> Node:
+        """A node that says the same of every text of up to `longest` bytes: whether it may begin so. Counts that such a text cannot come
+        near are cut down to one that it cannot reach."""
+        key = node, longest
+        found = self._clamped.get(key)
+        if found is None:
+            found = self._clamp(node, longest)
+            self._clamped[key] = found
+        return found
+
+    def forget(self) -> None:
+        """Drop what was found out, when it is much. Nodes in use stay good; equal ones made later are others."""
+        if len(self._nodes) + len(self._derivatives) > MOST_NODES:
+            self._nodes, self._derivatives, self._clamped = {}, {}, {}
+
+    def _node(
+        self,
+        kind: str,
+        parts: tuple[Node, ...] = (),
+        *,
+        members: int = 0,
+        least: int = 0,
+        most: int | None = None,
+        is_nullable: bool = False,
+    ) -> Node:
+        key = (kind, members, parts, least, most)
+        return self._nodes.setdefault(key, Node(kind, members, parts, least, most, is_nullable))
+
+    def _derive(self, node: Node, byte: int) -> Node:
+        if node.kind == "bytes":
+            return self.empty if node.members >> byte & 1 else self.none
+        if node.kind == "cat":
+            first, second = node.parts
+            found = self.cat(self.derive(first, byte), second)
+            return self.alt((found, self.derive(second, byte))) if first.is_nullable else found
+        if node.kind == "alt":
+            return self.alt([self.derive(part, byte) for part in node.parts])
+        if node.kind == "repeat":
+            part = node.parts[0]
+            rest = self.repeat(part, max(0, node.least - 1), None if node.most is None else node.most - 1)
+            return self.cat(self.derive(part, byte), rest)
+        return self.none
+
+    def _clamp(self, node: Node, longest: int) -> Node:
+        if node.kind == "cat":
+            spine = []
+            while node.kind == "cat" and (node, longest) not in self._clamped:
+                spine.append(node)
+                node = node.parts[1]
+            found = self.clamp(node, longest)
+            for each in reversed(spine):  # not by calls, of which a long text would need too many
+                found = self._clamped[each, longest] = self.cat(self.clamp(each.parts[0], longest), found)
+            return found
+        if node.kind == "alt":
+            return self.alt([self.clamp(part, longest) for part in node.parts])
+        if node.kind == "repeat":
+            far = longest + 1
+            most = None if node.most is None else min(node.most, far)
+            return self.repeat(self.clamp(node.parts[0], longest), min(node.least, far), most)
+        return node

@@ -1,0 +1,233 @@
+"""The syntax of regular expressions, as far as every dialect means the same by it, into `Language` nodes over UTF-8.
+
+What is read: literals, escapes of punctuation and of control characters, `.`, classes, groups, `|`, `* + ? {m,n}` (lazy ones too), `^`
+and `$` around the whole. All else (look-around, references, flags, `\\p`, word boundaries, negated shorthands) is `NotReadError`.
+Knows no vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from frame.plugins.grammars.regular import Language, Node
+
+MOST_COUNT = 1_000_000
+MOST_DEPTH = 100
+MOST_LENGTH = 10_000  # characters; longer expressions are left to others
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+
+Ranges = list[tuple[int, int]]  # of code points, both ends in
+
+DIGITS: Ranges = [(48, 57)]
+WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
+SPACE: Ranges = [(9, 10), (12, 13), (32, 32)]
+SHORTHANDS = {"d": DIGITS, "w": WORD, "s": SPACE}
+CONTROLS = {"n": 10, "r": 13, "t": 9}
+PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~ ")
+
+
+class NotReadError(ValueError):
+    """An expression with something in it that this reader leaves to others."""
+
+
+def read(language: Language, pattern: str) -> Node:
+    """The texts that the expression matches as a whole. Raises NotReadError."""
+    if len(pattern) > MOST_LENGTH:
+        raise NotReadError(f"more than {MOST_LENGTH} characters")
+    reader = _Reader(language, pattern)
+    node = reader.alternatives(0)
+    if reader.at != len(pattern):
+        raise NotReadError(f"{pattern[reader.at]!r} at {reader.at}")
+    return node
+
+
+def literal(language: Language, text: str) -> Node:
+    """One text. Raises NotReadError for a long one."""
+    if len(text) > MOST_LENGTH:
+        raise NotReadError(f"more than {MOST_LENGTH} characters")
+    node = language.empty
+    for byte in reversed(text.encode()):
+        node = language.cat(language.one_byte(1 << byte), node)
+    return node
+
+
+def characters(language: Language, ranges: Ranges) -> Node:
+    """One character of these ranges, as UTF-8."""
+    sequences = [sequence for low, high in ranges for sequence in _sequences(low, high)]
+    return language.alt(_sequence(language, sequence) for sequence in sequences)
+
+
+def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """All other characters."""
+    found, start = [], 0
+    for low, high in sorted([*ranges, SURROGATES]):
+        if start < low:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*found, (start, LAST)] if start <= LAST else found
+
+
+class _Reader:
+    """Recursive descent; `at` is the next character's place."""
+
+    def __init__(self, language: Language, pattern: str) -> None:
+        self.at = 0
+        self._language = language
+        self._pattern = pattern
+
+    def alternatives(self, depth: int) -> Node:
+        if depth > MOST_DEPTH:
+            raise NotReadError(f"more than {MOST_DEPTH} groups in each other")
+        choices = [self._sequence(depth)]
+        while self._take("|"):
+            choices.append(self._sequence(depth))
+        if len(choices) > 1 and self._is_anchored():
+            raise NotReadError("an anchor and alternatives without a group around them")
+        return self._language.alt(choices)
+
+    def _is_anchored(self) -> bool:
+        return self._pattern.startswith("^") or self._pattern.endswith("$")
+
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        while self.at < len(self._pattern) and self._pattern[self.at] not in "|)":
+            parts.append(self._quantified(self._atom(depth)))
+        node = self._language.empty
+        for part in reversed(parts):
+            node = self._language.cat(part, node)
+        return node
+
+    def _atom(self, depth: int) -> Node:
+        char = self._next()
+        if char == "(":
+            if self._take("?"):
+                self._expect(":")
+            node = self.alternatives(depth + 1)
+            self._expect(")")
+            return node
+        if char == "[":
+            return characters(self._language, self._class())
+        if char == ".":
+            return characters(self._language, complement([(10, 10)]))
+        if char == "\\":
+            escaped = self._escape()
+            return characters(self._language, escaped if isinstance(escaped, list) else [(escaped, escaped)])
+        if (char == "^" and self.at == 1) or (char == "$" and self.at == len(self._pattern)):
+            return self._language.empty
+        if char in "*+?{}]^$":
+            raise NotReadError(f"{char!r} at {self.at - 1}")
+        return literal(self._language, char)
+
+    def _quantified(self, node: Node) -> Node:
+        char = self._pattern[self.at : self.at + 1]
+        if char not in ("*", "+", "?", "{"):
+            return node
+        self.at += 1
+        least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
+        self._take("?")  # lazy: which match is found first is no matter here
+        if self._pattern[self.at : self.at + 1] in ("*", "+", "?", "{"):
+            raise NotReadError(f"a quantifier of a quantifier at {self.at}")
+        return self._language.repeat(node, least, most)
+
+    def _counts(self) -> tuple[int, int | None]:
+        least = self._number()
+        most: int | None = least
+        if self._take(","):
+            most = None if self._pattern[self.at : self.at + 1] == "}" else self._number()
+        self._expect("}")
+        if most is not None and most < least:
+            raise NotReadError("counts in the wrong order")
+        return least, most
+
+    def _number(self) -> int:
+        start = self.at
+        while self._pattern[self.at : self.at + 1] in tuple("0123456789"):
+            self.at += 1
+        digits = self._pattern[start : self.at]
+        if not digits or len(digits) > 7 or int(digits) > MOST_COUNT:
+            raise NotReadError(f"no count at {start}")
+        return int(digits)
+
+    def _class(self) -> Ranges:
+        is_negated = self._take("^")
+        found: Ranges = []
+        while not self._take("]"):
+            low = self._class_member()
+            if isinstance(low, list):
+                found += low
+                continue
+            high: int | Ranges = low
+            if self._pattern[self.at : self.at + 1] == "-" and self._pattern[self.at + 1 : self.at + 2] != "]":
+                self.at += 1
+                high = self._class_member()
+            if isinstance(high, list) or high < low:
+                raise NotReadError(f"no range at {self.at}")
+            parts = ((low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high))  # those are no characters
+            found += [part for part in parts if part[0] <= part[1]] if low < SURROGATES[0] <= high else [(low, high)]
+        if not found:
+            raise NotReadError("an empty class")
+        return complement(found) if is_negated else found
+
+    def _class_member(self) -> int | Ranges:
+        char = self._next()
+        if char == "\\":
+            return self._escape()
+        if char == "[" or self._pattern[self.at - 1 : self.at + 1] in ("&&", "--", "~~"):  # set operations of some dialects
+            raise NotReadError(f"{char!r} in a class")
+        return ord(char)
+
+    def _escape(self) -> int | Ranges:
+        char = self._next()
+        if char in SHORTHANDS:
+            return list(SHORTHANDS[char])
+        if char in CONTROLS:
+            return CONTROLS[char]
+        if char in PUNCTUATION:
+            return ord(char)
+        if char in ("x", "u"):
+            digits = self._pattern[self.at : self.at + (2 if char == "x" else 4)]
+            self.at += len(digits)
+            if len(digits) == (2 if char == "x" else 4) and all(digit in "0123456789abcdefABCDEF" for digit in digits):
+                code = int(digits, 16)
+                if not SURROGATES[0] <= code <= SURROGATES[1]:
+                    return code
+        raise NotReadError(f"the escape \\{char}")
+
+    def _next(self) -> str:
+        if self.at >= len(self._pattern):
+            raise NotReadError("it ends too early")
+        self.at += 1
+        return self._pattern[self.at - 1]
+
+    def _take(self, char: str) -> bool:
+        found = self._pattern[self.at : self.at + 1] == char
+        self.at += found
+        return found
+
+    def _expect(self, char: str) -> None:
+        if not self._take(char):
+            raise NotReadError(f"{char!r} is missing at {self.at}")
+
+
+def _sequence(language: Language, ranges: list[tuple[int, int]]) -> Node:
+    node = language.empty
+    for low, high in reversed(ranges):
+        node = language.cat(language.one_byte((1 << (high + 1)) - (1 << low)), node)
+    return node
+
+
+def _sequences(low: int, high: int) -> list[list[tuple[int, int]]]:
+    """Ranges of code points as sequences of ranges of bytes, as UTF-8 has them."""
+    for edge in (0x7F, 0x7FF, 0xFFFF):
+        if low <= edge < high:
+            return _sequences(low, edge) + _sequences(edge + 1, high)
+    first, last = chr(low).encode(), chr(high).encode()
+    for i in range(1, len(first)):
+        rest = (1 << (6 * i)) - 1  # what the last i bytes count
+        if (low & ~rest) != (high & ~rest):
+            if low & rest:
+                return _sequences(low, low | rest) + _sequences((low | rest) + 1, high)
+            if high & rest != rest:
+                return _sequences(low, (high & ~rest) - 1) + _sequences(high & ~rest, high)
+    return [list(zip(first, last, strict=True))]

@@ -1,0 +1,174 @@
+"""Automata of our own: their texts are those of Python's expressions, and their masks say of every token what a text says of itself."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+
+from frame.core.grammar_masks import advance
+from frame.core.interfaces.sampling import Grammar
+from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, TooMuchWorkError, Vocabulary, only_byte
+from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.regular_syntax import NotReadError, complement, literal, read
+from tests.core.scripted_grammar import Script
+from tests.plugins.grammars import random_grammars
+
+CHARS = "ab01 .-é€😀\n"
+PIECES = [
+    *("a", "b", "[a-b]", "[^a]", ".", "é", "[à-ü€]", r"\d", r"\w", r"\s", r"[\d.\-]", r"\.", "(?:ab)", "(a|b0)", "[^\\n€-😀]"),
+    *(r"\x61", r"\u00e9"),
+]  # fmt: skip
+
+
+def expression(rng: random.Random, depth: int = 0) -> str:
+    if depth == 3 or rng.random() < 0.4:
+        return rng.choice(PIECES)
+    parts = [expression(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+    text = f"({'|'.join(parts)})" if rng.random() < 0.4 else f"(?:{''.join(parts)})"
+    low = rng.randint(0, 3)
+    return text + rng.choice(["", "", "*", "+", "?", f"{{{low}}}", f"{{{low},}}", f"{{{low},{low + rng.randint(0, 2)}}}", "*?"])
+
+
+def matches(language: Language, node: Node, text: str) -> bool:
+    return language.follow(node, text.encode()).is_nullable
+
+
+def some_text(rng: random.Random, language: Language, node: Node) -> str:
+    """A text that the automaton takes, as it says itself."""
+    found = bytearray()
+    for _ in range(60):
+        if node.is_nullable and rng.random() < 0.3:
+            break
+        bytes_ = [byte for byte in range(256) if language.derive(node, byte) is not language.none]
+        if not bytes_:
+            break
+        found.append(rng.choice(bytes_))
+        node = language.derive(node, found[-1])
+    return found.decode(errors="replace") if node.is_nullable else ""
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_texts_are_those_of_the_expression(count: int) -> None:
+    rng = random.Random(0)
+    matched = 0
+    for i in range(count):
+        pattern = random_grammars.regex(i) if i % 3 == 0 else expression(rng)
+        language = Language()
+        node = read(language, pattern)
+        compiled = re.compile(pattern, re.ASCII)
+        texts = ["".join(rng.choice(CHARS) for _ in range(rng.randint(0, 8))) for _ in range(10)]
+        for text in [*texts, some_text(rng, language, node), some_text(rng, language, node)]:
+            expected = compiled.fullmatch(text) is not None
+            assert matches(language, node, text) == expected, (pattern, text)
+            matched += expected
+            clamped = language.clamp(node, len(text.encode()))
+            assert matches(language, clamped, text) == expected, (pattern, text)
+    assert matched > count / 2
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?=a)", "(?i)a", r"\1", r"\bx", r"\p{L}", r"\D", "a**", "a{2", "a{3,2}", "(a", "a)", "[a", "[b-a]", "^a|b", "a$b", "a^",
+     "[[:alpha:]]", "[a&&b]", "*a", "\\", "[]", "(?P<n>a)", "a{9999999}", "(" * 200 + ")" * 200, r"\ud800", "x" * 20_000],
+)  # fmt: skip
+def test_what_dialects_differ_in_is_left_to_others(pattern: str) -> None:
+    with pytest.raises(NotReadError):
+        read(Language(), pattern)
+
+
+def vocabulary(rng: random.Random) -> Vocabulary:
+    words = {"".join(rng.choice("ab01 .-") for _ in range(rng.randint(2, 7))).encode() for _ in range(300)}
+    texts = [b"", *(bytes([i]) for i in range(256)), *sorted(words), "é".encode(), b"\x98\x80a", b"a", b""]
+    by_text = {text: i for i, text in reversed(list(enumerate(texts)))}
+
+    def tokenize(data: bytes) -> list[int]:
+        found = []
+        while data:
+            longest = max(end for end in range(1, len(data) + 1) if data[:end] in by_text)
+            found.append(by_text[data[:longest]])
+            data = data[longest:]
+        return found
+
+    return Vocabulary(texts, frozenset([0]), tokenize)
+
+
+def otherwise() -> Grammar:
+    raise AssertionError("it is little work")
+
+
+def test_masks_hold_the_tokens_that_can_go_on() -> None:
+    rng = random.Random(1)
+    known = vocabulary(rng)
+    texts = known.tree.texts
+    masks = Masks(known, limit=0)  # few are kept
+    mask = np.empty(known.tree.words, np.int32)
+    forced = 0
+    for i in range(60):
+        language = Language()
+        compiled = AutomatonCompiled(language, read(language, expression(rng) + "[ab]{2,30}" * (i % 2)), masks, otherwise)
+        grammar, node = compiled.start(), compiled.node
+        for _ in range(12):
+            assert grammar.fill(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            free = [t for t, text in enumerate(texts) if text and language.follow(node, text) is not language.none]
+            if len(allowed) == 1 and len(free) > 1:
+                forced += 1
+                assert allowed[0] in free and only_byte(language, node) == texts[allowed[0]][0]
+            else:
+                assert allowed == [0] * node.is_nullable + free
+            refused = rng.randrange(1, len(texts))
+            assert refused in free or not grammar.accept(refused)
+            token = rng.choice(allowed)
+            is_finished, error = advance(grammar, token)
+            assert not error
+            if is_finished:
+                break
+            node = language.follow(node, texts[token])
+    assert forced > 5 and len(masks._kept) == 16
+
+
+def test_counts_share_masks_and_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = vocabulary(random.Random(2))
+    language, masks = Language(), Masks(known)
+    grammar = AutomatonCompiled(language, read(language, "(a+ ){2,4000}b"), masks, otherwise).start()
+    mask, seen = np.empty(known.tree.words, np.int32), []
+    a, space = (next(i for i, text in enumerate(known.tree.texts) if text == each) for each in (b"a", b" "))
+    for round_ in range(3):
+        monkeypatch.setattr("frame.plugins.grammars.regular.MOST_NODES", 60_000 if round_ < 2 else 0)
+        for token in [a, a, space] * 300:
+            assert grammar.accept(token) and grammar.fill(mask)
+            seen.append(mask.tobytes())
+        if round_ == 1:
+            assert len(masks._kept) < 12
+    assert len(set(seen[30:])) == 2
+
+
+def test_work_is_bounded() -> None:
+    known = vocabulary(random.Random(3))
+    language = Language()
+    assert complement([(0, 0x10FFFF)]) == []
+    with pytest.raises(ValueError, match="no text at all"):
+        AutomatonCompiled(language, language.none, Masks(known), otherwise)
+    long = AutomatonCompiled(language, literal(language, "ab" * 4000), Masks(known), otherwise).start()
+    mask = np.empty(known.tree.words, np.int32)
+    assert long.fill(mask) and np.unpackbits(mask.view(np.uint8)).sum() == 1
+    deep = language.repeat(literal(language, "ab" * 2000), 3, 3)
+    assert AutomatonCompiled(language, deep, Masks(known), otherwise).start().fill(mask)
+
+
+def test_too_much_work_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, language = vocabulary(random.Random(4)), Language()
+    compiled = AutomatonCompiled(language, read(language, "[ab]{2}[ab]*a[ab]{20}"), Masks(known), lambda: Script([1] * 9, 300))
+    grammar = compiled.start()
+    a, mask = known.tree.texts.index(b"a"), np.empty(known.tree.words, np.int32)
+    assert grammar.fill(mask) and grammar.accept(a) and grammar.fill(mask)
+    monkeypatch.setattr("frame.plugins.grammars.automaton.MOST_WORK", 20)
+    monkeypatch.setattr(Script, "accept", lambda self, token: self.taken.append(token) is None)
+    assert grammar.accept(a) and grammar.fill(mask)
+    assert not grammar.is_finished() and np.unpackbits(mask.view(np.uint8)).sum() == 1
+    assert isinstance(compiled.start(), Script) and isinstance(grammar._other, Script) and grammar._other.taken == [a, a]
+    with pytest.raises(TooMuchWorkError, match="more work"):
+        AutomatonCompiled(Language(), read(language, "[ab]*a[ab]{21}"), Masks(known), otherwise)
