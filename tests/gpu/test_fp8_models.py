@@ -22,8 +22,10 @@ PROMPTS = [[(7 * place + 13 * row) % 350 + 6 for place in range(length)] for row
 def prompt_logprobs(folder: Path, **settings: Any) -> torch.Tensor:
     """Of all prompts' own tokens, [tokens]; then decodes, which have to end."""
     keys: dict[str, Any] = {"max_total_tokens": 4096, "max_model_len": 256, "skip_tokenizer_init": True, "dtype": "bfloat16"}
-    keys |= {"attention_backend": "triton"}
-    with Engine(model=str(folder), device=settings.pop("device", "cuda"), **keys, **settings) as engine:
+    device = settings.pop("device", "cuda")
+    if device == "cuda":
+        keys |= {"attention_backend": "triton"}
+    with Engine(model=str(folder), device=device, **keys, **settings) as engine:
         outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=0, logprobs=0))
         assert all(len(output.token_ids) == 8 for output in outputs)
     found = [number for output in outputs for number in output.prompt_logprobs.logprobs[1:]]

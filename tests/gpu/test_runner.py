@@ -55,13 +55,13 @@ EVERYTHING = [
 ]
 
 
-def make_loop(device, overlap=True, chunk=512, tokens=16_384, dtype="float32", backend="torch_native", graphs=0):
+def make_loop(device, overlap=True, chunk=512, tokens=16_384, dtype="float32"):
     config = {
         "model": {"path": str(find_model(EMBEDDED)), "dtype": dtype},
         "cache": {"page_size": 16, "max_total_tokens": tokens},
         "scheduler": {"max_running_requests": ROWS, "chunked_prefill_size": chunk, "overlap": overlap},
-        "execution": {"device": device, "cuda_graph_max_bs": graphs},
-        "attention": {"backend": backend},
+        "execution": {"device": device},
+        "attention": {"backend": "torch_native"},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
@@ -89,15 +89,6 @@ def test_tokens_are_those_of_the_cpu(on_cpu, overlap, chunk, tokens):
         outputs = loop.generate(PROMPTS, params)
         same = sum(a == b for a, b in zip(outputs, expected, strict=True))
         assert same >= ROWS - 1  # rounding may tip one choice between two tokens
-    loop.scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("graphs", [0, ROWS])
-def test_triton_in_float32_gives_the_tokens_of_the_cpu(on_cpu, graphs):
-    loop = make_loop("cuda", backend="triton", graphs=graphs)
-    for expected, params in zip(on_cpu, (GREEDY, EVERYTHING), strict=True):
-        outputs = loop.generate(PROMPTS, params)
-        assert sum(a == b for a, b in zip(outputs, expected, strict=True)) >= ROWS - 1
     loop.scheduler.check_integrity()
 
 
