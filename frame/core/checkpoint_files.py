@@ -1,4 +1,4 @@
-"""A checkpoint folder as a stream of (name, lazily sliced tensor): safetensors by index or single, `.bin` and `.pt` without unpickling.
+"""A checkpoint folder as a stream of (name, lazily sliced tensor): safetensors by index or single. Pickled weights are refused, unread.
 
 Files are mmapped; a tensor is read only as far as it is sliced. For a GPU the tensors that are known to be wanted are read ahead instead
 (`Ahead`). Every file is checked before the first tensor is given out.
@@ -7,7 +7,6 @@ Files are mmapped; a tensor is read only as far as it is sliced. For a GPU the t
 from __future__ import annotations
 
 import contextlib
-import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import LazyTensor
 from frame.core.weight_stream import WeightStream, read_places
 
-LAYOUTS = {  # load format -> (index of shards, single files), first that is there
-    "safetensors": ("model.safetensors.index.json", ("model.safetensors", "*.safetensors")),
-    "pt": ("pytorch_model.bin.index.json", ("pytorch_model.bin", "*.bin", "*.pt")),
-}
+INDEX = "model.safetensors.index.json"
+SINGLE = ("model.safetensors", "*.safetensors")  # without an index, the first that is there
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class FileTensor:
@@ -67,23 +65,20 @@ class AheadTensor:
         return self._file[index]
 
 
-def read_weights(
-    folder: Path, load_format: str = "auto", progress: bool = False, ahead: Ahead | None = None
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Stream the tensors of a checkpoint folder, file by file. `load_format`: auto, safetensors or pt.
+def read_weights(folder: Path, progress: bool = False, ahead: Ahead | None = None) -> Iterator[tuple[str, LazyTensor]]:
+    """Stream the tensors of a checkpoint folder, file by file. With `ahead`, they come from its device.
 
-    With `ahead`, those of safetensors come from its device. Raises CheckpointError before the first tensor when a file is missing or
-    damaged.
+    Raises CheckpointError before the first tensor when a file is missing, damaged or pickled.
     """
-    kind, files, named = find_files(folder, load_format)
+    files, named = find_files(folder)
     with contextlib.ExitStack() as stack:
-        readers = [_open_safetensors(file, stack) if kind == "safetensors" else _open_pickled(file) for file in files]
+        readers = [_open_safetensors(file, stack) for file in files]
         if missing := sorted(set(named) - {name for reader in readers for name in reader}):
             many = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"the index of {folder} names {missing[0]}{many}, which no file holds: download the checkpoint again.")
         with _bar(sum(map(len, readers)), progress and sys.stderr.isatty()) as advance:
             for file, reader in zip(files, readers, strict=True):
-                source = _made(reader) if ahead is None or kind != "safetensors" else _read_ahead(file, reader, ahead)
+                source = _made(reader) if ahead is None else _read_ahead(file, reader, ahead)
                 for name, tensor in source:
                     yield name, tensor
                     advance()
@@ -105,23 +100,25 @@ def _read_ahead(file: Path, reader: dict[str, Any], ahead: Ahead) -> Iterator[tu
             yield name, AheadTensor(make(), ahead.rows[name], next(values)) if name in ahead.rows else make()
 
 
-def find_files(folder: Path, load_format: str) -> tuple[str, list[Path], list[str]]:
-    """(kind, files in order, tensor names that the index promises). Raises CheckpointError when there are none or a shard is missing."""
-    for kind, (index_name, patterns) in LAYOUTS.items():
-        if load_format not in ("auto", kind):
-            continue
-        index = folder / index_name
-        if index.is_file():
-            names, shards = _read_index(index)
-            for shard in shards:
-                if not (folder / shard).is_file():
-                    raise CheckpointError(f"{shard} is named in {index} but is not there: download the checkpoint again.")
-            return kind, [folder / shard for shard in shards], names
-        for pattern in patterns:
-            if files := sorted(folder.glob(pattern)):
-                return kind, files, []
-    wanted = "safetensors or .bin" if load_format == "auto" else load_format
-    raise CheckpointError(f"{folder} holds no {wanted} weights: check model.path, or set model.load_format: dummy for random ones.")
+def find_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """(files in order, tensor names that the index promises). Raises CheckpointError when there are none or a shard is missing."""
+    index = folder / INDEX
+    if index.is_file():
+        names, shards = _read_index(index)
+        for shard in shards:
+            if not (folder / shard).is_file():
+                raise CheckpointError(f"{shard} is named in {index} but is not there: download the checkpoint again.")
+        return [folder / shard for shard in shards], names
+    for pattern in SINGLE:
+        if files := sorted(folder.glob(pattern)):
+            return files, []
+    for pattern in PICKLED:
+        if files := sorted(folder.glob(pattern)):
+            raise CheckpointError(
+                f"{files[0]} holds pickled weights, which are programs as much as data and are not loaded: convert them to safetensors"
+                " (docs/security.md says how), or download the checkpoint in that form."
+            )
+    raise CheckpointError(f"{folder} holds no safetensors weights: check model.path, or set model.load_format: dummy for random ones.")
 
 
 def _read_index(index: Path) -> tuple[list[str], list[str]]:
@@ -153,25 +150,6 @@ class _Maker:
 
     def __call__(self) -> LazyTensor:
         return FileTensor(self.file, self.name)
-
-
-def _open_pickled(path: Path) -> dict[str, Any]:
-    """Tensors of a torch file; anything in it that is no tensor, number or container is refused, not run."""
-    try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than tensors and is not loaded: convert it to safetensors.") from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged: download it again.") from error
-    tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
-    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{path} is not a dictionary of tensors: convert it to safetensors.")
-    return {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
 
 
 @contextlib.contextmanager

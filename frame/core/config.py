@@ -15,7 +15,7 @@ from frame.core.interfaces.model import PoolingMode, Task
 
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
-LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 TYPE_ALIASES: dict[str, str] = {
@@ -99,9 +99,7 @@ class ModelSection(Section):
         (), "For model.task classify of a language model: the tokens whose logits count, the wanted one last.", flag="label-tokens"
     )
     dtype: Annotated[DType | None, Auto, TypeName] = setting(None, "Computing type of weights and activations.", flag="dtype")
-    load_format: LoadFormat = setting(
-        "auto", "Where weights come from: safetensors, pt (weights_only), dummy (random).", flag="load-format"
-    )
+    load_format: LoadFormat = setting("auto", "Where weights come from: safetensors (auto too), dummy (random).", flag="load-format")
     quantization: Annotated[str | None, Auto] = setting(None, "Quantization method, by plugin name; `none` for plain.", flag="quantization")
     trust_remote_code: bool = setting(False, "Run Python code that a checkpoint brings.", flag="trust-remote-code")
     max_context: Annotated[int | None, Auto] = setting(None, "Longest prompt plus output, in tokens.", flag="max-model-len", ge=1)

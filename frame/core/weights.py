@@ -40,7 +40,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where numbers come from: `load_format` auto, safetensors, pt (all of `folder`) or dummy (drawn from `seed`)."""
+    """Where numbers come from: `load_format` auto, safetensors (both of `folder`) or dummy (drawn from `seed`)."""
 
     folder: Path
     load_format: str = "auto"
@@ -76,7 +76,7 @@ def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None
         weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed, *_place_of_numbers(model))
         where = "the random checkpoint"
     else:
-        weights = read_weights(source.folder, source.load_format, progress, _ahead(model))
+        weights = read_weights(source.folder, progress, _ahead(model))
         where = str(source.folder)
     loaded = model.load_weights(weights)  # type: ignore[operator]
     missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
