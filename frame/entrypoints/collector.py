@@ -60,16 +60,24 @@ class Collected:
 
 
 class Job:
-    """All sequences of one call. `on_delta` (streaming) and `on_done` are called in the thread of the messages."""
+    """All sequences of one call. `on_delta` (streaming) and `on_done` are called in the thread of the messages. A job that is done with
+    some sequences still `open` has lost its engine, and may be added to another one's collector."""
 
     def __init__(self, on_done: Callable[[], None], on_delta: Callable[[Delta], None] | None = None) -> None:
         self.sequences: list[Collected] = []
         self.prompts: list[list[int]] = []  # one a sequence
         self.segments: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
         self.open = 0
-        self.collector: Collector | None = None  # where it was added
+        self.collector: Collector | None = None  # where it was added last
+        self.deaths = 0  # of engines, under this job
+        self.is_stopped = False  # nobody waits for it any more
         self.on_done = on_done
         self.on_delta = on_delta
+
+    @property
+    def running(self) -> list[Collected]:
+        """The sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.output.finish_reason is None]
 
 
 class Collector:
@@ -85,14 +93,18 @@ class Collector:
 
     def add(self, job: Job) -> None:
         """Begin to listen for a job's sequences. Raises RuntimeError when the engine is dead."""
-        for sequence in job.sequences:
-            if self.detokenizer is not None and (sequence.params.stop or job.on_delta is not None):
+        running = job.running
+        for sequence in running:
+            if not sequence.output.token_ids:  # those of a part of the prompt; all come again
+                sequence.output.prompt_logprobs = None
+            wants_text = bool(sequence.params.stop) or job.on_delta is not None
+            if self.detokenizer is not None and wants_text and sequence.stream is None:
                 sequence.stream = self.detokenizer.stream(sequence.params, sequence.prompt_tail)
         with self._lock:
             if self.dead is not None:
                 raise RuntimeError(self.dead)
-            job.open, job.collector = len(job.sequences), self
-            self._sequences.update((sequence.rid, sequence) for sequence in job.sequences)
+            job.open, job.collector = len(running), self
+            self._sequences.update((sequence.rid, sequence) for sequence in running)
         if not job.open:
             job.on_done()
 
@@ -155,12 +167,12 @@ class Collector:
                 job.on_done()
 
     def fail(self, error: str) -> None:
-        """The engine is gone: every sequence ends with this error."""
+        """The engine is gone: jobs are told, commands fail. Sequences stay as they are."""
         with self._lock:
             self.dead = self.dead or error
             left, self._sequences = list(self._sequences.values()), {}
-        for sequence in left:
-            self._step(sequence, [], Finish("error", None, error))
+        for job in {id(sequence.job): sequence.job for sequence in left}.values():
+            job.on_done()
         replies, self._replies = self._replies, {}
         for name, on_reply in replies.items():
             on_reply(ControlReply(id=name, ok=False, error=error))

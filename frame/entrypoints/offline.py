@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import numpy as np
 
-from frame.core.messages import Abort, Control, ControlReply, Generate, Message
+from frame.core.messages import Abort, Control, ControlReply, Generate
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.collector import Collected, Delta, Job, Output, grouped
 from frame.entrypoints.limits import InvalidRequestError, check_request, sibling
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
+MOST_DEATHS = 3  # of engines, under one call
 
 
 class Engine:
@@ -44,8 +45,8 @@ class Engine:
 
     Prompts are a string, a list of token ids, chat messages (a list of dicts), or a list of any of these. Parameters are one for all or
     one a prompt. A list in gives a list out, in order. Raises InvalidRequestError (ValueError) before anything runs when a prompt or a
-    parameter cannot be served, EngineError when the engine dies; its `outputs` are as far as they came, and the next call starts another
-    engine.
+    parameter cannot be served. When the engine dies, another one is started and the call goes on where it was; EngineError when that
+    does not help: its `outputs` are as far as they came.
     """
 
     def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
@@ -79,11 +80,7 @@ class Engine:
         """Run to the end; `Output`, or a list of them for a list of prompts."""
         done = threading.Event()
         job, counts, is_single = self._job(prompts, params, Job(done.set))
-        try:
-            self._start(job)
-            done.wait()
-        finally:
-            self._stop(job)
+        self._run(job, done)
         return self._results(job, counts, is_single)
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
@@ -93,6 +90,10 @@ class Engine:
         try:
             self._start(job)
             await done.wait()
+            while job.open:
+                done.clear()
+                await asyncio.to_thread(self._go_on, job)
+                await done.wait()
         finally:
             self._stop(job)
         return self._results(job, counts, is_single)
@@ -103,8 +104,12 @@ class Engine:
         job, _, _ = self._job(prompts, params, Job(lambda: deltas.put(None), deltas.put))
         try:
             self._start(job)
-            while (delta := deltas.get()) is not None:
-                yield self._checked(job, delta)
+            while True:
+                while (delta := deltas.get()) is not None:
+                    yield delta
+                if not job.open:
+                    return
+                self._go_on(job)
         finally:
             self._stop(job)
 
@@ -116,8 +121,12 @@ class Engine:
         job, _, _ = self._job(prompts, params, Job(finish, lambda delta: _soon(loop, deltas.put_nowait, delta)))
         try:
             self._start(job)
-            while (delta := await deltas.get()) is not None:
-                yield self._checked(job, delta)
+            while True:
+                while (delta := await deltas.get()) is not None:
+                    yield delta
+                if not job.open:
+                    return
+                await asyncio.to_thread(self._go_on, job)
         finally:
             self._stop(job)
 
@@ -229,15 +238,11 @@ class Engine:
             job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", ids, NOTHING_SAMPLED))
             job.prompts.append(ids)
             job.segments.append(segment)
-        try:
-            self._start(job)
-            done.wait()
-        finally:
-            self._stop(job)
+        self._run(job, done)
         outputs = [sequence.output for sequence in job.sequences]
         for output in outputs:
             if output.vector is None:
-                raise EngineError((job.collector and job.collector.dead) or output.error or "the request was aborted")
+                raise EngineError(output.error or "the request was aborted", outputs)
         return np.frombuffer(b"".join(output.vector or b"" for output in outputs), "<f4").reshape(len(outputs), -1)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -255,44 +260,76 @@ class Engine:
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         return self.tokenizer.with_bad_words(params) if params.bad_words else params
 
+    def _run(self, job: Job, done: threading.Event) -> None:
+        """To the end, whatever becomes of the engine. `done` is set by the job."""
+        try:
+            self._start(job)
+            done.wait()
+            while job.open:
+                done.clear()
+                self._go_on(job)
+                done.wait()
+        finally:
+            self._stop(job)
+
     def _start(self, job: Job) -> None:
+        """Send the engine what has not ended, from where it stands."""
         session = self._running()
         try:
             session.collector.add(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
-        messages: list[Message] = [
-            Generate(rid=sequence.rid, token_ids=prompt, params=sequence.params)
-            for sequence, prompt in zip(job.sequences, job.prompts, strict=True)
-        ]
-        if job.segments:
-            messages = [msgspec.structs.replace(m, segment=segment) for m, segment in zip(messages, job.segments, strict=True)]
-        session.send_all(messages)
+        segments = job.segments or [0] * len(job.sequences)
+        session.send_all([
+            _message(sequence, prompt, segment)
+            for sequence, prompt, segment in zip(job.sequences, job.prompts, segments, strict=True)
+            if sequence.output.finish_reason is None
+        ])  # fmt: skip
+        if job.is_stopped:  # meanwhile
+            self._stop(job)
+
+    def _go_on(self, job: Job) -> None:
+        """The engine died under this job: let it go on in another one. Raises EngineError when that does not help."""
+        dead = (job.collector and job.collector.dead) or "the engine died"
+        job.deaths += 1
+        if job.deaths >= MOST_DEATHS:
+            dead += f"; that is the death of {job.deaths} engines under this call, which is given up"
+        elif not self._is_closed:
+            try:
+                self._start(job)
+            except Exception as error:  # noqa: BLE001 - whatever a start may raise
+                dead += f"; no other engine could be started: {error}"
+            else:
+                return
+        for sequence in job.running:
+            sequence.output.finish_reason, sequence.output.error = "error", dead
+        self._finish_text(job)
+        raise EngineError(dead, [sequence.output for sequence in job.sequences])
 
     def _stop(self, job: Job) -> None:
+        job.is_stopped = True
         collector = job.collector
         rids = [] if collector is None else collector.remove(job)
         if rids and collector is not None:
             collector.send(Abort(rids=rids))
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
-        if job.collector is not None:
-            job.collector.finish_text(job)
+        self._finish_text(job)
         outputs = grouped(job, counts)
-        if any(sequence.output.error is not None for sequence in job.sequences):
-            self._raise_death(job, outputs)
         return outputs[0] if is_single else outputs
 
-    def _checked(self, job: Job, delta: Delta) -> Delta:
-        if delta.output.error is not None:
-            self._raise_death(job, [sequence.output for sequence in job.sequences])
-        return delta
+    def _finish_text(self, job: Job) -> None:
+        if job.collector is not None:
+            job.collector.finish_text(job)
 
-    def _raise_death(self, job: Job, outputs: list[Output]) -> None:
-        """Raise EngineError if the engine died under the job; an error of a request alone is in its output."""
-        dead = None if job.collector is None else job.collector.dead
-        if dead is not None:
-            raise EngineError(dead, outputs)
+
+def _message(sequence: Collected, prompt: list[int], segment: int) -> Generate:
+    """What asks for a sequence, or for the rest of one."""
+    output, params = sequence.output, sequence.params
+    if output.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    ids = output.token_ids
+    return Generate(rid=sequence.rid, token_ids=prompt + ids, params=params, output_len=len(ids), segment=segment)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:

@@ -16,8 +16,8 @@ Params = SamplingParams | Mapping[str, Any]
 
 
 class EngineError(RuntimeError):
-    """The engine, or the server, ended or cannot be reached; the sentence says why. `outputs` of an offline call: as far as each came, in
-    order; those without an `error` are finished."""
+    """The engine, or the server, ended or cannot be reached; the sentence says why. `outputs` of an offline call: all its sequences in
+    order, as far as each came; those without an `error` are finished."""
 
     outputs: Sequence[Any] = ()
 
