@@ -163,8 +163,9 @@ class BatchBuilder:
         """Arrays and new pages to the device in one copy; the pages into its table."""
         if not len(batch.new_pages) or self.table.is_shared:
             return self._staging.put(arrays)
-        tensors = self._staging.put({**arrays, "new_pages": batch.new_pages})
-        self.table.write_device(tensors.pop("new_pages"))
+        writes = self.table.flat_writes(batch.new_pages)
+        tensors = self._staging.put({**arrays, **writes})
+        self.table.write_device(**{name: tensors.pop(name) for name in writes})
         return tensors
 
     def _arrays(self, batch: ScheduledBatch, counts: RowCounts) -> dict[str, np.ndarray]:

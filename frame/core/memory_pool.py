@@ -125,11 +125,14 @@ class DeviceTable:
         """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the mirror."""
         self.host_pages[writes[:, 0], writes[:, 1]] = writes[:, 2]
 
-    def write_device(self, writes: torch.Tensor) -> None:
-        """The same on the device, in stream order. Nothing to do where both are one memory."""
-        if not self.is_shared:
-            slots, columns, pages = writes.unbind(1)
-            self.pages.index_put_((slots.long(), columns.long()), pages)
+    def flat_writes(self, writes: np.ndarray) -> dict[str, np.ndarray]:
+        """The same writes for `write_device`, by its parameters: places int64 [n] in the table laid out flat, and pages int32 [n]."""
+        places = writes[:, 0].astype(np.int64) * self.max_pages + writes[:, 1]
+        return {"new_places": places, "new_pages": np.ascontiguousarray(writes[:, 2], np.int32)}
+
+    def write_device(self, new_places: torch.Tensor, new_pages: torch.Tensor) -> None:
+        """Apply writes on the device, in stream order. For a table that is not shared with the host."""
+        self.pages.view(-1).index_copy_(0, new_places, new_pages)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -87,3 +87,12 @@ def test_the_table_shares_its_mirror_on_the_cpu_and_has_room_for_one_step_more()
     assert table.pages[0, 1] == 5
     assert not table.pages[table.padding_slot].any()
     assert table.first_given == 4 and len(table.last_token) == 4 + GIVEN_TOKENS
+
+
+def test_writes_reach_a_table_of_its_own_memory():
+    table = DeviceTable(Limits(max_running_requests=3, max_tokens_per_step=8, max_context=33, page_size=16), CPU)
+    table.pages = table.pages.clone()  # as on a GPU
+    writes = np.array([[2, 0, 7], [0, 1, 5], [2, 3, 9]], np.int32)
+    table.write_device(**{name: torch.from_numpy(array) for name, array in table.flat_writes(writes).items()})
+    table.write_host(writes)
+    assert table.pages.tolist() == table.host_pages.tolist()
