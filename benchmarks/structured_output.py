@@ -19,6 +19,7 @@ import statistics
 import sysconfig
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from frame.plugins.loader import load_registry
 
 BATCH = 32
 LARGE = 128_000
-BACKENDS = ("xgrammar", "llguidance")
+BACKENDS = ("xgrammar", "llguidance", "combined")
 PERSON = {
     "type": "object",
     "properties": {
@@ -52,6 +53,7 @@ GRAMMARS = {
     "schema": ("json_schema", json.dumps(PERSON)),
     "json": ("json_object", ""),
     "regex": ("regex", r"([a-z]+ ){20,40}[A-Z0-9._%+-]+@[a-z]+\.(com|org|net)"),
+    "counted": ("regex", "[a-z]{1,50}"),
     "ebnf": ("ebnf", 'root ::= expr\nexpr ::= term (("+" | "-") term)*\nterm ::= [0-9]+ | "(" expr ")" | [a-z]+'),
 }
 
@@ -95,11 +97,11 @@ def request_of(index: int, compiled: Any) -> Request:
     )  # fmt: skip
 
 
-def masks(steps: int, threads: int, tokenizers: dict[str, tuple[Any, int]]) -> dict[str, Any]:
+def masks(steps: int, threads: int, tokenizers: dict[str, tuple[Any, int]], backends: Sequence[str]) -> dict[str, Any]:
     """Microseconds a token, by vocabulary, backend and grammar."""
     found: dict[str, Any] = {}
     for vocabulary, (tokenizer, size) in tokenizers.items():
-        for name in BACKENDS:
+        for name in backends:
             backend = backend_of(name, tokenizer, size)
             for label, (kind, source) in GRAMMARS.items():
                 began = time.perf_counter()
@@ -156,7 +158,7 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
     }
 
 
-def throughput(rounds: int, length: int) -> dict[str, Any]:
+def throughput(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
     """Tokens a second, free and constrained; medians of `rounds` after one that is thrown away."""
     long = {"type": "array", "minItems": 1000, "items": PERSON}
     grammars: dict[str, dict[str, Any]] = {
@@ -166,7 +168,7 @@ def throughput(rounds: int, length: int) -> dict[str, Any]:
         "counted": {"regex": r"([a-z]+ ){4000}"},  # xgrammar counts at run time
     }
     found: dict[str, Any] = {}
-    for name in BACKENDS:
+    for name in backends:
         with Engine(grammar_backend=name, sampling_grammar_workers=0, max_running_requests=BATCH, dtype="bfloat16", threads=1) as engine:
             figures: dict[str, list[tuple[float, float]]] = {label: [] for label in grammars}
             for number in range(rounds + 1):
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="batches of each walk")
     parser.add_argument("--threads", type=int, default=2, help="that make every other step's masks")
     parser.add_argument("--large", action="store_true", help="masks of the larger vocabulary alone")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=64, help="output tokens of each request")
     options = parser.parse_args()
@@ -210,9 +213,9 @@ def main() -> None:
     if options.what == "masks":
         machine["threads"] = options.threads
         tiny = {} if options.large else {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048)}
-        found = masks(options.steps, options.threads, {**tiny, "made": (MadeTokenizer(LARGE), LARGE)})
+        found = masks(options.steps, options.threads, {**tiny, "made": (MadeTokenizer(LARGE), LARGE)}, options.backends)
     else:
-        found = throughput(options.rounds, options.length)
+        found = throughput(options.rounds, options.length, options.backends)
     print(json.dumps({"what": options.what, "batch": BATCH, "machine": machine, "rows": found}, indent=1))
 
 

@@ -25,7 +25,7 @@ CONFIG = """
 model: {{dtype: float32}}
 text: {{reasoning_parser: think-tags, tool_call_parser: hermes, chat_template: {template}}}
 server: {{api_key: {key}}}
-plugins: {{options: {{grammar/xgrammar: {{any_whitespace: false}}, reasoning_parser/think-tags: {{opens_itself: false}}}}}}
+plugins: {{options: {{grammar/combined: {{any_whitespace: false}}, reasoning_parser/think-tags: {{opens_itself: false}}}}}}
 """
 MODEL = "frame-tiny"
 KEY = "a-key"

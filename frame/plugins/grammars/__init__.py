@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 def register_grammars(registry: KindRegistry) -> None:
     """Add the in-tree grammars."""
     registry.add(
+        "combined",
+        "frame.plugins.grammars.combined:CombinedBackend",
+        capabilities=GrammarCapabilities(),
+        options=XGrammarOptions,
+        requires=("llguidance>=1.3", "xgrammar>=0.2"),
+        summary="Every kind of grammar: by llguidance, whose masks cost less; structural tags and what that refuses by xgrammar.",
+        rank=20,
+        api="grammar/2",
+    )
+    registry.add(
         "xgrammar",
         "frame.plugins.grammars.xgrammar:XGrammarBackend",
         capabilities=GrammarCapabilities(),

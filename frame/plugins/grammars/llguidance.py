@@ -7,7 +7,10 @@ work. Choices and plain regular expressions are automata of our own instead, who
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _FORMATS = {"regex": "regex", "ebnf": "ebnf", "choice": "choice"}  # kind -> the library's name
+MOST_THREADS = min(8, os.cpu_count() or 1)  # that make masks at a time
+QUICK = 5e-3  # seconds; a grammar that takes longer to parse is parsed once
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 
 
@@ -64,15 +69,33 @@ class LLGrammar:
 
 
 class LLCompiled:
-    """A compiled grammar (`CompiledGrammar`)."""
+    """A compiled grammar (`CompiledGrammar`).
 
-    def __init__(self, matcher: Any, source: str, stop_token_ids: frozenset[int]) -> None:
-        self._matcher = matcher
+    Copies of a matcher share what was found out about the grammar, and a lock. So that several threads can make masks, requests get
+    copies of several matchers in turn; further ones are made as they are needed, if that takes no longer than a step can wait.
+    """
+
+    def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int]) -> None:
+        began = time.perf_counter()
+        self._parse = parse
+        self._matchers = [parse()]
+        self._most = MOST_THREADS if time.perf_counter() - began < QUICK else 1
+        self._turn = 0
         self._stops = stop_token_ids
-        self.num_bytes = 64 * len(source) + (64 << 10)  # the library does not say; lexer states come to tens of kilobytes
+        # the library does not say; lexer states come to tens of kilobytes
+        self.num_bytes = 64 * len(source) + self._most * (64 << 10)
+
+    @property
+    def matcher(self) -> Any:
+        """The first."""
+        return self._matchers[0]
 
     def start(self) -> LLGrammar:
-        return LLGrammar(self._matcher.deep_copy(), self._stops)
+        turn = self._turn
+        self._turn = (turn + 1) % self._most
+        if turn == len(self._matchers):
+            self._matchers.append(self._parse())
+        return LLGrammar(self._matchers[turn].deep_copy(), self._stops)
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -105,9 +128,11 @@ class LLGuidanceBackend(GrammarBackend):
 
     def _by_library(self, kind: str, source: str) -> LLCompiled:
         try:
-            matcher = LLMatcher(self._tokenizer, self._translate(kind, source), log_level=0)
+            translated = self._translate(kind, source)
+            compiled = LLCompiled(lambda: LLMatcher(self._tokenizer, translated, log_level=0), source, self._stops)
         except Exception as error:  # the translation from EBNF raises whatever it meets
             raise ValueError(one_sentence(kind, str(error))) from error
+        matcher = compiled.matcher
         if matcher.is_error():
             raise ValueError(one_sentence(kind, matcher.get_error().partition("<state>")[0]))
         first = np.zeros(self._words, np.int32)
@@ -115,7 +140,7 @@ class LLGuidanceBackend(GrammarBackend):
         copy.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
         if copy.is_stopped() and not copy.is_accepting():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
-        return LLCompiled(matcher, source, self._stops)
+        return compiled
 
     def _automaton(self, kind: str, source: str) -> AutomatonCompiled:
         language = Language()

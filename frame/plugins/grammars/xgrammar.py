@@ -32,22 +32,30 @@ class XGrammar:
     def __init__(self, compiled: XCompiled) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled.handle)
         self._vocabulary = compiled.vocabulary
+        self._next: np.ndarray | None = None  # the mask, where `is_finished` has made it
 
     def fill(self, mask: np.ndarray) -> bool:
         """See `Grammar.fill`; when the end was accepted everything is allowed."""
+        if self._next is not None:
+            mask[:] = self._next
+            return True
         if self._matcher.is_terminated() or not self._matcher.fill_next_token_bitmask(mask.reshape(1, -1)):
             mask[...] = -1
             return False
         return True
 
     def accept(self, token_id: int) -> bool:
+        self._next = None
         return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
 
     def is_finished(self) -> bool:
         if not self._matcher.is_completed():
             return self._matcher.is_terminated()
         words = np.empty(self._vocabulary.words, np.int32)
-        return not self.fill(words) or not (words & self._vocabulary.others).any()
+        if not self.fill(words):
+            return True
+        self._next = words
+        return not (words & self._vocabulary.others).any()
 
 
 class Vocabulary:

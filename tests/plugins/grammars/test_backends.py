@@ -26,13 +26,14 @@ def tokenizer():
 
 
 def load(name, tokenizer):
-    pytest.importorskip(name)
+    for library in ("xgrammar", "llguidance") if name == "combined" else (name,):
+        pytest.importorskip(library)
     registry = load_registry(installed=False)
     record = registry.get("grammar", name)
     return registry.load(record)(tokenizer, 2048, registry.options(record, {}))
 
 
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance", "combined"])
 def backend(request, tokenizer):
     return load(request.param, tokenizer)
 
@@ -173,3 +174,14 @@ def test_requests_of_one_grammar_do_not_see_each_other(backend, tokenizer):
     assert one.accept(tokenizer.encode("n", False)[0])
     assert {tokenizer.decode([token])[0] for token in allowed_ids(two).tolist()} == {"y", "n"}
     assert compiled.num_bytes > 0
+
+
+def test_what_one_library_refuses_is_the_others(tokenizer):
+    backend = load("combined", tokenizer)
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "minProperties": 1})
+    with pytest.raises(ValueError, match="does not compile"):
+        load("llguidance", tokenizer).compile("json_schema", schema)
+    compiled = backend.compile("json_schema", schema)
+    assert len(backend.dump(compiled)) > 1000 and backend.dump(backend.compile("json_object", "")) == b""
+    text = wander(start(backend, "json_schema", schema), tokenizer, 1)
+    assert text is None or json.loads(text)

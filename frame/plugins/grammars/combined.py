@@ -1,0 +1,55 @@
+"""Each grammar by the library that makes its masks for less: llguidance, but xgrammar for structural tags and for what llguidance refuses.
+
+Knows one tokenizer and one vocabulary; xgrammar, which takes seconds to load, is loaded when it is needed first.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from frame.core.interfaces.sampling import GrammarBackend
+from frame.plugins.grammars.llguidance import LLGuidanceBackend
+from frame.plugins.grammars.options import XGrammarOptions
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.sampling import CompiledGrammar
+
+
+class CombinedBackend(GrammarBackend):
+    """Compiles for one tokenizer that both libraries can read. Raises ValueError when they cannot."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
+        options = options if isinstance(options, XGrammarOptions) else XGrammarOptions()
+        self._arguments = tokenizer, vocab_size, options
+        self._llguidance = LLGuidanceBackend(*self._arguments)
+        self._xgrammar: GrammarBackend | None = None
+        self._lock = threading.Lock()  # while that is made
+
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
+        """See `GrammarBackend.compile`. What both refuse is refused in llguidance's words."""
+        if kind == "structural_tag":
+            return self._other().compile(kind, source)
+        try:
+            return self._llguidance.compile(kind, source)
+        except ValueError as refusal:
+            try:
+                return self._other().compile(kind, source)
+            except ValueError:
+                raise refusal from None
+
+    def dump(self, compiled: CompiledGrammar) -> bytes:
+        return b"" if self._xgrammar is None else self._xgrammar.dump(compiled)
+
+    def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
+        return self._other().load(kind, source, data) if data else self._llguidance.load(kind, source, data)
+
+    def _other(self) -> GrammarBackend:
+        with self._lock:
+            if self._xgrammar is None:
+                from frame.plugins.grammars.xgrammar import XGrammarBackend
+
+                self._xgrammar = XGrammarBackend(*self._arguments)
+            return self._xgrammar
