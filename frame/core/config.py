@@ -241,8 +241,9 @@ class ServerSection(Section):
     insecure: bool = setting(False, "Serve without a key on an address that other machines reach.", flag="insecure")
     share_cache: bool = setting(False, "Let requests of different keys share cached prefixes (their timing tells).", flag="share-cache")
     max_requests_per_key: int | None = setting(
-        None, "Most requests of one key at once; more are refused with 429.", flag="max-requests-per-key", ge=1
-    )
+        None, "Most requests of one key at once, over HTTP and gRPC, each of their sequences (n) counted; more are refused with 429.",
+        flag="max-requests-per-key", ge=1,
+    )  # fmt: skip
     max_connections: int = setting(4096, "Most open connections; more are refused with 503.", flag="max-connections", ge=1)
     client_timeout: float = setting(
         60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0

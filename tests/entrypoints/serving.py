@@ -55,6 +55,11 @@ class RunningServer:
         """By role."""
         return {child.cmdline()[3]: child for child in psutil.Process(self.process.pid).children()}
 
+    @property
+    def grpc_address(self) -> str:
+        """Of a server with --grpc-port."""
+        return next(line.split()[-1] for line in self.lines if "gRPC on" in line)
+
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=30).raise_for_status().json()
 

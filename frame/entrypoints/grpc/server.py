@@ -6,7 +6,6 @@ Every method but the health checks needs a key, where there are keys, as over HT
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -14,16 +13,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.grpc.schema import SERVICE, Schema, read
-from frame.entrypoints.grpc.service import Service, abort, headers_of
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.grpc.calls import Act, Entrance, headers_of
+from frame.entrypoints.grpc.pooling import Pooling
+from frame.entrypoints.grpc.schema import SERVICE, Schema
+from frame.entrypoints.grpc.service import Service
 from frame.entrypoints.http.listening import address
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing, load_keys
 from frame.entrypoints.logs import report
 from frame.entrypoints.tls import Certificate, load_certificate
-
-Act = Callable[[Any, Any], Awaitable[Any]]  # request or requests, context
 
 HEALTH_EVERY = 0.2  # seconds between two looks at the server's health
 CLOSE_TIMEOUT = 0.5  # seconds for last messages to leave
@@ -47,7 +45,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._watching: asyncio.Task[None] | None = None
         schema = Schema()
-        self._server.add_generic_rpc_handlers((_handlers(Service(services, schema, self._tenant_of), schema),))
+        self._server.add_generic_rpc_handlers((_handlers(services, schema, Entrance(services, self._tenant_of)),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
         self.address = _bind(self._server, host, port, load_certificate(server))
@@ -96,48 +94,32 @@ async def _refuse(requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong; send the metadata authorization: Bearer KEY")
 
 
-def _handlers(service: Service, schema: Schema) -> Any:
-    shapes = {
-        "Generate": (grpc.unary_stream_rpc_method_handler, service.generate),
-        "GenerateStream": (grpc.stream_stream_rpc_method_handler, service.generate_stream),
-        "Abort": (grpc.unary_unary_rpc_method_handler, service.abort),
-        "Tokenize": (grpc.unary_unary_rpc_method_handler, service.tokenize),
-        "Detokenize": (grpc.unary_unary_rpc_method_handler, service.detokenize),
-        "ServerInfo": (grpc.unary_unary_rpc_method_handler, service.server_info),
+def _handlers(services: Services, schema: Schema, entrance: Entrance) -> Any:
+    service, pooling = Service(services, schema), Pooling(services, schema)
+    acts: dict[str, Act] = {
+        "Generate": service.generate,
+        "GenerateStream": service.generate_stream,
+        "Embed": pooling.embed,
+        "Rerank": pooling.rerank,
+        "Score": pooling.score,
+        "Classify": pooling.classify,
+        "Moderate": pooling.moderate,
+        "Abort": service.abort,
+        "Tokenize": service.tokenize,
+        "Detokenize": service.detokenize,
+        "ServerInfo": service.server_info,
     }
     made = {}
-    for name, (make, act) in shapes.items():
+    for name, act in acts.items():
         method = schema.methods[name]
-        reads, writes = schema[method.input_type.name], schema[method.output_type.name]
-        opened = _opening_each if method.client_streaming else _opening
-        made[name] = make(opened(act, reads), response_serializer=writes.SerializeToString)
+        reads, writes = schema[method.input_type.name], schema[method.output_type.name].SerializeToString
+        if method.client_streaming:
+            made[name] = grpc.stream_stream_rpc_method_handler(entrance.each(act, reads), response_serializer=writes)
+        elif method.server_streaming:
+            made[name] = grpc.unary_stream_rpc_method_handler(entrance.one(name, act, reads), response_serializer=writes)
+        else:
+            made[name] = grpc.unary_unary_rpc_method_handler(entrance.one(name, act, reads), response_serializer=writes)
     return grpc.method_handlers_generic_handler(SERVICE, made)
-
-
-def _opening(act: Act, kind: Any) -> Act:
-    """`act` for the bytes of a request: for grpcio itself, bytes that are no message are a fault of the server."""
-
-    async def opened(data: bytes, context: Any) -> Any:
-        try:
-            request = read(kind, data)
-        except ApiError as error:
-            await abort(context, error)
-        return await act(request, context)
-
-    return opened
-
-
-def _opening_each(act: Act, kind: Any) -> Act:
-    """The same for a stream of requests, whose reader meets the error."""
-
-    async def each(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in stream:
-            yield read(kind, data)
-
-    async def opened(stream: AsyncIterator[bytes], context: Any) -> Any:
-        return await act(each(stream), context)
-
-    return opened
 
 
 def _bind(server: Any, host: str, port: int, certificate: Certificate | None) -> str:

@@ -1,6 +1,6 @@
 """The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits, keys, names and sentences.
 
-Knows no socket and no key: who calls is in `Caller`.
+Knows no socket and no key: who calls is in `GrpcCaller`.
 """
 
 from __future__ import annotations
@@ -8,138 +8,89 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import grpc
-
 from frame.core.messages import Finish
-from frame.entrypoints.grpc.schema import SERVICE, Schema, chat_of, finish_of, logprobs_of, plain
+from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
+from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.admin import AdminGuard
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import package_version
 from frame.entrypoints.http.native import GenerateRequest, sampling_of
-from frame.entrypoints.http.services import Services, failure, raise_failed
+from frame.entrypoints.http.services import Services, failure, raise_failed, too_many
 from frame.entrypoints.http.terms import Terms
-from frame.entrypoints.logs import REQUEST_ID, request_id_of
+from frame.entrypoints.shares import ShareExceededError
 
 if TYPE_CHECKING:
     from frame.entrypoints.answers import Answer, Stream
 
 log = logging.getLogger(__name__)
 
-STATUS = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    499: grpc.StatusCode.CANCELLED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-ENDLESS = 1e8  # seconds; what grpc says for no deadline
 AT_ONCE = 1024  # requests of one GenerateStream; further ones are not read before one of these has ended
 REPLIES = 64  # that wait for a slow reader of GenerateStream; what comes meanwhile is joined
 
 
-class GrpcCaller:
-    """Who calls, as `Services.begin` wants to know it. `headers` are the call's metadata."""
-
-    def __init__(self, context: Any, tenant: str) -> None:
-        self.headers = headers_of(context.invocation_metadata())
-        self.tenant = tenant
-        self.request_id = request_id_of(self.headers)
-        self.answer: Answer | None = None
-        REQUEST_ID.set(self.request_id)
-
-    def header(self, name: bytes) -> str | None:
-        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
-
-    def on_disconnect(self, act: Callable[[], None]) -> None:
-        """Nothing: a call that is cancelled cancels its handler, which gives its answer up."""
-
-
 class Service:
-    """One a server. `tenant_of` names the holder of the key that a call brought."""
+    """One a server. Its methods raise ApiError; `Entrance` calls them."""
 
-    def __init__(self, services: Services, schema: Schema, tenant_of: Callable[[Any], str]) -> None:
+    def __init__(self, services: Services, schema: Schema) -> None:
         self._services = services
         self._schema = schema
-        self._tenant_of = tenant_of
         self._admin = AdminGuard(services.resolved.user.server, is_own_listener=False)
 
-    async def generate(self, request: Any, context: Any) -> None:
+    async def generate(self, request: Any, caller: GrpcCaller) -> None:
         """Generate."""
-        caller = GrpcCaller(context, self._tenant_of(context))
-        try:
-            async with aclosing(self._replies(request, caller, context.time_remaining())) as replies:
-                async for reply in replies:
-                    await context.write(reply)
-        except ApiError as error:
-            await abort(context, error)
+        await self._put_each(request, caller, caller.context.write)
 
-    async def generate_stream(self, commands: AsyncIterator[Any], context: Any) -> None:
+    async def generate_stream(self, commands: AsyncIterator[Any], caller: GrpcCaller) -> None:
         """GenerateStream."""
-        session = Session(self, GrpcCaller(context, self._tenant_of(context)), context.time_remaining())
+        session = Session(self, caller)
         reading = asyncio.create_task(session.read(commands))
         try:
             while (reply := await session.replies.get()) is not None:
-                await context.write(reply)
+                await caller.context.write(reply)
             if session.failure is not None:
-                await abort(context, session.failure)
+                raise session.failure
         finally:
             await session.close(reading)
 
-    async def abort(self, request: Any, context: Any) -> Any:
+    async def abort(self, request: Any, caller: GrpcCaller) -> Any:
         """Abort."""
-        try:
-            self._admin.check(GrpcCaller(context, "").headers)
-            if not request.all and not any(request.ids):
-                raise ApiError(400, "name ids, or set all", "ids")
-        except ApiError as error:
-            await abort(context, error)
+        self._admin.check(caller.headers)
+        if not request.all and not any(request.ids):
+            raise ApiError(400, "name ids, or set all", "ids")
         self._services.client.abort([] if request.all else [name for name in request.ids if name])
         return self._schema["AbortReply"]()
 
-    async def tokenize(self, request: Any, context: Any) -> Any:
+    async def tokenize(self, request: Any, caller: GrpcCaller) -> Any:
         """Tokenize."""
-        ids: list[int] = []
+        text_input = self._services.need_text_input()
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise ApiError(400, "send either text or chat", "text")
         try:
-            text_input = self._services.need_text_input()
-            kind = request.WhichOneof("prompt")
-            if kind is None:
-                raise ApiError(400, "send either text or chat", "text")
             if kind == "chat":
-                chat = chat_of(request.chat)
-                ids = await text_input.encode_chat(chat.messages, None, {})
+                ids = await text_input.encode_chat(chat_of(request.chat).messages, None, {})
             else:
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
                 ids = await text_input.encode(request.text, special)
-        except ApiError as error:
-            await abort(context, error)
         except ValueError as error:
-            await abort(context, ApiError(400, str(error), "prompt"))
+            raise ApiError(400, str(error), "prompt") from None
         return self._schema["TokenizeReply"](token_ids=ids)
 
-    async def detokenize(self, request: Any, context: Any) -> Any:
+    async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
         """Detokenize."""
         vocabulary, ids = self._services.resolved.facts.vocab_size, list(request.token_ids)
-        text = ""
-        try:
-            tokenizer = self._services.need_tokenizer()
-            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise ApiError(400, f"token_ids holds an id outside the vocabulary (0 to {vocabulary - 1})", "token_ids")
-            text = tokenizer.decode(ids, request.skip_special_tokens)
-        except ApiError as error:
-            await abort(context, error)
-        return self._schema["DetokenizeReply"](text=text)
+        tokenizer = self._services.need_tokenizer()
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ApiError(400, f"token_ids holds an id outside the vocabulary (0 to {vocabulary - 1})", "token_ids")
+        return self._schema["DetokenizeReply"](text=tokenizer.decode(ids, request.skip_special_tokens))
 
-    async def server_info(self, request: Any, context: Any) -> Any:
+    async def server_info(self, request: Any, caller: GrpcCaller) -> Any:
         """ServerInfo."""
         services = self._services
         load = services.client.load
@@ -156,31 +107,40 @@ class Service:
 
     # generating ----------------------------------------------------------------------------------------------------
 
-    async def replies(self, request: Any, caller: GrpcCaller, seconds: float | None) -> AsyncGenerator[Any, None]:
-        """All replies of one request; its failure is the last one."""
+    async def answer_into(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
+        """All replies of one request of a session, which counts for its key by itself; its failure is the last one."""
         try:
-            async with aclosing(self._replies(request, caller, seconds)) as replies:
-                async for reply in replies:
-                    yield reply
+            with self._services.shares.open(caller.tenant) as share:
+                own = copy(caller)
+                own.share, own.answer = share, None
+                await traced(self._services, own, "Generate", self._put_each(request, own, put))
+        except ShareExceededError as error:
+            await put(self._refused(request.id, too_many(error)))
         except ApiError as error:
-            yield self.failed(request.id, Finish("error", None, error.message), _status(error).name)
+            await put(self._refused(request.id, error))
+
+    async def _put_each(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
+        async with aclosing(self._replies(request, caller)) as replies:
+            async for reply in replies:
+                await put(reply)
+
+    def _refused(self, name: str, error: ApiError) -> Any:
+        return self.failed(name, Finish("error", None, error.message), status_of(error).name)
 
     def failed(self, name: str, finish: Finish, status: str = "") -> Any:
         """The last reply of a request that got no other."""
         return self._schema["GenerateReply"](id=name, finish=finish_of(self._schema, finish, status))
 
-    async def _replies(self, request: Any, caller: GrpcCaller, seconds: float | None) -> AsyncGenerator[Any, None]:
+    async def _replies(self, request: Any, caller: GrpcCaller) -> AsyncGenerator[Any, None]:
         if request.WhichOneof("prompt") is None:
             raise ApiError(400, "send text, token_ids or chat", "prompt")
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
         params, _ = sampling_of(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
-        tracing = self._services.tracing
-        span = None if tracing is None else tracing.start(f"{SERVICE}/Generate", caller.headers)
         answer: Answer | None = None
         try:
-            limit = None if seconds is None or seconds > ENDLESS else max(seconds, 0.001)
-            terms = Terms(priority=request.priority, cache_salt=request.cache_salt, timeout=limit, rid=request.id or None)
+            salt, limit = request.cache_salt, caller.time_left()
+            terms = Terms(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
             answer = await self._services.begin(caller, [prompt], params, terms)
             name = request.id or answer.rid
             given_up: list[ApiError] = []
@@ -195,8 +155,6 @@ class Service:
         finally:
             if answer is not None:
                 self._services.client.abandon(answer)
-            if span is not None:
-                span.end({"rpc.system": "grpc", "rpc.method": "Generate", "frame.request_id": caller.request_id}, answer)
 
     def _give_up(self, answer: Answer, given_up: list[ApiError], error: ApiError) -> None:
         """The client falls too far behind: stop its request now; it hears of it when it has read what was sent."""
@@ -213,7 +171,7 @@ class Service:
             reply.prompt_logprobs.CopyFrom(logprobs_of(self._schema, [sequence.prompt_logprobs]))
             sequence.prompt_logprobs = None
         if sequence.finish is not None:
-            status = _status(failure(sequence.finish)).name if sequence.finish.reason == "error" else ""
+            status = status_of(failure(sequence.finish)).name if sequence.finish.reason == "error" else ""
             reply.finish.CopyFrom(finish_of(self._schema, sequence.finish, status))
         return reply
 
@@ -221,12 +179,11 @@ class Service:
 class Session:
     """One GenerateStream call: its requests, each a task, and the replies that wait to be written."""
 
-    def __init__(self, service: Service, caller: GrpcCaller, seconds: float | None) -> None:
+    def __init__(self, service: Service, caller: GrpcCaller) -> None:
         self.replies: asyncio.Queue[Any] = asyncio.Queue(REPLIES)  # None: all is over
         self.failure: ApiError | None = None
         self._service = service
         self._caller = caller
-        self._seconds = seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the request's id
         self._places = asyncio.Semaphore(AT_ONCE)
         self._stopped: set[str] = set()  # ids of requests that the client has aborted and that have not ended yet
@@ -260,9 +217,7 @@ class Session:
 
     async def _run(self, request: Any) -> None:
         try:
-            async with aclosing(self._service.replies(request, self._caller, self._seconds)) as replies:
-                async for reply in replies:
-                    await self.replies.put(reply)
+            await self._service.answer_into(request, self._caller, self.replies.put)
         except asyncio.CancelledError:
             if request.id not in self._stopped:
                 raise
@@ -286,18 +241,3 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def abort(context: Any, error: ApiError) -> None:
-    """End the call with the error's status and sentence."""
-    trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
-    await context.abort(_status(error), error.message, trailing)
-
-
-def _status(error: ApiError) -> Any:
-    return STATUS.get(error.status, grpc.StatusCode.INTERNAL)
-
-
-def headers_of(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """A call's metadata, as HTTP's headers."""
-    return [(str(k).encode(), v if isinstance(v, bytes) else v.encode("latin-1", "replace")) for k, v in metadata or ()]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,9 +19,10 @@ from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
 from frame.entrypoints.http.origin import foreign_page
-from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
+from frame.entrypoints.http.services import Operation, Routes, Services, too_many
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
+from frame.entrypoints.shares import ShareExceededError
 from frame.entrypoints.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,6 @@ class App:
         self._keys = None if is_admin else load_keys(server)
         self._admin = admin.AdminGuard(server, is_admin)
         self._is_open_to_all = server.insecure
-        self._most_per_key = server.max_requests_per_key
-        self._num_open: Counter[str] = Counter()  # requests by tenant; as many entries as keys
         routes: Routes = ADMIN_ROUTES if is_admin else ROUTES
         operations = (*routes, description_of(routes))
         self._shapes = {operation.path: operation.errors for operation in operations}
@@ -136,7 +134,11 @@ class App:
             if tenant is None:
                 raise _no_key()
             scope["tenant"] = tenant
-            await self._route_counted(tenant, scope, receive, send)
+            with self._services.shares.open(tenant) as share:
+                scope["share"] = share
+                await self._route(scope, receive, send)
+        except ShareExceededError as error:
+            await self._refuse(scope, receive, send, too_many(error))
         except ApiError as error:
             await self._refuse(scope, receive, send, error)
         except HTTPException as error:
@@ -152,20 +154,6 @@ class App:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
         await self._router(scope, receive, send)
-
-    async def _route_counted(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._most_per_key is not None and self._num_open[tenant] >= self._most_per_key:
-            raise ApiError(
-                429,
-                f"{self._num_open[tenant]} requests of this key are running or waiting, which is all that a key may have; try again later",
-                code="too_many_requests_of_key",
-                retry_after=RETRY_AFTER,
-            )
-        self._num_open[tenant] += 1
-        try:
-            await self._route(scope, receive, send)
-        finally:
-            self._num_open[tenant] -= 1
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
         call = Call(scope, receive, send, 0, self._shapes.get(scope["path"], OPENAI))

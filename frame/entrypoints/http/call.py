@@ -15,6 +15,7 @@ from frame.entrypoints.logs import HEADER
 
 if TYPE_CHECKING:
     from frame.entrypoints.answers import Answer
+    from frame.entrypoints.shares import Share
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -59,6 +60,11 @@ class Call:
     def tenant(self) -> str:
         """Whose key the request brought; "" where no key is asked for. What is kept for a client must be kept by tenant."""
         return str(self.scope.get("tenant", ""))
+
+    @property
+    def share(self) -> Share | None:
+        """Of what its key may have at work; None where nothing is counted."""
+        return self.scope.get("share")
 
     def header(self, name: bytes) -> str | None:
         """The first header of this (lower-case) name."""

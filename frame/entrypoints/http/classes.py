@@ -10,9 +10,11 @@ import msgspec
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Caller, Operation, Routes, Services
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from frame.entrypoints.http.call import Call
 
 
@@ -26,13 +28,8 @@ _decoder = msgspec.json.Decoder(ClassifyRequest)
 async def classify(call: Call, services: Services) -> None:
     """Classes of texts."""
     request = await call.json(_decoder)
-    services.need_task("classify")
-    texts = [request.input] if isinstance(request.input, str) else request.input
-    check_count(len(texts), "input")
-    vectors, count = await vectors_of(call, services, request, texts, ("classify",))
+    vectors, count = await classified(call, services, request)
     names = labels_of(services)
-    if len(names) != vectors.shape[1]:
-        raise ApiError(500, f"the model yields {vectors.shape[1]} numbers, and its config.json names {len(names)} classes")
     await call.respond_json(
         {
             "id": f"classify-{uuid.uuid4().hex}",
@@ -47,6 +44,18 @@ async def classify(call: Call, services: Services) -> None:
             "usage": usage(count),
         }
     )
+
+
+async def classified(call: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
+    """(probabilities, float32 [texts, labels of the model]; prompt tokens). Raises ApiError."""
+    services.need_task("classify")
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    check_count(len(texts), "input")
+    vectors, count = await vectors_of(call, services, request, texts, ("classify",))
+    names = labels_of(services)
+    if len(names) != vectors.shape[1]:
+        raise ApiError(500, f"the model yields {vectors.shape[1]} numbers, and its config.json names {len(names)} classes")
+    return vectors, count
 
 
 def labels_of(services: Services) -> list[str]:

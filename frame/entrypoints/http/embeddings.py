@@ -10,7 +10,7 @@ import msgspec
 from frame.core.interfaces.model import SentenceFacts
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Operation, Prompt, Routes, Services
+from frame.entrypoints.http.services import Caller, Operation, Prompt, Routes, Services
 from frame.entrypoints.relevance import shortened
 
 if TYPE_CHECKING:
@@ -35,14 +35,7 @@ _decoder = msgspec.json.Decoder(EmbeddingRequest)
 async def embeddings(call: Call, services: Services) -> None:
     """Vectors of texts."""
     request = await call.json(_decoder)
-    services.need_task("embed")
-    prompts = prompts_of(request, services)
-    width = services.resolved.facts.hidden_size
-    if request.dimensions is not None and not 1 <= request.dimensions <= width:
-        raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
-    vectors, count = await vectors_of(call, services, request, prompts, ("embed",))
-    pooling = services.resolved.pooling
-    vectors = shortened(vectors, request.dimensions, pooling is not None and pooling.normalize)
+    vectors, count = await embedded(call, services, request)
     await call.respond_json(
         {
             "object": "list",
@@ -54,6 +47,18 @@ async def embeddings(call: Call, services: Services) -> None:
             "usage": usage(count),
         }
     )
+
+
+async def embedded(call: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
+    """(float32 [inputs, dimensions], prompt tokens). Raises ApiError."""
+    services.need_task("embed")
+    prompts = prompts_of(request, services)
+    width = services.resolved.facts.hidden_size
+    if request.dimensions is not None and not 1 <= request.dimensions <= width:
+        raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
+    vectors, count = await vectors_of(call, services, request, prompts, ("embed",))
+    pooling = services.resolved.pooling
+    return shortened(vectors, request.dimensions, pooling is not None and pooling.normalize), count
 
 
 def prompts_of(request: EmbeddingRequest, services: Services) -> list[Prompt]:

@@ -19,7 +19,7 @@ from frame.entrypoints.answers import Stream
 from frame.entrypoints.http.classes import labels_of
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, vectors_of
-from frame.entrypoints.http.services import Chat, Operation, Routes, Services
+from frame.entrypoints.http.services import Caller, Chat, Operation, Routes, Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
 
 if TYPE_CHECKING:
@@ -47,15 +47,18 @@ _decoder = msgspec.json.Decoder(ModerationRequest)
 async def moderations(call: Call, services: Services) -> None:
     """What of a policy's categories texts hold."""
     request = await call.json(_decoder)
+    results = [_result(scores) for scores in await judged(call, services, request)]
+    await call.respond_json({"id": f"modr-{uuid.uuid4().hex}", "model": services.resolved.served_name, "results": results})
+
+
+async def judged(call: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
+    """Of each input, the scores of the categories that the model knows; those that it did not find may be missing. Raises ApiError."""
     texts = _texts(request)
     if services.resolved.task == "classify":
-        found = await _classified(call, services, request, texts)
-    else:
-        services.check_model(request.model)
-        services.need_task("generate", "classify")
-        found = await _judged(call, services, request, texts)
-    results = [_result(scores) for scores in found]
-    await call.respond_json({"id": f"modr-{uuid.uuid4().hex}", "model": services.resolved.served_name, "results": results})
+        return await _classified(call, services, request, texts)
+    services.check_model(request.model)
+    services.need_task("generate", "classify")
+    return await _judged_by_policy(call, services, request, texts)
 
 
 def _texts(request: ModerationRequest) -> list[str]:
@@ -73,7 +76,9 @@ def _texts(request: ModerationRequest) -> list[str]:
     return texts or ["\n".join(part.text or "" for part in parts)]
 
 
-async def _classified(call: Call, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
+async def _classified(
+    call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
+) -> list[dict[str, float]]:
     """Each label is a category, but for those that say that nothing was found."""
     vectors, _ = await vectors_of(call, services, request, texts, ("classify",))
     names = labels_of(services)
@@ -83,7 +88,9 @@ async def _classified(call: Call, services: Services, request: ModerationRequest
     ]
 
 
-async def _judged(call: Call, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
+async def _judged_by_policy(
+    call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
+) -> list[dict[str, float]]:
     """The verdicts of a language model, which is held to their form where there is a grammar backend."""
     if services.moderation_policy is None:
         sentence = "this model applies no policy; start the server with --moderation-policy default, or a file, or serve a classifier"
@@ -115,10 +122,15 @@ def _verdict(sequence: Stream) -> dict[str, float]:
     return {name: max(chance, THRESHOLD) for name in named or {"other"}}
 
 
+def is_found(score: float) -> bool:
+    """Whether a category counts as found."""
+    return score >= THRESHOLD
+
+
 def _result(scores: dict[str, float]) -> dict[str, Any]:
     """OpenAI's categories, and what else the model knows."""
     every = dict.fromkeys(CATEGORIES, 0.0) | scores
-    flags = {name: score >= THRESHOLD for name, score in every.items()}
+    flags = {name: is_found(score) for name, score in every.items()}
     return {
         "flagged": any(flags.values()),
         "categories": flags,

@@ -13,8 +13,7 @@ from frame.entrypoints.http.terms import Terms
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import Task
-    from frame.entrypoints.http.call import Call
-    from frame.entrypoints.http.services import Prompt, Services
+    from frame.entrypoints.http.services import Caller, Prompt, Services
 
 MAX_INPUTS = 2048  # of one request
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)
@@ -47,7 +46,7 @@ def check_count(count: int, name: str) -> None:
 
 
 async def vectors_of(
-    call: Call, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task]
+    call: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task]
 ) -> tuple[np.ndarray, int]:
     """(float32 [prompts, width], prompt tokens). Raises ApiError; a client that hangs up ends the work."""
     services.check_model(request.model)

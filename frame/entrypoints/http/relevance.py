@@ -13,7 +13,7 @@ import numpy as np
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Chat, Operation, Pair, Prompt, Routes, Services
+from frame.entrypoints.http.services import Caller, Chat, Operation, Pair, Prompt, Routes, Services
 from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
 
 if TYPE_CHECKING:
@@ -53,33 +53,35 @@ _score_decoder = msgspec.json.Decoder(ScoreRequest)
 async def rerank(call: Call, services: Services) -> None:
     """Documents by their relevance to a query, best first."""
     request = await call.json(_rerank_decoder)
+    ranking, count = await ranked(call, services, request)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
+    if request.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": _text(request.documents[result["index"]])}
+    name = f"rerank-{uuid.uuid4().hex}"
+    await call.respond_json({"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results})
+
+
+async def ranked(call: Caller, services: Services, request: RerankRequest) -> tuple[list[tuple[int, float]], int]:
+    """(documents' places and their relevance, best first; prompt tokens). Raises ApiError."""
     services.need_task(*TASKS)
-    texts = [document if isinstance(document, str) else document.text for document in request.documents]
+    texts = [_text(document) for document in request.documents]
     check_count(len(texts), "documents")
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
     scores, count = await scores_of(call, services, request, [(request.query, text) for text in texts], request.instruction)
     order = np.argsort(-scores, kind="stable")[: request.top_n].tolist()
-    has_documents = request.return_documents is not False
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": float(scores[index])} for index in order]
-    if has_documents:
-        for result in results:
-            result["document"] = {"text": texts[result["index"]]}
-    name = f"rerank-{uuid.uuid4().hex}"
-    await call.respond_json({"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results})
+    return [(index, float(scores[index])) for index in order], count
+
+
+def _text(document: str | Document) -> str:
+    return document if isinstance(document, str) else document.text
 
 
 async def score(call: Call, services: Services) -> None:
     """The relevance, or similarity, of pairs of texts."""
     request = await call.json(_score_decoder)
-    services.need_task(*TASKS)
-    first = _texts(request, "text_1", "queries")
-    second = _texts(request, "text_2", "items", "documents")
-    try:
-        pairs = paired(first, second)
-    except ValueError as error:
-        raise ApiError(400, str(error), "text_2") from None
-    scores, count = await scores_of(call, services, request, pairs, request.instruction)
+    scores, count = await scored(call, services, request)
     await call.respond_json(
         {
             "id": f"score-{uuid.uuid4().hex}",
@@ -92,8 +94,20 @@ async def score(call: Call, services: Services) -> None:
     )
 
 
+async def scored(call: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
+    """(float32 [pairs], prompt tokens). Raises ApiError."""
+    services.need_task(*TASKS)
+    first = _texts(request, "text_1", "queries")
+    second = _texts(request, "text_2", "items", "documents")
+    try:
+        pairs = paired(first, second)
+    except ValueError as error:
+        raise ApiError(400, str(error), "text_2") from None
+    return await scores_of(call, services, request, pairs, request.instruction)
+
+
 async def scores_of(
-    call: Call, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
+    call: Caller, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
 ) -> tuple[np.ndarray, int]:
     """(float32 [pairs], prompt tokens). Raises ApiError."""
     tokenizer = services.need_tokenizer()

@@ -27,6 +27,7 @@ from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
 from frame.entrypoints.http.terms import Terms
 from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
+from frame.entrypoints.shares import Share, ShareExceededError, Shares
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import Task
@@ -79,6 +80,9 @@ class Caller(Protocol):
     @property
     def request_id(self) -> str: ...
 
+    @property
+    def share(self) -> Share | None: ...  # of what its key may have at work
+
     def header(self, name: bytes) -> str | None: ...
 
     def on_disconnect(self, act: Callable[[], None]) -> None: ...
@@ -110,11 +114,13 @@ class Services:
     watch: UsageWatch | None = None  # over what processes hold
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
+    shares: Shares = field(init=False)  # what each key has at work
     responses: ResponseStore = field(init=False)  # of /v1/responses
     batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
 
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
+        self.shares = Shares(server.max_requests_per_key)
         self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
         if batches.folder is not None:
             self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
@@ -173,7 +179,11 @@ class Services:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
         count = sum(own.n for own in params)
         try:
+            if call.share is not None and "generate" in tasks:
+                call.share.widen(count)
             self.client.reserve(count)
+        except ShareExceededError as error:
+            raise too_many(error) from None
         except QueueFullError as error:
             raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
         except (EngineDeadError, InvalidRequestError) as error:
@@ -338,6 +348,13 @@ def failure(finish: Finish) -> ApiError:
         kind = sentence.removeprefix(BAD_GRAMMAR).lstrip(": ").partition(" ")[0]  # a compiler's sentence begins with what it compiled
         return ApiError(400, public(sentence), kind if kind in ("regex", "ebnf", "choice") else "response_format")
     return ApiError(500, sentence)
+
+
+def too_many(error: ShareExceededError) -> ApiError:
+    """The refusal of a request whose key has all that it may."""
+    if error.is_hopeless:
+        return ApiError(400, str(error), "n")
+    return ApiError(429, str(error), code="too_many_requests_of_key", retry_after=RETRY_AFTER)
 
 
 def _as_api_error(error: BaseException) -> BaseException:

@@ -242,6 +242,34 @@ async def test_keys() -> None:
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_a_keys_share_is_one_over_http_and_grpc() -> None:
+    limits = {"server": {"api_key": "secret", "max_requests_per_key": 3}}
+    async with connected(limits, "secret") as (server, client):
+        await server.services.client.control("pause")  # nothing ends by itself
+        held = client.call("Generate", {"token_ids": IDS, "sampling_params": params(n=2)})
+        async with asyncio.timeout(20):
+            while server.services.client.num_outstanding < 2:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
+        body = {"input_ids": IDS["ids"], "sampling_params": {"max_new_tokens": 5, "n": 2}}
+        answer = await server.post("/generate", body, x_api_key="secret")
+        assert (answer.status, answer.json()["error"]["code"]) == (429, "too_many_requests_of_key")
+        with pytest.raises(grpc.aio.AioRpcError, match="2 requests of this key are running or waiting, and it may have 3") as refused:
+            await client.call("Generate", {"token_ids": IDS, "sampling_params": params(n=2)}).read()
+        assert refused.value.code() == Code.RESOURCE_EXHAUSTED
+
+        async def commands() -> AsyncIterator[Any]:
+            for n, name in ((2, "two"), (4, "four")):
+                yield S["GenerateCommand"](generate={"id": name, "token_ids": IDS, "sampling_params": params(n=n)})
+
+        ends = {reply.id: reply.finish async for reply in client.call("GenerateStream", commands())}
+        assert ends["two"].status == "RESOURCE_EXHAUSTED"
+        assert (ends["four"].status, "and a key may have 3 at once" in ends["four"].error) == ("INVALID_ARGUMENT", True)
+        held.cancel()
+        await until_empty(server)
+        await server.services.client.control("resume")
+        assert (await server.post("/generate", body, x_api_key="secret")).status == 200  # all places came back
+
+
 async def test_more_replies_than_wait_for_a_reader() -> None:
     async with connected() as (server, client):
 
@@ -287,8 +315,7 @@ def test_description_is_that_of_the_proto(tmp_path: Path) -> None:
 def test_a_real_server_by_reflection(checkpoint: Path) -> None:
     """As grpcurl does: the server says which services there are and what they look like."""
     with RunningServer(checkpoint, "--grpc-port", "0", "--max-model-len", "512", "--max-total-tokens", "1024") as server:
-        address = next(line.split()[-1] for line in server.lines if "gRPC on" in line)
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(server.grpc_address) as channel:
             ask = reflection_pb2.ServerReflectionRequest
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             listed, described = stub.ServerReflectionInfo(iter([ask(list_services=""), ask(file_containing_symbol=SERVICE)]))

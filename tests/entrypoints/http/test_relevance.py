@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
 
 from frame.testing.checkpoints import load_reference, make_checkpoint
+from tests.entrypoints.grpc.test_service import Client
 from tests.entrypoints.serving import RunningServer
 from tests.entrypoints.test_offline_vectors import DOCUMENTS, QUERY, plain, with_pairs
 
-FLAGS = ("--served-model-name", "judge")
+FLAGS = ("--served-model-name", "judge", "--grpc-port", "0")
 LABELS = {0: "safe", 1: "hate", 2: "self-harm"}
 
 
@@ -28,7 +30,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSer
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
     folder = make_checkpoint("LlamaForSequenceClassification", tmp_path_factory.mktemp("classes"), id2label=LABELS)
-    with RunningServer(folder, "--max-total-tokens", "4096", fake=False) as running:
+    with RunningServer(folder, "--max-total-tokens", "4096", "--grpc-port", "0", fake=False) as running:
         yield running, folder
 
 
@@ -72,6 +74,31 @@ def test_score(judge) -> None:
         np.testing.assert_allclose([each["score"] for each in data], want, atol=1e-5)
 
 
+def test_ranking_and_scores_over_grpc(judge) -> None:
+    server, _ = judge
+    want = ask(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        client = Client(channel)
+        ranking = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "terms": {"id": "mine"}})
+        best = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 1})
+        scores = client.call("Score", {"queries": [QUERY], "items": DOCUMENTS})
+        for name, request, part in (
+            ("Rerank", {"query": "a"}, "documents is empty"),
+            ("Score", {"queries": ["a", "b"], "items": ["a", "b", "c"]}, "as many of each"),
+            ("Embed", {"texts": ["a"]}, "not to embed"),
+            ("Score", {"queries": ["a"], "items": ["b"], "terms": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens is 0"),
+        ):
+            with pytest.raises(grpc.RpcError, match=part) as caught:
+                client.call(name, request)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert [each.index for each in ranking.results] == [each["index"] for each in want["results"]]
+    assert ranking.results[0].relevance_score == pytest.approx(want["results"][0]["relevance_score"])
+    assert [each.index for each in best.results] == [want["results"][0]["index"]]
+    assert ranking.prompt_tokens == want["usage"]["prompt_tokens"]
+    found = {each["index"]: each["relevance_score"] for each in want["results"]}
+    assert list(scores.scores) == pytest.approx([found[index] for index in range(len(DOCUMENTS))])
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -107,6 +134,20 @@ def test_classes(classifier) -> None:
             np.testing.assert_allclose(each["probs"], want.numpy(), atol=1e-5)
             assert each["label"] == LABELS[int(want.argmax())]
     assert body["labels"] == list(LABELS.values())
+
+
+def test_classes_and_verdicts_over_grpc(classifier) -> None:
+    server, _ = classifier
+    want = ask(server, "/v1/classify", input=DOCUMENTS)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        found = Client(channel).call("Classify", {"texts": DOCUMENTS})
+        verdicts = Client(channel).call("Moderate", {"texts": DOCUMENTS})
+    assert list(found.labels) == want["labels"]
+    for each, verdict, wanted in zip(found.classes, verdicts.results, want["data"], strict=True):
+        assert each.label == wanted["label"]
+        assert list(each.probabilities) == pytest.approx(wanted["probs"])
+        assert dict(verdict.category_scores) == pytest.approx(dict(zip(want["labels"][1:], wanted["probs"][1:], strict=True)))
+        assert verdict.flagged == (max(wanted["probs"][1:]) >= 0.5)
 
 
 def test_a_classifier_of_several_classes_ranks_nothing(classifier) -> None:

@@ -1,0 +1,88 @@
+"""The methods of the gRPC service for models that embed, classify or judge, over what their HTTP routes do. Knows no socket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from frame.entrypoints.http.classes import ClassifyRequest, classified, labels_of
+from frame.entrypoints.http.embeddings import EmbeddingRequest, embedded
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.moderations import ModerationRequest, is_found, judged
+from frame.entrypoints.http.relevance import RerankRequest, ScoreRequest, ranked, scored
+
+if TYPE_CHECKING:
+    from frame.entrypoints.grpc.calls import GrpcCaller
+    from frame.entrypoints.grpc.schema import Schema
+    from frame.entrypoints.http.services import Services
+
+
+class Pooling:
+    """One a server. Its methods raise ApiError; `Entrance` calls them."""
+
+    def __init__(self, services: Services, schema: Schema) -> None:
+        self._services = services
+        self._schema = schema
+
+    async def embed(self, request: Any, caller: GrpcCaller) -> Any:
+        """Embed."""
+        if bool(request.texts) == bool(request.token_ids):
+            raise ApiError(400, "send either texts or token_ids", "texts")
+        given = list(request.texts) or [list(one.ids) for one in request.token_ids]
+        body = EmbeddingRequest(
+            input=given, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_terms(request, caller)
+        )
+        vectors, count = await embedded(caller, self._services, body)
+        made = self._schema["Vector"]
+        return self._schema["EmbedReply"](vectors=[made(values=row) for row in vectors.tolist()], prompt_tokens=count)
+
+    async def rerank(self, request: Any, caller: GrpcCaller) -> Any:
+        """Rerank."""
+        body = RerankRequest(
+            query=request.query, documents=list(request.documents), top_n=_set(request, "top_n"),
+            instruction=_set(request, "instruction"), **_terms(request, caller),
+        )  # fmt: skip
+        ranking, count = await ranked(caller, self._services, body)
+        made = self._schema["Ranked"]
+        results = [made(index=index, relevance_score=relevance_score) for index, relevance_score in ranking]
+        return self._schema["RerankReply"](results=results, prompt_tokens=count)
+
+    async def score(self, request: Any, caller: GrpcCaller) -> Any:
+        """Score."""
+        body = ScoreRequest(
+            queries=list(request.queries), items=list(request.items), instruction=_set(request, "instruction"), **_terms(request, caller)
+        )
+        scores, count = await scored(caller, self._services, body)
+        return self._schema["ScoreReply"](scores=scores.tolist(), prompt_tokens=count)
+
+    async def classify(self, request: Any, caller: GrpcCaller) -> Any:
+        """Classify."""
+        body = ClassifyRequest(input=list(request.texts), **_terms(request, caller))
+        vectors, count = await classified(caller, self._services, body)
+        names, made = labels_of(self._services), self._schema["Class"]
+        classes = [made(label=names[int(row.argmax())], probabilities=row.tolist()) for row in vectors]
+        return self._schema["ClassifyReply"](classes=classes, labels=names, prompt_tokens=count)
+
+    async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
+        """Moderate."""
+        body = ModerationRequest(input=list(request.texts), **_terms(request, caller))
+        found = await judged(caller, self._services, body)
+        made = self._schema["Verdict"]
+        results = [made(flagged=any(map(is_found, scores.values())), category_scores=scores) for scores in found]
+        return self._schema["ModerateReply"](results=results)
+
+
+def _set(request: Any, name: str) -> Any:
+    """An optional field; None where it is not set."""
+    return getattr(request, name) if request.HasField(name) else None
+
+
+def _terms(request: Any, caller: GrpcCaller) -> dict[str, Any]:
+    """The fields that the bodies of all these routes share."""
+    terms = request.terms
+    return {
+        "rid": terms.id or None,
+        "priority": terms.priority,
+        "cache_salt": terms.cache_salt,
+        "timeout": caller.time_left(),
+        "truncate_prompt_tokens": _set(terms, "truncate_prompt_tokens"),
+    }

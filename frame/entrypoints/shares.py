@@ -1,0 +1,70 @@
+"""`Shares`: how much each key has at work, over all protocols, and the most that it may. Knows no key, only whose it is; no protocol."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+
+class ShareExceededError(Exception):
+    """A key has as much at work as it may; one sentence for the client. `is_hopeless`: this alone is more than a key may have."""
+
+    def __init__(self, sentence: str, is_hopeless: bool = False) -> None:
+        super().__init__(sentence)
+        self.is_hopeless = is_hopeless
+
+
+class Shares:
+    """One a server. `most` places a tenant; None: no limit. Who brings no key (tenant "") has none."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()  # places by tenant; as many entries as keys
+
+    def open(self, tenant: str) -> Share:
+        """A request's share, of one place, to be closed with the request. Raises ShareExceededError."""
+        self.take(tenant, 1)
+        return Share(self, tenant)
+
+    def take(self, tenant: str, count: int, asked: int = 1) -> None:
+        """`count` places more, of `asked` for a request. Raises ShareExceededError."""
+        held, most = self._held[tenant], self._most
+        if tenant and most is not None and held + count > most:
+            if asked > most:
+                raise ShareExceededError(f"the request asks for {asked} sequences, and a key may have {most} at once; ask for fewer", True)
+            others = held + count - asked
+            raise ShareExceededError(
+                f"{others} requests of this key are running or waiting, and it may have {most}, each sequence counted; try again later"
+            )
+        self._held[tenant] += count
+
+    def give_back(self, tenant: str, count: int) -> None:
+        """Of what was taken."""
+        self._held[tenant] -= count
+
+
+class Share:
+    """What one request holds: one place from its beginning on, and one for each sequence once it is known how many there are."""
+
+    def __init__(self, shares: Shares, tenant: str) -> None:
+        self._shares = shares
+        self._tenant = tenant
+        self._held = 1
+
+    def widen(self, sequences: int) -> None:
+        """Hold a place for each. Raises ShareExceededError, and holds what it held."""
+        more = max(0, sequences - self._held)
+        self._shares.take(self._tenant, more, sequences)
+        self._held += more
+
+    def close(self) -> None:
+        """The request is over."""
+        self._shares.give_back(self._tenant, self._held)
+        self._held = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

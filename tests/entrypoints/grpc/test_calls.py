@@ -1,0 +1,33 @@
+"""What a gRPC call says of its caller: headers, time, and the status that an HTTP one becomes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from frame.entrypoints.grpc.calls import ENDLESS, GrpcCaller, headers_of, status_of
+from frame.entrypoints.http.errors import ApiError
+
+
+def caller(seconds: float | None) -> GrpcCaller:
+    metadata = (("x-request-id", "mine"), ("data-bin", b"\xff"))
+    return GrpcCaller(SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: seconds), "tenant")
+
+
+@pytest.mark.parametrize(("given", "left"), [(None, None), (2 * ENDLESS, None), (5.0, 5.0), (-1.0, 0.001)])
+def test_a_calls_deadline(given: float | None, left: float | None) -> None:
+    assert caller(given).time_left() == left
+
+
+def test_metadata_are_headers() -> None:
+    made = caller(None)
+    assert (made.request_id, made.tenant, made.header(b"x-request-id"), made.header(b"none")) == ("mine", "tenant", "mine", None)
+    assert headers_of((("a", "ü"), ("b-bin", b"\xff"))) == [(b"a", "ü".encode("latin-1")), (b"b-bin", b"\xff")]
+    assert headers_of(None) == []
+
+
+def test_statuses() -> None:
+    assert status_of(ApiError(429, "x")) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert status_of(ApiError(500, "x")) == status_of(ApiError(418, "x")) == grpc.StatusCode.INTERNAL

@@ -1,0 +1,34 @@
+"""What a key holds of what it may have: opened, widened, given back, refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.entrypoints.shares import ShareExceededError, Shares
+
+
+def test_places_are_counted_and_come_back() -> None:
+    shares = Shares(4)
+    with shares.open("a") as first, shares.open("b"):
+        first.widen(1)
+        first.widen(3)
+        with shares.open("a") as second:
+            with pytest.raises(ShareExceededError, match="^3 requests of this key are running or waiting, and it may have 4") as full:
+                second.widen(2)
+            assert not full.value.is_hopeless
+            with pytest.raises(ShareExceededError), shares.open("a"):
+                pass
+        second.close()  # twice is once
+        with shares.open("a"):
+            pass
+    with shares.open("a") as whole:
+        with pytest.raises(ShareExceededError, match="asks for 5 sequences, and a key may have 4 at once") as never:
+            whole.widen(5)
+        assert never.value.is_hopeless
+        whole.widen(4)
+
+
+def test_without_a_limit_or_a_key_all_may_be_had() -> None:
+    for shares, tenant in ((Shares(None), "a"), (Shares(1), "")):
+        with shares.open(tenant) as share, shares.open(tenant):
+            share.widen(1000)
