@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from frame.core.prompt_logprobs import PromptPlan
     from frame.core.resolved import Resolved
     from frame.core.sampling_table import SamplingPlan
+
+_log = logging.getLogger(__name__)
 
 _MOST_SINGLE = 64  # tokens of prompts that are computed as decodes; of more, each is a row of attention too many
 _FEW_KEYS = 512  # that each of them may read for itself
@@ -312,15 +315,25 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
         runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
         runner.warm_up()
     phases["warm_up"] = time.perf_counter() - clock
+    _capture(runner, resolved, phases)
+    return runner
+
+
+def _capture(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:
+    """Make the graphs that were resolved. Where graphs of prompts are nobody's wish, a start does not fail for them."""
+    clock = time.perf_counter()
     if resolved.cuda_graph_max_bs:
-        clock = time.perf_counter()
         runner.capture(resolved.cuda_graph_max_bs)
         phases["graphs"] = time.perf_counter() - clock
+    clock = time.perf_counter()
     if resolved.prompt_graph_max_tokens:
-        clock = time.perf_counter()
-        runner.capture_prompts(min(resolved.prompt_graph_max_tokens, context.limits.max_tokens_per_step))
+        try:
+            runner.capture_prompts(min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step))
+        except ConfigurationError as error:
+            if resolved.user.execution.prompt_graph_max_tokens:
+                raise
+            _log.warning("%s and be spared the attempt; their kernels are launched one by one", error)
         phases["prompt_graphs"] = time.perf_counter() - clock
-    return runner
 
 
 def _least_of_ranks(pages: int, tp: Collective, device: torch.device) -> int:

@@ -29,10 +29,10 @@ def graph_sizes(
         "prompt_graph_max_tokens": graph_obstacle(chosen, device, task, config.parallel.tp, kinds)
         or ("torch_compile is set, which makes graphs of its own" if execution.torch_compile else ""),
     }
-    most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": 0}
+    most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(facts)}
     reasons = {
         "cuda_graph_max_bs": "all batches: a replay costs the host less than launching each kernel",
-        "prompt_graph_max_tokens": "none: not measured on this device yet",
+        "prompt_graph_max_tokens": "about as many tokens as the device computes in the time that the host needs to launch a layer",
     }
     found = []
     for name, obstacle in obstacles.items():

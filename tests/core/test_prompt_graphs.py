@@ -3,11 +3,16 @@ computed anew, over the same padded inputs; tests/gpu/test_graphs.py captures th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from frame.core.prompt_graphs import _borrowed, _met, piece_sizes
+from frame.core.errors import ConfigurationError
+from frame.core.model_runner import _capture
+from frame.core.prompt_graphs import PromptGraphs, _borrowed, _met, piece_sizes
 from frame.core.sampling_params import SamplingParams
 from tests.core.greedy import NATIVE, greedy, make_case, make_loop, random_prompts, run
 
@@ -117,3 +122,19 @@ def test_borrowed_memory_is_the_same(dtype):
     lent = _borrowed(owner)
     assert lent.data_ptr() == owner.data_ptr() and lent.stride() == owner.stride() and lent.dtype is dtype
     assert torch.equal(lent, owner)
+
+
+@pytest.mark.parametrize("wanted", [None, 64])
+def test_a_start_fails_for_graphs_of_prompts_only_where_they_are_wanted(cases, monkeypatch, wanted, caplog):
+    loop = make_loop(cases("Qwen3ForCausalLM").folder, TOKENS)
+
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(PromptGraphs, "capture", fails)
+    user = SimpleNamespace(execution=SimpleNamespace(prompt_graph_max_tokens=wanted))
+    resolved = SimpleNamespace(cuda_graph_max_bs=0, prompt_graph_max_tokens=64, user=user)
+    with pytest.raises(ConfigurationError, match="prompt-graph-max-tokens 0") if wanted else nullcontext():
+        _capture(loop.runner, resolved, {})
+    assert loop.runner.prompt_graphs is None
+    assert bool(caplog.records) == (wanted is None)
