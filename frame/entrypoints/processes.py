@@ -20,6 +20,7 @@ from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Read
 from frame.core.resolved import Resolved
 from frame.core.roster import ROSTER, TEXT_ROSTER, read_roster
 from frame.core.transport import SocketDirectory, ZmqSender, ZmqTransport
+from frame.entrypoints.stuck import ask_where
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
 
@@ -42,7 +43,7 @@ class Layout:
 @dataclass(slots=True)
 class Child:
     """One process, and after its end the next one of the same name. `silence`: seconds without a heartbeat, as far as anybody looked;
-    `device_memory`: bytes, as its last heartbeat told."""
+    `device_memory`: bytes, as its last heartbeat told; `is_asked`: where it hangs."""
 
     name: str
     arguments: list[str]
@@ -52,6 +53,7 @@ class Child:
     silence: float = 0.0
     last_words: str | None = None
     device_memory: int = 0
+    is_asked: bool = False
 
     @property
     def is_rank(self) -> bool:
@@ -120,7 +122,7 @@ class Deployment:
             (self._sockets.path / TEXT_ROSTER).unlink(missing_ok=True)
         for child in children:
             self._renew(child.name)
-            child.is_ready, child.silence, child.last_words, child.device_memory = False, 0.0, None, 0
+            child.is_ready, child.silence, child.last_words, child.device_memory, child.is_asked = False, 0.0, None, 0, False
             child.process = subprocess.Popen(
                 [*child.arguments, "--parent", str(os.getpid()), *_death_signal()],
                 stdin=subprocess.PIPE,
@@ -183,7 +185,12 @@ class Deployment:
             child.device_memory = message.device_memory
         else:
             child.last_words = child.last_words or message.error
-        child.silence = 0.0
+        child.silence, child.is_asked = 0.0, False
+
+    def ask_where(self, name: str) -> None:
+        """Let a child that is silent say where it hangs, on standard error."""
+        self.children[name].is_asked = True
+        ask_where(self.children[name].process)
 
     def dead(self) -> str | None:
         """A sentence about the first child that ended, or None."""

@@ -142,6 +142,9 @@ class Supervisor:
                 return how
             child.silence += passed
             if unit.state == "up" and child.beats and 0 < policy.heartbeat_timeout < child.silence:
+                if not child.is_asked:  # it has until the next look to answer
+                    self._deployment.ask_where(child.name)
+                    continue
                 return f"the {child.name} process has been silent for {child.silence:.0f} s"
         patience = policy.start_seconds * START_FACTOR + START_SLACK
         if unit.state == "starting" and time.monotonic() - unit.since > patience:

@@ -28,6 +28,7 @@ from frame.core.roster import ROSTER, TEXT_ROSTER, open_roster
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.entrypoints import logs
 from frame.entrypoints.processes import EXIT_CONFIGURATION
+from frame.entrypoints.stuck import answer_when_asked
 from frame.entrypoints.tracing import TextSpans, Tracing, open_tracing, tokenizer_span
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
         _die_with(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the parent decides what they mean
         signal.signal(number, signal.SIG_IGN)
+    answer_when_asked()
     resolved = Resolved.model_validate_json(_first_line())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}

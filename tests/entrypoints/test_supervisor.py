@@ -37,6 +37,7 @@ class Deployment:
     def __init__(self, *names: str) -> None:
         self.children = {name: Child(name, [], {}) for name in names}
         self.started: list[str] = []
+        self.asked: list[str] = []
         for name in names:
             self.start([name])
             self.children[name].is_ready = True
@@ -56,6 +57,10 @@ class Deployment:
 
     def roster(self) -> frozenset[int]:
         return frozenset()
+
+    def ask_where(self, name: str) -> None:
+        self.children[name].is_asked = True
+        self.asked.append(name)
 
     def text_roster(self) -> frozenset[int]:
         return frozenset()
@@ -141,8 +146,11 @@ async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
         await rig.tick(Heartbeat(process="engine"), Heartbeat(process="detokenizer"))
     await rig.tick(seconds=3600.0)  # it was this process that slept
     assert rig.client.away is None
-    for _ in range(99):
+    for _ in range(98):
         await rig.tick(Heartbeat(process="detokenizer"))
+    assert rig.deployment.asked == ["engine"]  # where it hangs
+    assert rig.client.away is None
+    await rig.tick(Heartbeat(process="detokenizer"))
     assert "engine process has been silent for 10 s" in (rig.client.away or "")
     assert rig.deployment.started == ["detokenizer", "engine"]
 

@@ -33,6 +33,7 @@ from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.prepare import Prepared
 from frame.entrypoints.processes import Deployment, Layout
 from frame.entrypoints.relevance import read_score_prompt
+from frame.entrypoints.stuck import LoopAlarm
 from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 EXIT_OK = 0
 LAST_WORDS = 0.5  # seconds for error events to leave after a child's death
 POLL = 0.02  # seconds
+BEAT = 1.0  # seconds between two words of the loop that it lives,
+STUCK = 10.0  # and without one until the stacks of its threads are written
 FOLD = 5.0  # seconds between two counts of the latency lists
 
 
@@ -223,15 +226,19 @@ class Server:
 
     async def _watch(self) -> None:
         """Until the server cannot go on; then every answer has been told so."""
-        folded = time.monotonic()
-        client = self._services.client
+        folded = beaten = time.monotonic()
+        client, alarm = self._services.client, LoopAlarm(STUCK)
         while client.dead is None:
             await asyncio.sleep(TICK)
             await self._supervisor.tick()
+            if time.monotonic() - beaten > BEAT:
+                beaten = time.monotonic()
+                alarm.beat()
             if time.monotonic() - folded > FOLD:
                 folded = time.monotonic()
                 if self._services.metrics is not None:
                     self._services.metrics.fold()
+        alarm.close()
         report(f"stopping: {client.dead}")
 
     async def _drain(self) -> None:
