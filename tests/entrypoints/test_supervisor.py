@@ -150,10 +150,12 @@ async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     while not rig.deployment.asked:
         await rig.tick(Heartbeat(process="detokenizer"))
         ticks += 1
-    assert (rig.deployment.asked, ticks in (98, 99)) == (["engine"], True)  # where it hangs
+    assert rig.deployment.asked == ["engine"]  # where it hangs
+    assert 96 <= ticks <= 99  # ten seconds, with those that it was silent for while this process slept
     assert rig.client.away is None
     await rig.tick(Heartbeat(process="detokenizer"))
     assert "engine process has been silent for 10 s" in (rig.client.away or "")
+    await rig.tick()
     assert rig.deployment.started == ["detokenizer", "engine"]
 
 
