@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError, UnsampledStep
-from frame.core.transport import Profile
+from frame.core.transport import Profile, Traced
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ class LeadingRunner(ModelRunner):
 
     def profile(self, request: ProfileRequest | None) -> str:
         path = self._runner.profile(request)
-        self._followers.send_profile(request)
+        self._followers.send_order(Profile(request))
         return path
 
     def close(self) -> None:
@@ -77,7 +77,17 @@ class LedUnsampledStep(LedStep, UnsampledStep):
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
 
-def follow(runner: ModelRunner, batches: BatchReceiver) -> None:
+class RankObserver(Protocol):
+    """Whoever wants to know what a rank does."""
+
+    def on_launch(self, batch: ScheduledBatch) -> None:
+        """Before the rank starts on a batch."""
+
+    def on_end(self, traced: Traced) -> None:
+        """When rank 0 has ended a request that is traced."""
+
+
+def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None) -> None:
     """Run batches until rank 0 stops. A step is waited for one batch later, as rank 0 does when it overlaps.
 
     Raises what a step raises: a rank that missed a step can never agree with the others again, so its process ends.
@@ -88,6 +98,12 @@ def follow(runner: ModelRunner, batches: BatchReceiver) -> None:
             if isinstance(batch, Profile):
                 _profile(runner, batch)
                 continue
+            if isinstance(batch, Traced):
+                if observer is not None:
+                    observer.on_end(batch)
+                continue
+            if observer is not None:
+                observer.on_launch(batch)
             launched = runner.launch(batch)
             if in_flight is not None:
                 in_flight.wait()

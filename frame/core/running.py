@@ -153,4 +153,5 @@ class RunningSet:
 
 
 def _setup(request: Request) -> SlotSetup:
-    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.segment)
+    rid = request.rid if request.trace else ""
+    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.segment, rid)

@@ -237,14 +237,22 @@ def decode_batch(data: bytes) -> ScheduledBatch:
     return _batch_decoder.decode(data)
 
 
-class Profile(msgspec.Struct, frozen=True):
+class Profile(msgspec.Struct, frozen=True, tag=True):
     """An order to the followers: start recording, or (None) stop."""
 
     request: ProfileRequest | None
 
 
-_profile_encoder = msgspec.msgpack.Encoder()
-_profile_decoder = msgspec.msgpack.Decoder(Profile)
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """Word to the followers that a request has ended whose spans go below `trace`, a W3C traceparent."""
+
+    rid: str
+    trace: str
+
+
+Order = Profile | Traced
+_order_encoder = msgspec.msgpack.Encoder()
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 
 class BatchSender:
@@ -259,11 +267,11 @@ class BatchSender:
         for socket in self._sockets:
             socket.send(data)
 
-    def send_profile(self, request: ProfileRequest | None) -> None:
-        """Tell the followers to start or (None) to stop recording, between the batches."""
-        data = _profile_encoder.encode(Profile(request=request))
+    def send_order(self, order: Order) -> None:
+        """What else the followers are to know, between the batches."""
+        data = _order_encoder.encode(order)
         for socket in self._sockets:
-            socket.send_multipart([data, b"profile"])
+            socket.send_multipart([data, b"order"])
 
     def close(self) -> None:
         """Tell the followers to stop."""
@@ -282,13 +290,13 @@ class BatchReceiver:
         self._socket.set_hwm(0)
         self._socket.bind(address)
 
-    def receive(self) -> ScheduledBatch | Profile | None:
-        """Block for the next batch or order to record; None when rank 0 stops."""
+    def receive(self) -> ScheduledBatch | Order | None:
+        """Block for the next batch or order; None when rank 0 stops."""
         while True:
             data, *rest = self._socket.recv_multipart()
             try:
                 if rest:
-                    return _profile_decoder.decode(data)
+                    return _order_decoder.decode(data)
                 return decode_batch(data) if data else None
             except NOT_OURS as error:
                 log.warning("%d bytes that arrived are no batch, and are dropped: %s", len(data), error)

@@ -19,6 +19,7 @@ from frame.core.grammars import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.model_parts import Loaded, Parts
 from frame.core.model_runner import TorchModelRunner, build_runner
+from frame.core.transport import Traced
 from frame.entrypoints.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.scheduling import build_scheduler
 from frame.kernels.cache import KernelCache, counting, kernel_folder
@@ -151,6 +152,8 @@ def build_engine(
     ends: list[Callable[[Request, Finish], None]] = [] if told is None else [lambda request, finish: told(**_finished(request, finish))]
     if tracing is not None:
         ends.append(tracing.add_engine_spans)
+        if followers is not None:
+            ends.append(partial(_tell_followers, followers))
     info = {**describe(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
     if kernels is not None:
         info["kernels"] = kernels
@@ -172,6 +175,12 @@ def build_engine(
     if found.on_start is not None:
         found.on_start(resolved=resolved)
     return engine, info
+
+
+def _tell_followers(followers: BatchSender, request: Request, finish: Finish) -> None:
+    """That a traced request has ended, so that they send their spans of it."""
+    if request.trace:
+        followers.send_order(Traced(request.rid, request.trace))
 
 
 def _device_memory(resolved: Resolved, place: Place) -> Callable[[], int]:

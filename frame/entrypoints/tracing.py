@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from frame.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from frame.core.config import ServerSection
+    from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.messages import Finish, Text, Tokenize, Watch
     from frame.core.request import Request
+    from frame.core.transport import Traced
     from frame.entrypoints.answers import Answer
 
 log = logging.getLogger(__name__)
@@ -162,6 +165,54 @@ class TextSpans:
     def _end(self, rid: str) -> None:
         trace, since = self._watched.pop(rid, ("", 0.0))
         self._tracing.add("detokenize", trace, since, time.perf_counter(), **{"frame.rid": rid})
+
+
+@dataclass(slots=True)
+class Work:
+    """What a rank has done for a request. Times of `time.perf_counter`."""
+
+    begun: float
+    steps: int = 0
+    has_drawn: bool = False  # a token of it
+    decoding: float = 0.0  # since; 0.0: it does not yet
+
+
+class RankSpans:
+    """A follower's spans: a prefill and a decode of each traced request, from the launches of its own steps to the request's end."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._works: dict[str, Work] = {}  # by rid
+        self._slots: dict[int, Work] = {}  # of those that are on the device
+
+    def on_launch(self, batch: ScheduledBatch) -> None:
+        """Note whose step this is."""
+        now = time.perf_counter()
+        for slot in batch.released:
+            self._slots.pop(slot, None)
+        for setup in batch.setups:
+            self._slots.pop(setup.slot, None)
+            if setup.rid and (setup.rid in self._works or len(self._works) < MOST_WATCHED):
+                self._slots[setup.slot] = self._works.setdefault(setup.rid, Work(now))
+        if not self._slots:
+            return
+        for slot, draws in zip(batch.slots.tolist(), batch.samples.tolist(), strict=True):
+            work = self._slots.get(slot)
+            if work is not None:
+                work.steps += 1
+                work.decoding = work.decoding or (now if work.has_drawn else 0.0)
+                work.has_drawn |= draws
+
+    def on_end(self, traced: Traced) -> None:
+        """Make a request's spans."""
+        work = self._works.pop(traced.rid, None)
+        if work is None:  # it ended before it came onto the device
+            return
+        now = time.perf_counter()
+        names: dict[str, Any] = {"frame.rid": traced.rid, "frame.steps": work.steps}
+        self._tracing.add("prefill", traced.trace, work.begun, work.decoding or now, **names)
+        if work.decoding:
+            self._tracing.add("decode", traced.trace, work.decoding, now, **names)
 
 
 def tokenizer_span(tracing: Tracing, message: Tokenize, since: float, count: int) -> None:

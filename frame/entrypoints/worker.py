@@ -29,7 +29,7 @@ from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, Zm
 from frame.entrypoints import logs
 from frame.entrypoints.processes import EXIT_CONFIGURATION
 from frame.entrypoints.stuck import answer_when_asked
-from frame.entrypoints.tracing import TextSpans, Tracing, open_tracing, tokenizer_span
+from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, open_tracing, tokenizer_span
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
@@ -109,8 +109,13 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     batches = BatchReceiver(SocketDirectory(options.sockets).address(f"batches-{options.rank}"))
     place = Place(options.rank, options.tp, Path(options.sockets))
     runner = with_profiles(resolved, build_rank(resolved, registry_of(resolved), place), place)
+    tracing = open_tracing(resolved.user.server, name)
     transport.send(Ready(process=name, pid=os.getpid()))
-    follow(runner, batches)
+    try:
+        follow(runner, batches, None if tracing is None else RankSpans(tracing))
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:

@@ -6,6 +6,8 @@ import stat
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +25,7 @@ from frame.core.transport import (
     BatchSender,
     InProcessTransport,
     SocketDirectory,
+    Traced,
     ZmqSender,
     ZmqTransport,
     decode_batch,
@@ -182,18 +185,23 @@ def test_followers_run_what_rank_0_runs() -> None:
     addresses = [sockets.address(f"batches-{i}") for i in (1, 2)]
     runners = [Recorder(), Recorder()]
     receivers = [BatchReceiver(address) for address in addresses]
-    threads = [threading.Thread(target=follow, args=pair) for pair in zip(runners, receivers, strict=True)]
+    watched: list[Any] = []
+    observer = SimpleNamespace(on_launch=lambda batch: watched.append(batch.step), on_end=watched.append)
+    threads = [threading.Thread(target=follow, args=each) for each in zip(runners, receivers, (None, observer), strict=True)]
     for thread in threads:
         thread.start()
     own = Recorder()
-    leader = LeadingRunner(own, BatchSender(addresses))
+    sender = BatchSender(addresses)
+    leader = LeadingRunner(own, sender)
     for step in range(20):
         leader.launch(make_batch(step)).wait()
+    sender.send_order(Traced("mine", "00-a-b-01"))
     leader.close()
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
     assert own.steps == runners[0].steps == runners[1].steps == list(range(20))
+    assert watched == [*range(20), Traced("mine", "00-a-b-01")]
     assert own.closed
     assert all(runner.closed for runner in runners)
     sockets.remove()

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from frame.core.config import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.tracing import VARIABLES, open_tracing
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+from frame.core.sampling_params import SamplingParams
+from frame.core.transport import Traced
+from frame.entrypoints.tracing import VARIABLES, RankSpans, Tracing, open_tracing
 from tests.entrypoints.serving import RunningServer, wait_until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -99,6 +104,56 @@ def test_one_trace_through_every_process(checkpoint: Path) -> None:
     assert all(s.end_time_unix_nano <= request.end_time_unix_nano + slack for s in times[:3])
     assert times[1].end_time_unix_nano == times[2].start_time_unix_nano
     assert values(times[3])["frame.output_tokens"] == 5
+
+
+def test_a_further_ranks_spans_of_a_request() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter, "rank-1")
+    spans = RankSpans(tracing)
+    rids = {0: "mine", 1: "", 2: "gone"}
+    setups = [SlotSetup(slot, SamplingParams(), 0, 4, np.arange(4, dtype=np.int32), 0, rid) for slot, rid in rids.items()]
+    spans.on_launch(batch_of(1, [0, 1, 2], [False, True, True], setups=setups))  # a part of its prompt
+    spans.on_launch(batch_of(2, [1, 0], [True, True]))
+    spans.on_launch(batch_of(3, [0, 1], [True, True], released=[2]))
+    spans.on_end(Traced("gone", f"00-{TRACE}-{PARENT}-01"))
+    back = [SlotSetup(5, SamplingParams(), 0, 4, np.arange(6, dtype=np.int32), 0, "mine")]
+    spans.on_launch(batch_of(4, [5], [True], setups=back, released=[0]))  # it had to leave, and came back
+    spans.on_launch(batch_of(5, [0], [True]))  # another's
+    for _ in range(2):
+        spans.on_end(Traced("mine", f"00-{TRACE}-{PARENT}-01"))
+    spans.on_end(Traced("never", f"00-{TRACE}-{PARENT}-01"))
+    tracing.close()
+    found = [(span.attributes["frame.rid"], span.name, span.attributes["frame.steps"]) for span in exporter.get_finished_spans()]
+    assert found == [("gone", "prefill", 1), ("mine", "prefill", 4), ("mine", "decode", 4)]
+    prefill, decode = exporter.get_finished_spans()[1:]
+    assert prefill.end_time == decode.start_time
+    assert f"{prefill.context.trace_id:032x}" == TRACE
+
+
+def batch_of(step: int, slots: list[int], samples: list[bool], **more: Any) -> ScheduledBatch:
+    rows = np.array(slots, np.int32)
+    ones, none = np.ones_like(rows), np.empty(0, np.int32)
+    return ScheduledBatch(
+        step=step, num_decodes=len(slots), slots=rows, num_computed=ones, num_scheduled=ones, token_ids=none, samples=np.array(samples),
+        new_pages=np.empty((0, 3), np.int32), **more,
+    )  # fmt: skip
+
+
+def test_two_ranks_have_spans(checkpoint: Path) -> None:
+    with collecting() as collector:
+        flags = ("--otlp-endpoint", collector.url, "--tp", "2", "--threads", "1", "--max-model-len", "512", "--max-total-tokens", "1024")
+        with RunningServer(checkpoint, *flags, fake=False) as server:
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            body = {"prompt": "The quick brown", "max_tokens": 5, "ignore_eos": True}
+            assert httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+            wait_until(lambda: len(collector.spans) >= 7)
+            assert server.stop() == 0
+    found = sorted((entry["process"], entry["span"].name) for entry in collector.spans)
+    assert found[-2:] == [("rank-1", "decode"), ("rank-1", "prefill")]
+    assert {entry["span"].trace_id.hex() for entry in collector.spans} == {TRACE}
+    of_ranks = {entry["process"]: values(entry["span"]) for entry in collector.spans if entry["span"].name == "decode"}
+    assert of_ranks["rank-1"]["frame.rid"] == of_ranks["engine"]["frame.rid"]
+    assert of_ranks["rank-1"]["frame.steps"] >= 5
 
 
 def test_off_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     `token_ids` is the prompt followed by the output so far (int32); `prompt_len` divides them. `seed` is always set:
     the scheduler draws one for requests without. Sampling of the token at position p depends on (seed, p) alone,
     so a request that comes back goes on exactly where it was. `segment` is where a pair's second text begins (0: there is one).
+    `rid` names the request where somebody traces it.
     """
 
     slot: int
@@ -36,6 +37,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     token_ids: np.ndarray
     segment: int = 0
+    rid: str = ""
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
