@@ -68,6 +68,7 @@ class FlashInferBackend(AttentionBackend):
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
         self._wrappers = Wrappers(library or Library.load(), device, self._capability, settings.workspace_mib << 20)
         self._shapes: list[Heads | Latent] = []  # those that this model's layers have, learnt in the first step
+        self._layers: dict[int, tuple[AttentionSpec, Heads]] = {}
         self._buffers: PageBuffers | None = None
         self._first_layer: int | None = None  # which writes the lists of pages in a captured step
 
@@ -86,10 +87,11 @@ class FlashInferBackend(AttentionBackend):
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = batch.kv.layer(spec.layer)
-        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window - 1
-        sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        shape = Heads(*sizes, window, spec.soft_cap or 0.0, spec.scale, q.dtype, cache[0].dtype)
-        plan = self._plan(spec, batch)
+        known = self._layers.get(spec.layer)
+        if known is None or known[0] is not spec:
+            known = spec, _shape_of(spec, q.dtype, cache[0].dtype)
+            self._layers[spec.layer] = known
+        shape, plan = known[1], self._plan(spec, batch)
         if shape in plan.heads:
             return _attend(batch, shape, spec, q, cache)
         with self._learning(shape, plan):
@@ -189,6 +191,11 @@ class FlashInferBackend(AttentionBackend):
             yield
 
 
+def _shape_of(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Heads:
+    window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window - 1
+    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.soft_cap or 0.0, spec.scale, dtype, kv_dtype)
+
+
 def _attend(batch: ForwardBatch, shape: Heads, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
     plan: StepPlan = batch.plan
     (decodes, extends), first = plan.heads[shape], plan.num_decodes
@@ -197,7 +204,9 @@ def _attend(batch: ForwardBatch, shape: Heads, spec: AttentionSpec, q: torch.Ten
     out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
     if decodes is not None:
         decodes.run(q[:first], cache, out=out[:first], **scales)
-    if extends is not None:
+    if extends is not None and not first:
+        extends.run(q, cache, out=out, **scales)
+    elif extends is not None:
         extends.run(q[first:], cache, out=out[first:], **scales)
     return out
 
