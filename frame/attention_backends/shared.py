@@ -25,15 +25,20 @@ def key_places(batch: ForwardBatch, first: int, total: int, last: int | None = N
 
 
 def expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of latents [n, rank + rope].
-
-    Values are finite, which costs no more than their copy: kernels give the values of a neighbouring row a weight of zero, and zero times
-    what is not finite would spoil this row. Where they were not finite the keys are not either, so the row's own result shows it.
-    """
+    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim], made finite, of latents [n, rank + rope]."""
     rank = layer.kv_lora_rank
     k_nope, v = layer.expand(rows[:, :rank])
     k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)
-    return torch.cat((k_nope, k_rope), dim=-1), torch.nan_to_num(v, out=torch.empty(v.shape, dtype=v.dtype, device=v.device))
+    return torch.cat((k_nope, k_rope), dim=-1), finite(v)
+
+
+def finite(values: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+    """Values side by side, such that none spoils another row: kernels give those of a neighbouring row a weight of zero, and zero times
+    what is not finite is not a number. What was not finite becomes the largest number there is, so that the row's own result shows it.
+    Costs no more than the copy that a strided tensor would need."""
+    most = torch.finfo(values.dtype).max
+    out = values if in_place else torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    return torch.nan_to_num(values, nan=most, out=out)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

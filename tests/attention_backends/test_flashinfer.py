@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from frame.attention_backends.flashinfer import wrappers
 from frame.attention_backends.flashinfer.backend import FlashInferBackend
 from frame.attention_backends.flashinfer.library import Library, Module, compile_modules, form_of
 from frame.attention_backends.flashinfer.pages import list_pages
@@ -55,6 +56,17 @@ def cases() -> Iterator[tuple[str, suite.Case]]:
 @pytest.mark.parametrize("case", [case for _, case in cases()], ids=[name for name, _ in cases()])
 def test_calls_compute_attention(case: suite.Case) -> None:
     suite.check_case(make, case)
+
+
+@pytest.mark.parametrize("rows", [Rows.of([], [(0, 90), (0, 7)]), Rows.of([40], [(30, 60), (0, 9)]), Rows.of([3], [(0, 33)])])
+def test_long_extends_take_their_keys_side_by_side(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrappers, "BESIDE", 8)
+    case = suite.Case(rows, heads=4, kv_heads=2, head_dim=64, v_head_dim=64)
+    backend, inputs = make(case), suite.make_inputs(case)
+    got = suite.compute(backend, case, inputs)
+    assert float((got - suite.reference(case, inputs)).abs().max()) < suite.TOLERANCE[case.dtype]
+    (role, *_), = [key for key in backend._wrappers._made if key[0] != "decode"]
+    assert role == "beside"
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])

@@ -5,8 +5,9 @@ Knows rows, pages and shapes of layers, no request; what the library is asked fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from frame.attention_backends.flashinfer.library import Library
 from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists, list_pages
 from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, Heads, Latent, Wrapper, Wrappers
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
-from frame.attention_backends.shared import dense, expand, key_places, may_wait
+from frame.attention_backends.shared import dense, expand, finite, key_places, may_wait
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -32,8 +33,8 @@ class StepPlan:
         self.batch = batch
         self.buffers = buffers  # of a captured step, which is decodes alone
         self.num_decodes = batch.num_decodes
-        self.heads: dict[Heads, tuple[Wrapper | None, Wrapper | None]] = {}  # (decodes, extends)
-        self.latents: dict[Latent, tuple[Wrapper | None, Expanded | None]] = {}  # (absorbed rows, expanded extends)
+        self.heads: dict[Heads, tuple[Wrapper | None, Wrapper | Beside | None]] = {}  # (decodes, extends)
+        self.latents: dict[Latent, tuple[Wrapper | None, Beside | None]] = {}  # (absorbed rows, expanded extends)
         self._lists: dict[tuple[int, int], PageLists] = {}
 
     def rows(self, first: int, last: int) -> PageLists | None:
@@ -47,13 +48,13 @@ class StepPlan:
         return found
 
 
-class Expanded:
-    """Extends over keys and values made of their latents, which lie side by side at `places` of the cache (None: all of them are
-    this step's own)."""
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Extends over keys and values that lie side by side, or over such made of their latents: of those at `places` of the cache (None:
+    all of them are this step's own)."""
 
-    def __init__(self, wrapper: Wrapper, places: torch.Tensor | None) -> None:
-        self.wrapper = wrapper
-        self.places = places
+    wrapper: Wrapper
+    places: torch.Tensor | None
 
 
 class FlashInferBackend(AttentionBackend):
@@ -93,9 +94,9 @@ class FlashInferBackend(AttentionBackend):
             self._layers[spec.layer] = known
         shape, plan = known[1], self._plan(spec, batch)
         if shape in plan.heads:
-            return _attend(batch, shape, spec, q, cache)
+            return _attend(batch, shape, spec, (q, k, v), cache)
         with self._learning(shape, plan):
-            return _attend(batch, shape, spec, q, cache)
+            return _attend(batch, shape, spec, (q, k, v), cache)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -145,26 +146,21 @@ class FlashInferBackend(AttentionBackend):
                 decode = self._wrappers.captured_decode(shape, own, page_size, plan.buffers)
             elif own is not None:
                 decode = self._wrappers.decode(shape, own, page_size)
-            plan.heads[shape] = decode, None if others is None else self._wrappers.extend(shape, others, page_size)
+            extends: Wrapper | Beside | None = None
+            if others is not None and self._wrappers.takes_keys_beside(shape, others):
+                extends = _beside(plan, lambda *starts: self._wrappers.beside(shape, *starts))
+            elif others is not None:
+                extends = self._wrappers.extend(shape, others, page_size)
+            plan.heads[shape] = decode, extends
             return
-        expanded = self._plan_expanded(shape, plan) if decodes < rows and self._expands(shape, batch) else None
+        expanded = (
+            _beside(plan, lambda *starts: self._wrappers.expanded(shape, *starts))
+            if decodes < rows and self._expands(shape, batch)
+            else None
+        )
         own = plan.rows(0, decodes if expanded is not None else rows)
         absorbed = None if own is None else self._wrappers.latent(shape, own, page_size, plan.buffers)
         plan.latents[shape] = absorbed, expanded
-
-    def _plan_expanded(self, shape: Latent, plan: StepPlan) -> Expanded:
-        batch, first = plan.batch, plan.num_decodes
-        host = batch.host
-        lists = plan.rows(first, batch.num_rows)
-        assert lists is not None  # the caller has seen extends
-        is_fresh = bool((host.seq_lens[first:] == host.query_lens[first:]).all())
-        starts = np.zeros(lists.rows + 1, np.int32)
-        np.cumsum(host.seq_lens[first:], out=starts[1:])
-        key_starts = lists.query_starts if is_fresh else torch.from_numpy(starts)
-        if batch.token_ids.device.type == "cuda" and not is_fresh:
-            key_starts = key_starts.pin_memory()
-        wrapper = self._wrappers.expanded(shape, lists.query_starts, key_starts)
-        return Expanded(wrapper, None if is_fresh else key_places(batch, first, int(starts[-1])))
 
     def _expands(self, shape: Latent, batch: ForwardBatch) -> bool:
         """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
@@ -196,18 +192,47 @@ def _shape_of(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.soft_cap or 0.0, spec.scale, dtype, kv_dtype)
 
 
-def _attend(batch: ForwardBatch, shape: Heads, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _beside(plan: StepPlan, planned: Callable[[torch.Tensor, torch.Tensor], Wrapper]) -> Beside:
+    """All extends of a step, by the wrapper that is `planned` for so many queries and keys: where each row's begin, on the host."""
+    batch, first = plan.batch, plan.num_decodes
+    host = batch.host
+    lists = plan.rows(first, batch.num_rows)
+    assert lists is not None  # the caller has seen extends
+    if (host.seq_lens[first:] == host.query_lens[first:]).all():
+        return Beside(planned(lists.query_starts, lists.query_starts), None)
+    starts = np.zeros(lists.rows + 1, np.int32)
+    np.cumsum(host.seq_lens[first:], out=starts[1:])
+    key_starts = torch.from_numpy(starts)
+    if batch.token_ids.device.type == "cuda":
+        key_starts = key_starts.pin_memory()
+    return Beside(planned(lists.query_starts, key_starts), key_places(batch, first, int(starts[-1])))
+
+
+def _attend(
+    batch: ForwardBatch,
+    shape: Heads,
+    spec: AttentionSpec,
+    step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """`step`: queries, keys and values of the step's tokens, which the cache has as well."""
     plan: StepPlan = batch.plan
     (decodes, extends), first = plan.heads[shape], plan.num_decodes
     scales = {} if shape.kv_dtype == shape.dtype else {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
-    q = dense(q)
+    q = dense(step[0])
     out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
     if decodes is not None:
         decodes.run(q[:first], cache, out=out[:first], **scales)
-    if extends is not None and not first:
-        extends.run(q, cache, out=out, **scales)
-    elif extends is not None:
-        extends.run(q[first:], cache, out=out[first:], **scales)
+    if extends is None:
+        return out
+    extended, written = (q[first:], out[first:]) if first else (q, out)
+    if not isinstance(extends, Beside):
+        extends.run(extended, cache, out=written, **scales)
+    elif extends.places is None:
+        extends.wrapper.run(extended, dense(step[1][first:]), finite(step[2][first:]), out=written)
+    else:
+        keys, values = (part.flatten(0, 1).index_select(0, extends.places) for part in cache)
+        extends.wrapper.run(extended, keys, finite(values, in_place=True), out=written)
     return out
 
 

@@ -16,6 +16,8 @@ from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists
 
 WORKSPACE_BYTES = 8 << 20  # the library's own size for its plans
 NO_WINDOW = -1
+BESIDE = 1024  # mean queries of extends from which on keys are worth being laid side by side for kernels that copy them as boxes
+GATHERED_BYTES = 256 << 20  # more keys and values than that stay in their pages
 SHORT = 80  # mean queries of extends up to which the FlashAttention-2 kernels win: they put the heads of a key into one tile
 
 
@@ -206,18 +208,41 @@ class Wrappers:
             )
         return wrapper
 
-    def expanded(self, shape: Latent, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
+    def takes_keys_beside(self, shape: Heads, lists: PageLists) -> bool:
+        """Whether these extends are faster over keys and values side by side than over pages, the copy included."""
+        form = form_of(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
+        plain = form == "fa3" and shape.dtype == shape.kv_dtype and shape.window == NO_WINDOW and not shape.soft_cap
+        gathered = int(lists.lengths.sum()) * 2 * shape.kv_heads * shape.width * shape.dtype.itemsize
+        return plain and int(lists.query_starts[-1]) >= BESIDE * lists.rows and gathered <= GATHERED_BYTES
+
+    def beside(self, shape: Heads, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
         """For extends over keys and values side by side, planned. Both arrays on the host, int32 [rows + 1]."""
-        form = form_of(self._capability, shape.dtype, shape.dtype, shape.width, shape.value_width)
-        wrapper = self._get("expanded", shape, 0, lambda: self._library.ragged(self._workspace, "NHD", backend=form))
+        return self._ragged("beside", shape, (shape.heads, shape.kv_heads, shape.width, shape.width), query_starts, key_starts)
+
+    def expanded(self, shape: Latent, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
+        """The same over keys and values made of latents."""
+        sizes = shape.heads, shape.heads, shape.width, shape.value_width
+        return self._ragged("expanded", shape, sizes, query_starts, key_starts)
+
+    def _ragged(
+        self,
+        role: str,
+        shape: Heads | Latent,
+        sizes: tuple[int, int, int, int],  # query heads, those of keys, widths of keys and values
+        query_starts: torch.Tensor,
+        key_starts: torch.Tensor,
+    ) -> Wrapper:
+        heads, kv_heads, width, value_width = sizes
+        form = form_of(self._capability, shape.dtype, shape.dtype, width, value_width)
+        wrapper = self._get(role, shape, 0, lambda: self._library.ragged(self._workspace, "NHD", backend=form))
         with wrapper.planning() as inner:
             inner.plan(
                 query_starts,
                 key_starts,
-                shape.heads,
-                shape.heads,
-                shape.width,
-                head_dim_vo=shape.value_width,
+                heads,
+                kv_heads,
+                width,
+                head_dim_vo=value_width,
                 causal=True,
                 sm_scale=shape.scale,
                 q_data_type=shape.dtype,
