@@ -236,7 +236,9 @@ class ServerSection(Section):
     port: int = setting(30000, "Port to listen on; 0 takes a free one.", flag="port", ge=0, le=65535)
     api_key: str | None = setting(None, "Key that every request must bring (Authorization: Bearer, or x-api-key).", flag="api-key")
     api_keys: str | None = setting(None, "File of further keys: one a line, plain or sha256:HEX.", flag="api-keys")
-    ssl_certfile: str | None = setting(None, "PEM file of the certificate chain: HTTP and gRPC are served over TLS.", flag="ssl-certfile")
+    ssl_certfile: str | None = setting(
+        None, "PEM file of the certificate chain: HTTP, gRPC and the admin port are served over TLS.", flag="ssl-certfile"
+    )
     ssl_keyfile: str | None = setting(None, "PEM file of the certificate's key; not set: in the same file.", flag="ssl-keyfile")
     insecure: bool = setting(False, "Serve without a key on an address that other machines reach.", flag="insecure")
     share_cache: bool = setting(False, "Let requests of different keys share cached prefixes (their timing tells).", flag="share-cache")

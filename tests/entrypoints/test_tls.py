@@ -45,9 +45,10 @@ def test_what_is_no_pair_is_refused(chain: str | None, key: str | None, part: st
         load_certificate(ServerSection(ssl_certfile=chain, ssl_keyfile=key))
 
 
-def test_http(checkpoint: Path) -> None:
+def test_http_for_users_and_operators(checkpoint: Path, tmp_path: Path) -> None:
+    admin = ("--admin-port", "0", "--admin-socket", str(tmp_path / "admin"))
     flags = ("--max-model-len", "512", "--max-total-tokens", "4096", "--ssl-certfile", str(CHAIN), "--ssl-keyfile", str(KEY))
-    with RunningServer(checkpoint, *flags) as server:
+    with RunningServer(checkpoint, *flags, *admin) as server:
         assert server.url.startswith("https://")
         trusting = ssl.create_default_context(cafile=str(CHAIN))
         with httpx.Client(base_url=server.url, verify=trusting, timeout=30) as client:
@@ -61,6 +62,13 @@ def test_http(checkpoint: Path) -> None:
             httpx.get(server.url + "/health/live")  # signed by nobody whom a client knows
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(server.url.replace("https", "http") + "/health/live")
+        url = next(line.split()[-1] for line in server.lines if "admin routes on https" in line)
+        with httpx.Client(base_url=url, verify=trusting) as operator:
+            assert operator.post("/flush_cache").json()["success"]
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(url.replace("https", "http") + "/server_info")
+        with httpx.Client(base_url="http://x", transport=httpx.HTTPTransport(uds=str(tmp_path / "admin"))) as operator:
+            assert operator.get("/server_info").status_code == 200  # no TLS within a machine
         assert server.stop() == 0
 
 

@@ -1,4 +1,5 @@
 """The listener for operators' routes: a port or a Unix socket of its own, served in the main process's loop. Knows no route.
+The port speaks TLS where the API does; the socket, which stays on the machine, never.
 
 Its sockets are taken before anything slow, so that what is taken already is an error at once.
 """
@@ -6,7 +7,6 @@ Its sockets are taken before anything slow, so that what is taken already is an 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.connections import ConnectionLimits
 from frame.entrypoints.http.listening import HttpServer, address, bound_port
 from frame.entrypoints.logs import report
+from frame.entrypoints.tls import load_certificate
 
 CONNECTIONS = 256  # at once
 SOCKET_MODE = 0o600
@@ -29,8 +30,8 @@ class AdminListener:
         self._patience = server.client_timeout
         self._path = None if server.admin_socket is None else Path(server.admin_socket)
         self.sockets: list[socket.socket] = []
-        self._http: HttpServer | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._certificate = load_certificate(server)
+        self._running: list[tuple[HttpServer, asyncio.Task[None]]] = []
         try:
             if server.admin_port is not None:
                 self.sockets.append(bound_port(server.admin_host, server.admin_port, "--admin-port"))
@@ -42,19 +43,19 @@ class AdminListener:
 
     def start(self, app: Any) -> None:
         """Serve, in the running loop."""
-        if not self.sockets:
-            return
-        self._http = HttpServer(app, ConnectionLimits(CONNECTIONS, self._patience))
-        self._task = asyncio.get_running_loop().create_task(self._http.serve(self.sockets))
+        limits, loop = ConnectionLimits(CONNECTIONS, self._patience), asyncio.get_running_loop()
         for listener in self.sockets:
-            name = listener.getsockname()
-            report(f"admin routes on {name if isinstance(name, str) else f'http://{address(*name[:2])}'}")
+            certificate = None if listener.family == socket.AF_UNIX else self._certificate
+            http = HttpServer(app, limits, certificate)
+            self._running.append((http, loop.create_task(http.serve([listener]))))
+            name, scheme = listener.getsockname(), "http" if certificate is None else "https"
+            report(f"admin routes on {name if isinstance(name, str) else f'{scheme}://{address(*name[:2])}'}")
 
     async def stop(self) -> None:
-        if self._http is not None and self._task is not None:
-            self._http.should_exit = self._http.force_exit = True
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._task, CLOSE_TIMEOUT)
+        for http, _ in self._running:
+            http.should_exit = http.force_exit = True
+        if self._running:
+            await asyncio.wait([task for _, task in self._running], timeout=CLOSE_TIMEOUT)
 
     def close(self) -> None:
         """Give the sockets back, and remove the file of one."""
