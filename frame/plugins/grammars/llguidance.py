@@ -17,9 +17,10 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
+from frame.plugins.grammars import ebnf
 from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, TooMuchWorkError, Vocabulary
 from frame.plugins.grammars.options import GrammarOptions
-from frame.plugins.grammars.regular import Language
+from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
 from frame.plugins.grammars.sources import check_source, one_sentence
 
@@ -117,18 +118,18 @@ class LLGuidanceBackend(GrammarBackend):
     def compile(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
-        if kind in ("regex", "choice"):
+        if kind in ("regex", "choice", "ebnf"):
             try:
-                return self._automaton(kind, source)
-            except (NotReadError, TooMuchWorkError):
+                return self._own(kind, source)
+            except (NotReadError, TooMuchWorkError, RecursionError):
                 pass  # the library knows more of the syntax, or says what is wrong with it
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise ValueError(one_sentence(kind, str(error))) from error
         return self._by_library(kind, source)
 
-    def _by_library(self, kind: str, source: str) -> LLCompiled:
+    def _by_library(self, kind: str, source: str, lark: str = "") -> LLCompiled:
         try:
-            translated = self._translate(kind, source)
+            translated = lark or self._translate(kind, source)
             compiled = LLCompiled(lambda: LLMatcher(self._tokenizer, translated, log_level=0), source, self._stops)
         except Exception as error:  # the translation from EBNF raises whatever it meets
             raise ValueError(one_sentence(kind, str(error))) from error
@@ -142,9 +143,15 @@ class LLGuidanceBackend(GrammarBackend):
             raise ValueError(f"{kind} allows no text at all")
         return compiled
 
-    def _automaton(self, kind: str, source: str) -> AutomatonCompiled:
+    def _own(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
         language = Language()
-        if kind == "regex":
+        node: Node | None
+        if kind == "ebnf":
+            rules = ebnf.read(source)
+            node = ebnf.regular(language, rules)
+            if node is None:
+                return self._by_library(kind, source, ebnf.to_lark(rules))
+        elif kind == "regex":
             node = read(language, source)
         else:
             node = language.alt([literal(language, text) for text in json.loads(source)])

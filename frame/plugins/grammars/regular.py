@@ -35,6 +35,10 @@ class Language:
     _derivatives: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _clamped: dict[tuple[Node, int], Node] = field(default_factory=dict)
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
     def one_byte(self, members: int) -> Node:
         """One byte of a set."""
         return self._node("bytes", members=members) if members else self.none

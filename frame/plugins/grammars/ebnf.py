@@ -1,0 +1,333 @@
+"""EBNF as clients write it (GBNF: `root ::= "a" [0-9]+ other`), read into rules; those without recursion are a regular language.
+
+For the others `to_lark` writes llguidance's dialect, with runs of characters (`[a-z]+`) as one lexeme where that says the same, which saves
+it a parser's step a byte. What is not read (`NotReadError`) is left to the libraries. Knows no vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.regular_syntax import LAST, SURROGATES, NotReadError, Ranges, characters, complement, literal
+
+MOST_DEPTH = 60
+MOST_PARTS = 2_000
+MOST_NODES = 20_000  # that a regular grammar may come to
+NO_RUN = (-1, -1)  # marks characters that are no run, though a run may be of the same
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-", "'": "'", "/": "/", "^": "^"}
+HEX = {"x": 2, "u": 4, "U": 8}
+NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An expression: "text", "class", "rule" (by its name), "sequence", "choice", or "repeat" of one part."""
+
+    kind: str
+    text: str = ""  # of "text", and of "rule": its name
+    ranges: tuple[tuple[int, int], ...] = ()  # of "class"; code points, both ends in
+    parts: tuple[Part, ...] = ()
+    least: int = 0
+    most: int | None = None
+
+    @property
+    def run(self) -> tuple[tuple[int, int], ...]:
+        """The characters of a `[…]+` or `[…]*`; empty for other parts."""
+        is_run = self.kind == "repeat" and self.most is None and self.least < 2 and self.parts[0].kind == "class"
+        return self.parts[0].ranges if is_run else ()
+
+
+Rules = Mapping[str, Part]
+
+
+def read(source: str) -> Rules:
+    """The rules by name; `root` is one of them, and all that are named are there. Raises NotReadError."""
+    rules = _Reader(source).rules()
+    parts = [part for rule in rules.values() for part in _inside(rule)]
+    if len(parts) > MOST_PARTS:
+        raise NotReadError(f"more than {MOST_PARTS} parts")
+    named = {part.text for part in parts if part.kind == "rule"}
+    if "root" not in rules or named - rules.keys():
+        raise NotReadError("a rule is missing")
+    return rules
+
+
+def regular(language: Language, rules: Rules) -> Node | None:
+    """The texts of `root`; None when a rule needs itself. Raises NotReadError for a grammar that is too large."""
+    nodes: dict[str, Node | None] = {}
+
+    def node_of(part: Part) -> Node | None:
+        if language.num_nodes > MOST_NODES:
+            raise NotReadError("too many states")
+        if part.kind == "text":
+            return literal(language, part.text)
+        if part.kind == "class":
+            return characters(language, list(part.ranges))
+        if part.kind == "rule":
+            if part.text not in nodes:
+                nodes[part.text] = None  # until it is there: who meets it meets itself
+                nodes[part.text] = node_of(rules[part.text])
+            return nodes[part.text]
+        found = [node_of(each) for each in part.parts]
+        if None in found:
+            return None
+        known = [each for each in found if each is not None]
+        if part.kind == "choice":
+            return language.alt(known)
+        if part.kind == "repeat":
+            return language.repeat(known[0], part.least, part.most)
+        node = language.empty
+        for each in reversed(known):
+            node = language.cat(each, node)
+        return node
+
+    return node_of(Part("rule", "root"))
+
+
+def to_lark(rules: Rules) -> str:
+    """The grammar as llguidance reads it."""
+    runs = lexemes(rules)  # all other lexemes are single characters, of which none is the beginning of another
+    numbers = {name: f"rule{number}" for number, name in enumerate(rules)}
+
+    def written(part: Part) -> str:
+        if part.kind == "text":  # by characters: of two lexemes that begin alike the longer one would be taken
+            return " ".join(json.dumps(char, ensure_ascii=False) for char in part.text) or '""'
+        if part.kind == "class":
+            return f"/{_class(part.ranges)}/"
+        if part.kind == "rule":
+            return numbers[part.text]
+        if part.kind == "repeat":
+            if part.run and part.run in runs:
+                return f"/{_class(part.run)}+/{'' if part.least else '?'}"
+            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((part.least, part.most))
+            return f"({written(part.parts[0])})" + (sign or f"{{{part.least},{'' if part.most is None else part.most}}}")
+        inner = [written(each) for each in part.parts]
+        return f"({' | '.join(inner)})" if part.kind == "choice" else f"({' '.join(inner)})" if inner else '""'
+
+    return "\n".join([f"start: {numbers['root']}", *(f"{numbers[name]}: {written(rule)}" for name, rule in rules.items())])
+
+
+def lexemes(rules: Rules) -> set[tuple[tuple[int, int], ...]]:
+    """The runs that are one lexeme without loss. A lexeme takes all that it can, so none of its characters may come from elsewhere in the
+    grammar, nor may a run of the same follow it."""
+    runs = {part.run for rule in rules.values() for part in _inside(rule) if part.run}
+    others: set[tuple[tuple[int, int], ...]] = set(runs)
+    for rule in rules.values():
+        for part, is_run in _with_runs(rule):
+            if part.kind == "text":
+                others.add((*((ord(char), ord(char)) for char in part.text), NO_RUN))
+            elif part.kind == "class" and not is_run:
+                others.add((*part.ranges, NO_RUN))
+    apart = {run for run in runs if not any(_meet(run, other) for other in others if other != run)}
+    return apart - _followed_by_themselves(rules, apart)
+
+
+def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]) -> set[tuple[tuple[int, int], ...]]:
+    """Those after which one of the same may come: which runs begin and follow each rule, to the fixed point."""
+    first: dict[str, set[object]] = {name: set() for name in rules}
+    after: dict[str, set[object]] = {name: set() for name in rules}
+    nullable: dict[str, bool] = dict.fromkeys(rules, False)
+    found: set[tuple[tuple[int, int], ...]] = set()
+
+    def begins(part: Part) -> tuple[set[object], bool]:
+        if part.kind == "rule":
+            return first[part.text], nullable[part.text]
+        if part.kind in ("text", "class"):
+            return set(), part.kind == "text" and not part.text
+        inner = [begins(each) for each in part.parts]
+        if part.kind == "repeat":
+            own = {part.run} if part.run in runs else set()
+            return own | inner[0][0], part.least == 0 or inner[0][1]
+        if part.kind == "choice":
+            return set().union(*(each for each, _ in inner)), any(is_nullable for _, is_nullable in inner)
+        starts: set[object] = set()
+        for each, is_nullable in inner:
+            starts |= each
+            if not is_nullable:
+                return starts, False
+        return starts, True
+
+    def visit(part: Part, follows: set[object]) -> None:
+        if part.kind == "rule":
+            after[part.text] |= follows
+        elif part.kind == "choice":
+            for each in part.parts:
+                visit(each, follows)
+        elif part.kind == "repeat":
+            if part.run in runs and part.run in follows:
+                found.add(part.run)
+            visit(part.parts[0], follows if part.run or part.most == 1 else follows | begins(part.parts[0])[0])
+        elif part.kind == "sequence":
+            for each in reversed(part.parts):
+                visit(each, follows)
+                starts, is_nullable = begins(each)
+                follows = starts | follows if is_nullable else starts
+
+    before = -1
+    while before != (now := _size(first) + _size(after) + sum(nullable.values())):
+        before = now
+        for name, rule in rules.items():
+            starts, nullable[name] = begins(rule)
+            first[name] |= starts
+            visit(rule, after[name])
+    return found
+
+
+def _size(sets: Mapping[str, set[object]]) -> int:
+    return sum(map(len, sets.values()))
+
+
+def _inside(part: Part) -> Iterator[Part]:
+    yield part
+    for each in part.parts:
+        yield from _inside(each)
+
+
+def _with_runs(part: Part, is_run: bool = False) -> Iterator[tuple[Part, bool]]:
+    """All parts inside, and whether they are what a run repeats."""
+    yield part, is_run
+    for each in part.parts:
+        yield from _with_runs(each, bool(part.run))
+
+
+def _meet(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    return any(low <= to and start <= high for low, high in one for start, to in other)
+
+
+def _class(ranges: tuple[tuple[int, int], ...]) -> str:
+    return "[" + "".join(f"\\x{{{low:X}}}-\\x{{{high:X}}}" for low, high in ranges) + "]"
+
+
+class _Reader:
+    """Recursive descent; `at` is the next character's place."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self.at = 0
+
+    def rules(self) -> dict[str, Part]:
+        found: dict[str, Part] = {}
+        self._space()
+        while self.at < len(self._source):
+            name = self._name()
+            self._space()
+            if not name or name in found or not self._take("::="):
+                raise NotReadError(f"no rule at {self.at}")
+            found[name] = self._choice(0)
+        return found
+
+    def _choice(self, depth: int) -> Part:
+        if depth > MOST_DEPTH:
+            raise NotReadError(f"more than {MOST_DEPTH} parentheses in each other")
+        choices = [self._sequence(depth)]
+        while self._take("|"):
+            choices.append(self._sequence(depth))
+        return choices[0] if len(choices) == 1 else Part("choice", parts=tuple(choices))
+
+    def _sequence(self, depth: int) -> Part:
+        parts: list[Part] = []
+        self._space()
+        while self.at < len(self._source) and self._source[self.at] not in "|)" and not self._is_rule():
+            parts.append(self._repeated(self._atom(depth)))
+            self._space()
+        return parts[0] if len(parts) == 1 else Part("sequence", parts=tuple(parts))
+
+    def _is_rule(self) -> bool:
+        """Whether the next rule begins here."""
+        start = self.at
+        self._name()
+        self._space()
+        found = self._source.startswith("::=", self.at)
+        self.at = start
+        return found
+
+    def _atom(self, depth: int) -> Part:
+        if self._take('"'):
+            text = ""
+            while not self._take('"'):
+                text += self._char()
+            return Part("text", text)
+        if self._take("["):
+            return self._class()
+        if self._take("("):
+            part = self._choice(depth + 1)
+            if not self._take(")"):
+                raise NotReadError(f"')' is missing at {self.at}")
+            return part
+        name = self._name()
+        if not name:
+            raise NotReadError(f"{self._source[self.at]!r} at {self.at}")
+        return Part("rule", name)
+
+    def _repeated(self, part: Part) -> Part:
+        for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
+            if self._take(sign):
+                if self._source[self.at : self.at + 1] in ("*", "+", "?", "{"):
+                    raise NotReadError(f"a repeat of a repeat at {self.at}")
+                return Part("repeat", parts=(part,), least=least, most=most)
+        if self._source[self.at : self.at + 1] in ("{", ".", "="):
+            raise NotReadError(f"{self._source[self.at]!r} at {self.at}")
+        return part
+
+    def _class(self) -> Part:
+        is_negated = self._take("^")
+        found: Ranges = []
+        while not self._take("]"):
+            low = ord(self._char())
+            high = low
+            if self._source[self.at : self.at + 1] == "-" and self._source[self.at + 1 : self.at + 2] != "]":
+                self.at += 1
+                high = ord(self._char())
+            if high < low or (low < SURROGATES[0] <= high <= LAST):
+                raise NotReadError(f"no range at {self.at}")
+            found.append((low, high))
+        ranges = complement(found if is_negated else complement(found))
+        if not ranges:
+            raise NotReadError("an empty class")
+        return Part("class", ranges=tuple(ranges))
+
+    def _char(self) -> str:
+        char = self._next()
+        if char != "\\":
+            return char
+        char = self._next()
+        if char in ESCAPES:
+            return ESCAPES[char]
+        digits = self._source[self.at : self.at + HEX.get(char, 0)]
+        self.at += len(digits)
+        if not digits or len(digits) != HEX[char] or any(digit not in "0123456789abcdefABCDEF" for digit in digits):
+            raise NotReadError(f"the escape \\{char}")
+        code = int(digits, 16)
+        if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
+            raise NotReadError(f"no character at {self.at}")
+        return chr(code)
+
+    def _name(self) -> str:
+        start = self.at
+        while self.at < len(self._source) and self._source[self.at] in NAME:
+            self.at += 1
+        return self._source[start : self.at]
+
+    def _space(self) -> None:
+        while self.at < len(self._source):
+            if self._source[self.at] == "#":
+                end = self._source.find("\n", self.at)
+                self.at = len(self._source) if end < 0 else end
+            elif self._source[self.at].isspace():
+                self.at += 1
+            else:
+                return
+
+    def _next(self) -> str:
+        if self.at >= len(self._source):
+            raise NotReadError("it ends too early")
+        self.at += 1
+        return self._source[self.at - 1]
+
+    def _take(self, text: str) -> bool:
+        found = self._source.startswith(text, self.at)
+        self.at += len(text) * found
+        return found

@@ -1,0 +1,117 @@
+"""EBNF that is read here means what it means to xgrammar, whether it becomes an automaton or llguidance's dialect."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from frame.core.interfaces.sampling import Grammar
+from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.tokenizer import Tokenizer
+from frame.plugins.grammars import ebnf
+from frame.plugins.grammars.regular import Language
+from frame.plugins.grammars.regular_syntax import NotReadError
+
+EXPRESSIONS = 'root ::= expr\nexpr ::= term (("+" | "-") term)*  # sums\nterm ::= [0-9]+ | "(" expr ")" | [a-z]+'
+CLASSES = ("[a-c]", "[0-1]", "[^a-c0-1()+\\n]", "[x]", "[a-b0]")
+SPECIAL = 5  # first ids of frame-tiny's vocabulary
+TEXTS = ('"("', '")"', '"+"', '"ab"', '"é\\n"', '""', '"x"')
+
+
+def random_grammar(rng: random.Random) -> str:
+    """Four rules; the last is recursive in every other grammar."""
+
+    def expression(depth: int, names: list[str]) -> str:
+        if depth == 2 or rng.random() < 0.3:
+            atom = rng.choice((*CLASSES, *CLASSES, *TEXTS, *names))
+            return atom + (rng.choice(("", "+", "*", "?")) if atom in CLASSES else rng.choice(("", "", "", "?")))
+        parts = [expression(depth + 1, names) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.5:
+            return f"({' | '.join(parts)})"
+        return f"({' '.join(parts)}){rng.choice(('', '', '*', '+', '?'))}"
+
+    rules = [f"r0 ::= {expression(0, [])}", f"r1 ::= {expression(0, ['r0'])}", f"r2 ::= {expression(0, ['r0', 'r1'])}"]
+    nest = rng.choice(('"<" root ">"', '"<" r2 root?', "r1"))
+    return "\n".join(["root ::= r2 | " + nest, *rules])
+
+
+def walk(grammar: Grammar, rng: random.Random, stops: tuple[int, ...]) -> tuple[list[int], bool]:
+    """Tokens that the grammar allows, and whether it may end after them."""
+    mask, tokens = np.zeros(64, np.int32), []
+    for _ in range(12):
+        grammar.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        going_on = [token for token in allowed if token not in stops]
+        if not going_on or (len(going_on) < len(allowed) and rng.random() < 0.2):
+            return tokens, True
+        tokens.append(rng.choice(going_on))
+        assert grammar.accept(tokens[-1])
+    grammar.fill(mask)
+    return tokens, any(mask[stop // 32] >> stop % 32 & 1 for stop in stops)
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.soak)])
+def test_both_backends_allow_the_same_texts(count: int) -> None:
+    pytest.importorskip("xgrammar")
+    from frame.plugins.grammars.llguidance import LLGuidanceBackend
+    from frame.plugins.grammars.xgrammar import XGrammarBackend
+
+    tokenizer = Tokenizer.load(find_model(EMBEDDED))
+    backends = [LLGuidanceBackend(tokenizer, 2048), XGrammarBackend(tokenizer, 2048)]
+    rng, tried, kinds = random.Random(0), 0, set()
+    for _ in range(count):
+        source = random_grammar(rng)
+        try:
+            compiled = [backend.compile("ebnf", source) for backend in backends]
+        except ValueError:
+            continue  # no text at all, or no end
+        kinds.add(type(compiled[0]).__name__)
+        for i in range(10):
+            try:
+                tokens, may_end = walk(compiled[i % 2].start(), rng, tokenizer.eos_token_ids)
+            except ValueError:  # beyond llguidance's limits
+                continue
+            if min(tokens, default=9) < SPECIAL or "\ufffd" in tokenizer.decode(tokens):
+                continue  # xgrammar allows marks of chat templates, and bytes that are no UTF-8
+            other = compiled[1 - i % 2].start()
+            assert all(other.accept(token) for token in tokens), (source, tokenizer.decode(tokens))
+            if i % 2 or may_end:  # xgrammar may say that the end may come where nothing else may, a token late
+                assert other.accept(tokenizer.eos_token_ids[0]) == may_end, (source, tokenizer.decode(tokens))
+            tried += 1
+    assert tried > 6 * count and kinds == {"AutomatonCompiled", "LLCompiled"}
+
+
+def test_runs_are_lexemes_where_nothing_is_lost() -> None:
+    assert ebnf.lexemes(ebnf.read(EXPRESSIONS)) == {((48, 57),), ((97, 122),)}
+    assert "/[\\x{30}-\\x{39}]+/" in ebnf.to_lark(ebnf.read(EXPRESSIONS))
+    for source in (
+        'root ::= "(" root ")" | [0-9]+ [0-9]*',  # followed by itself
+        'root ::= "(" root ")" | ([0-9]+)*',
+        'root ::= "(" root ")" | a a\na ::= [0-9]+ | "x"',
+        'root ::= "(" root ")" | [0-9]+ | "0x"',  # a character of it elsewhere
+        'root ::= "(" root ")" | [0-9]+ | [0-9] "x"',
+        'root ::= "(" root ")" | [0-9]+ | [5-7]+ "x"',
+        'root ::= "(" root ")" | [0]+ | "0"',
+    ):
+        assert not ebnf.lexemes(ebnf.read(source)) & {((48, 57),), ((48, 48),)}, source
+
+
+def test_what_is_regular() -> None:
+    assert ebnf.regular(Language(), ebnf.read(EXPRESSIONS)) is None
+    language = Language()
+    node = ebnf.regular(language, ebnf.read('root ::= a? "!" # the end\na ::= ([0-9]+ | "\\u00e9\\x41")\n  [^a-y]'))
+    assert node is not None
+    for text, is_right in (("12z!", True), ("!", True), ("éAz!", True), ("éaz!", False), ("12!", True), ("1!", False)):
+        assert language.follow(node, text.encode()).is_nullable == is_right, text
+    for source in (
+        *("", "a ::= b", "root ::= x", 'root ::= "a', 'root ::= "a"{2}', "root ::= [b-a]", "root ::= [", "root ::= (a", 'start: "a"'),
+        *('root ::= "\\ud800"', 'root ::= "a"**', 'root ::= "a"\nroot ::= "b"', 'root ::= "\\q"', "root ::= []"),
+        *("root ::= " + "(" * 70 + '"a"' + ")" * 70, "root ::= " + '"a" ' * 3000),
+    ):
+        with pytest.raises(NotReadError):
+            ebnf.read(source)
+    doubling = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)), 'r40 ::= "a" | "b"'])
+    with pytest.raises(NotReadError, match="too many"):
+        ebnf.regular(Language(), ebnf.read(doubling))
