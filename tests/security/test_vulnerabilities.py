@@ -143,4 +143,4 @@ async def test_paths_lead_nowhere() -> None:
 
 
 def test_formats_are_few() -> None:
-    assert set(get_args(LoadFormat)) == {"auto", "safetensors", "pt", "dummy"}
+    assert set(get_args(LoadFormat)) == {"auto", "safetensors", "dummy"}
