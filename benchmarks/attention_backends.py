@@ -50,9 +50,10 @@ class Shape:
 
 
 DECODES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (256, 256), (8, 4096), (64, 4096), (256, 4096), (1, 16384), (8, 16384)]
+MULTI_HEAD = [(1, 256), (8, 256), (4, 16000)]  # rows, context: besides those
 FRESH = [(1, 4096), (2, 4096), (4, 4096), (16, 256)]  # rows, tokens
-PREFIXED = [(64, 4096, 64), (16, 4096, 256)]  # rows, cached, new
-HEADS = [Shape(16, 8), Shape(32, 8), Shape(40, 8)]
+PREFIXED = [(64, 4096, 64), (16, 4096, 256), (1, 8192, 7808)]  # rows, cached, new
+HEADS = [Shape(8, 8), Shape(16, 8), Shape(32, 8), Shape(40, 8), Shape(32, 4)]
 LATENTS = [Shape(16, 1, latent=True), Shape(128, 1, latent=True)]
 
 
@@ -180,9 +181,11 @@ def time_extends(backend: AttentionBackend, problem: Problem) -> tuple[float, fl
 
 def batches(shape: Shape) -> Iterator[tuple[str, str, Rows]]:
     """(phase, name, rows)."""
-    for count, context in DECODES:
+    for count, context in DECODES if shape.latent else DECODES + MULTI_HEAD:
         if not shape.latent or count * context <= 1 << 18:
             yield "decode", f"{count} x {context}", Rows.of([context] * count)
+    if not shape.latent:
+        yield "decode", "248 x 100-1300", Rows.of(np.random.default_rng(0).integers(100, 1300, 248).tolist())
     for count, new in FRESH:
         yield "extend", f"{count} x {new}", Rows.of([], [(0, new)] * count)
     for count, prefix, new in PREFIXED if not shape.latent else ():
@@ -197,12 +200,12 @@ def speed(shape: Shape, phase: str, rows: Rows, us: float) -> float:
     return pairs * shape.heads * 2 * (192 + 128 if shape.latent else 256) / us / 1e6
 
 
-def measure(names: Sequence[str], phases: Sequence[str], page_size: int, budget: float) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], phases: Sequence[str], page_size: int, budget: float, layers: str) -> list[dict[str, Any]]:
     """One row a backend, shape and batch, until the budget of seconds is spent."""
     registry = load_registry(installed=False)
     found: list[dict[str, Any]] = []
     deadline = time.perf_counter() + budget
-    for shape in [*HEADS, *LATENTS]:
+    for shape in [shape for shape in (*HEADS, *LATENTS) if layers in shape.name]:
         for phase, name, rows in batches(shape):
             if phase not in phases:
                 continue
@@ -244,11 +247,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backends", nargs="+")
     parser.add_argument("--phase", choices=["decode", "extend"], action="append", help="both, if not given")
+    parser.add_argument("--layers", help="shapes to take, by a part of their names: 40/8, latent")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = measure(arguments.backends, arguments.phase or ["decode", "extend"], arguments.page_size, arguments.budget)
+    rows = measure(
+        arguments.backends, arguments.phase or ["decode", "extend"], arguments.page_size, arguments.budget, arguments.layers or ""
+    )
     report = {
         "device": torch.cuda.get_device_name(),
         "compute_capability": torch.cuda.get_device_capability(),

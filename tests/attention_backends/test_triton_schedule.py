@@ -68,6 +68,19 @@ def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
     assert longest <= max(64, 1.25 * total / 33) + 64
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_few_rows_take_one_round_of_programs(rows: int) -> None:
+    cut = cut_of()
+    items, _, _ = items_of([16_000 + row for row in range(rows)], cut)
+    assert cut.items(rows) == cut.target
+    assert 0.45 * cut.target < len(items) <= cut.target
+
+
+def test_many_rows_alike_stay_whole() -> None:
+    items, _, _ = items_of([1000 + row for row in range(64)], cut_of())
+    assert len(items) == 64
+
+
 def test_a_long_row_takes_the_whole_device() -> None:
     items, _, _ = items_of([50_000, *[10] * 100], cut_of())
     assert len(items) >= 100 + 26

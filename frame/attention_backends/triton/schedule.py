@@ -32,7 +32,7 @@ class Cut:
     capacity: int  # most rows; parts of the tensor lie where they would for as many
     heads: int  # query heads
     blocks: int  # programs an item
-    target: int  # pieces that the keys of all rows are cut into, about; twice as many if rows differ much
+    target: int  # items that run at once
     min_keys: int  # of a piece
     block_keys: int  # pieces begin at multiples of it
     window: int
@@ -42,9 +42,18 @@ class Cut:
         """Most tiles of rows that share a prefix."""
         return rows // self.tile_rows + rows // MIN_ROWS if self.tile_rows else 0
 
+    def pieces(self, rows: int) -> tuple[int, int, int]:
+        """Into how many pieces the keys of all rows are cut, about: rows of similar lengths; rows of very different ones; and most items
+        besides one a row. Few rows get the places of one round of programs: a second round would not be full. More rows that are alike
+        are best left whole, since they keep the memory busy; long ones among short ones are cut finely, so that little is left at the
+        end."""
+        if 2 * rows <= self.target:
+            return self.target - rows, self.target - rows, self.target - rows
+        return max(1, self.target // 2), 2 * self.target, max(2 * self.target, self.tiles(rows) + self.target)
+
     def items(self, rows: int) -> int:
-        """Most items: every row and tile has one, and each piece beyond takes a share of the keys."""
-        return rows + self.tiles(rows) + (2 * self.target if rows > 1 else self.target)
+        """Most items: every row has one, and each tile and each piece beyond takes a share of the rest."""
+        return rows + self.pieces(rows)[2]
 
     @property
     def own_items(self) -> int:
@@ -63,7 +72,7 @@ def pieces_of(keys, split, BLOCK_KEYS: tl.constexpr):
     return tl.cdiv(keys, length), length
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "even_pieces", "uneven_pieces", "most_pieces"])
 def schedule_kernel(
     schedule,
     seq_lens,
@@ -72,9 +81,11 @@ def schedule_kernel(
     num_rows,
     capacity,
     max_items,
+    even_pieces,
+    uneven_pieces,
+    most_pieces,  # and tiles of shared prefixes
     BLOCK_ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    TARGET: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -96,13 +107,13 @@ def schedule_kernel(
     row_part = schedule + HEADER + rows * ROW
     item_part = schedule + HEADER + capacity * ROW
     num_shared = 0
-    pieces = TARGET
+    pieces = even_pieces
     if TILE_ROWS > 0:
         begin = tl.load(prefixes + rows, mask=valid, other=0)
     own = seq_len - begin
     total = tl.sum(own, 0)
     if tl.max(own, 0) * num_rows > 3 * (total // 2):  # uneven rows
-        pieces = 2 * TARGET
+        pieces = uneven_pieces
     split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
     if TILE_ROWS > 0:
         place = tl.load(prefixes + capacity + rows, mask=valid, other=0)
@@ -111,6 +122,9 @@ def schedule_kernel(
         within = position % TILE_ROWS
         leads = (begin > 0) & (within == 0)
         total += tl.sum(tl.where(leads, begin, 0), 0)
+        num_tiles = tl.sum(leads.to(tl.int32), 0)
+        if num_tiles > 0:  # a tile works on each key for many rows
+            pieces = tl.minimum(uneven_pieces, most_pieces - num_tiles)
         split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
         count, length = pieces_of(begin, split, BLOCK_KEYS)
         counts = tl.where(leads, count, 0)
@@ -175,9 +189,9 @@ def make_schedule(
         rows,
         cut.capacity,
         most,
+        *cut.pieces(rows),
         BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
         BLOCKS=cut.blocks,
-        TARGET=cut.target,
         MIN_KEYS=cut.min_keys,
         BLOCK_KEYS=cut.block_keys,
         WINDOW=cut.window,
