@@ -8,6 +8,7 @@ position, place in the cache. On a CPU, where there are no graphs, the pieces ar
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from frame.core.interfaces.batch import AttentionOut, ForwardBatch, HostView
 if TYPE_CHECKING:
     from frame.core.batch_builder import BatchBuilder
     from frame.core.interfaces.attention import AttentionBackend, LatentProjections
+
+_log = logging.getLogger(__name__)
 
 _CALLS = ("run", "run_mla")  # of a backend
 _PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int64(0), "kv_slots": np.int64(0)}
@@ -59,17 +62,20 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A captured pass over so many tokens: pieces, what attention is computed behind all of them but the last, hidden states."""
+    """A captured pass over so many tokens: pieces, the attention behind each but the last, hidden states."""
 
     graphs: list[torch.cuda.CUDAGraph]
     attention: list[_Attention]
     hidden: torch.Tensor
 
-    def replay(self, batch: ForwardBatch, tokens: int) -> torch.Tensor:
-        for graph, attention in zip(self.graphs, self.attention, strict=False):
-            graph.replay()
+    def replay(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
+        """The batch's plan is made while the device is at work on the first piece."""
+        first, *rest = self.graphs
+        first.replay()
+        batch, tokens = replace(batch, plan=backend.plan(batch)), batch.num_tokens
+        for graph, attention in zip(rest, self.attention, strict=True):
             attention.run(batch, tokens)
-        self.graphs[-1].replay()
+            graph.replay()
         return self.hidden
 
 
@@ -95,7 +101,6 @@ class PromptGraphs:
         self._batches = [self._batch(size) for size in sizes]
         self._outs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._pieces: list[_Pieces] = []
-        self.report: dict[str, float] = {}
 
     @property
     def most(self) -> int:
@@ -111,7 +116,10 @@ class PromptGraphs:
             if pool is not None:
                 torch.cuda.current_stream(self._device).synchronize()
                 self._pieces.insert(0, self._captured(batch, pool))
-        self.report = {"seconds": time.perf_counter() - began, "bytes": free - _free(self._device)}
+        _log.info(
+            "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
+            len(self._sizes), self.most, time.perf_counter() - began, (free - _free(self._device)) >> 20,
+        )  # fmt: skip
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Bring ids, positions and cache places of a step of at most `most` tokens to where the pieces read them. All int64 [tokens]."""
@@ -126,15 +134,16 @@ class PromptGraphs:
         return {AttentionOut: AttentionOut(next(iter(self._outs.values()))[:tokens])}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The hidden states of a batch whose tokens were placed; good until the next replay of any graph."""
+        """The hidden states of a batch without a plan whose tokens were placed; good until the next replay of any graph."""
         tokens = batch.num_tokens
         index = self._smallest[tokens]
         if self._pieces:
-            return self._pieces[index].replay(batch, tokens)[:tokens]
+            return self._pieces[index].replay(batch, self._backend)[:tokens]
+        planned = replace(batch, plan=self._backend.plan(batch))
 
         def meet(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
             attention = _Attention(call, layer, rest[:-1], self._out(layer, rest[0]))
-            attention.run(batch, tokens)
+            attention.run(planned, tokens)
             return attention.out
 
         with _met(self._backend, meet):
