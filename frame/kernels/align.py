@@ -15,7 +15,7 @@ import triton.language as tl
 
 from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
 
-CHUNKS = 512, 2048  # pairs that a program for each expert looks through; more are counted by chunks before they are placed
+CHUNKS = 128, 512, 2048  # pairs that a program for each expert looks through; more are counted by chunks before they are placed
 _COUNTED = 1024  # pairs of such a chunk
 _PADS = 16  # rows that pad are written so many at a time
 _COUNTS = 8192  # counts that a program adds up at a time
@@ -54,7 +54,7 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
 @lru_cache(maxsize=64)
 def _prepared_align(experts: int, block: int, chunk: int, device: torch.device) -> Prepared:
     types = torch.int64, *[torch.int32] * 3, 0
-    return Prepared(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, max(4, chunk // 256))
+    return Prepared(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, min(8, chunk // 128))
 
 
 @lru_cache(maxsize=64)

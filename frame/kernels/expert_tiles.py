@@ -59,7 +59,7 @@ VECTORS = (  # tokens, at most
 )
 MOST_SHARED = 0.32  # experts of the other tokens, of all: about twice the part of pairs whose expert is read already
 TILES = (  # rows of an expert on average, at most
-    (8.0, Tiles(Tile(16, 128, 128, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
+    (8.0, Tiles(Tile(16, 64, 256, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True))),
     (48.0, Tiles(Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))),
     (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True, halves=True), Tile(128, 256, 64, 8, 4, tma=True, lasting=True))),

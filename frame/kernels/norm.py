@@ -26,23 +26,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual) for [rows, size]; without a residual the second is `x` itself.
 
-    The sum is rounded to the tensors' type, written over `residual`, and normed as rounded.
+    The sum is rounded to the tensors' type, written over `residual`, and normed as rounded. With a residual x may be contiguous
+    [rows, parts, size]: then the sum of its parts, rounded, stands in its place.
     """
-    rows, size = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, size = x.shape[0], x.shape[-1]
+    parts = x.shape[1] if x.dim() == 3 else 1
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     stream = x if residual is None else residual
     together = 1 if size > _ELEMENTS and not INTERPRETED else rows_per_program(rows, _ELEMENTS // power_of_2(size))
     strides = x.stride(0), stream.stride(0)
-    launch = _prepared(size, together, residual is not None, x.dtype, weight.dtype, strides, x.device)
+    launch = _prepared(size, together, parts, residual is not None, (x.dtype, weight.dtype), strides, x.device)
     launch((blocks_of(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
     return out, stream
 
 
 @lru_cache(maxsize=256)
 def _prepared(
-    size: int, rows: int, adds: bool, dtype: torch.dtype, weight: torch.dtype, strides: tuple[int, int], device: torch.device
+    size: int, rows: int, parts: int, adds: bool, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int], device: torch.device
 ) -> Prepared:
-    constants = {"SIZE": size, "BLOCK": power_of_2(size), "ROWS": rows, "ADDS": adds}
+    dtype, weight = types
+    constants = {"SIZE": size, "BLOCK": power_of_2(size), "ROWS": rows, "PARTS": parts, "ADDS": adds}
     return Prepared(_add_rms_norm, (dtype, dtype, weight, dtype, 0, *strides, 0.0), constants, device, warps_for(power_of_2(size) * rows))
 
 
@@ -59,6 +62,7 @@ def _add_rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,  # rows of x that make one
     ADDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -72,6 +76,10 @@ def _add_rms_norm(
     row = row.to(tl.int64)
     wait_for_previous(PDL)
     stream = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            stream += tl.load(x + row * x_stride + part * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        stream = stream.to(x.dtype.element_ty).to(tl.float32)
     if ADDS:
         places = residual + row * residual_stride + columns
         stream += tl.load(places, mask=inside, other=0.0).to(tl.float32)

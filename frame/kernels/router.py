@@ -16,6 +16,8 @@ from frame import kernels
 from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
 
 MAX_EXPERTS = 1024  # of a row, which one warp holds
+NUMBERS = tl.constexpr(0x1FFF)  # the bits of a float32 that are zero where it was made of a narrow type: room for an expert's number
+NORMED_TOKENS = 16  # up to here `normed_logits` takes less time than a norm and `few_logits`
 FEW_TOKENS = 64  # up to here `few_logits` takes less time than a matrix product (H200: 1.3 µs for one, 4.8 for 64, against 5)
 
 
@@ -61,7 +63,8 @@ def _prepared_route(
     size = experts // groups
     constants = {"SIZE": size, "GROUPS": groups, "BLOCK_SIZE": power_of_2(size), "BLOCK_GROUPS": power_of_2(groups)}
     constants |= {"TOP_GROUPS": top_groups, "TOP2": top2, "TOP_K": top_k, "BLOCK_K": power_of_2(top_k), "SIGMOID": sigmoid}
-    constants |= {"RENORMALIZE": renormalize, "CORRECTED": is_corrected, "ROWS": rows}
+    is_packed = dtype.itemsize == 2 and groups == 1 and not sigmoid and not is_corrected
+    constants |= {"RENORMALIZE": renormalize, "CORRECTED": is_corrected, "PACKED": is_packed, "ROWS": rows}
     types = dtype, torch.float32 if is_corrected else dtype, torch.int64, torch.float32, 0, stride, 1.0
     return Prepared(_route_kernel, types, constants, device, 1)
 
@@ -111,11 +114,83 @@ def _few_logits_kernel(
     tl.store(logits + token * EXPERTS + experts, total.to(logits.dtype.element_ty), mask=experts < EXPERTS)
 
 
+def normed_logits(
+    x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(`few_logits` of the second, norm(x + residual), x + residual) for [tokens, hidden], both sums rounded to the tensors' type; `scale`
+    [hidden] is the norm's weight. Every program norms a token anew, which for `NORMED_TOKENS` takes less time than a launch of its own."""
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
+    normed, stream = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
+    together = power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
+    strides = x.stride(0), residual.stride(0), weight.stride(0)
+    launch = _prepared_normed(experts, hidden, together, (x.dtype, scale.dtype, weight.dtype), strides, x.device)
+    launch((blocks_of(experts, together), tokens, 1), (x, residual, scale, weight, logits, normed, stream), (*strides, eps))
+    return logits, normed, stream
+
+
+@lru_cache(maxsize=64)
+def _prepared_normed(
+    experts: int, hidden: int, together: int, types: tuple[torch.dtype, ...], strides: tuple[int, ...], device: torch.device
+) -> Prepared:
+    x, scale, weight = types
+    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": power_of_2(hidden), "TOGETHER": together}
+    return Prepared(_normed_logits_kernel, (x, x, scale, weight, weight, x, x, *strides, 1.0), constants, device, 4)
+
+
+@triton.jit
+def _normed_logits_kernel(
+    x,
+    residual,
+    scale,
+    weight,
+    logits,
+    normed_out,
+    stream_out,
+    x_stride,
+    residual_stride,
+    weight_stride,
+    eps,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (blocks of experts, tokens). The first of a token's programs writes what it normed."""
+    begin(PDL)
+    experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    mask = (experts < EXPERTS)[:, None] & inside[None, :]
+    rows = tl.load(weight + experts[:, None] * weight_stride + columns[None, :], mask=mask, other=0.0)
+    scales = tl.load(scale + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    token = tl.program_id(1)
+    total = tl.load(x + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + token * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    stream = total.to(stream_out.dtype.element_ty)
+    total = stream.to(tl.float32)
+    normed = (total * tl.rsqrt(tl.sum(total * total, 0) / HIDDEN + eps) * scales).to(normed_out.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(stream_out + token * HIDDEN + columns, stream, mask=inside)
+        tl.store(normed_out + token * HIDDEN + columns, normed, mask=inside)
+    found = tl.sum(rows.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    tl.store(logits + token * EXPERTS + experts, found.to(logits.dtype.element_ty), mask=experts < EXPERTS)
+
+
 @triton.jit
 def _ordered(values):
     """int32 that sort as these float32 do: integers are compared across a warp in one instruction."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The float32 that `_ordered` made a key of, if the bits that number experts were zero in it."""
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key) & ~NUMBERS
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -151,6 +226,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     CORRECTED: tl.constexpr,
+    PACKED: tl.constexpr,  # logits of a narrow type, and the best are simply the largest: a key holds the expert's number too
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -168,7 +244,7 @@ def _route_kernel(
     top = tl.max(tl.max(values, 2), 1)
     if SIGMOID:
         choice = tl.sigmoid(values)
-    elif RENORMALIZE and GROUPS == 1 and not CORRECTED:
+    elif PACKED or (RENORMALIZE and GROUPS == 1 and not CORRECTED):
         choice = values  # a softmax over the chosen is the renormalised softmax over all
     else:
         powers = tl.exp(values - top[:, None, None])
@@ -180,17 +256,28 @@ def _route_kernel(
         is_open = _open_groups(choice, ids, GROUPS, TOP_GROUPS, TOP2)
         choice = tl.where(is_open[:, :, None], choice, float("-inf"))
     LOWEST: tl.constexpr = -0x80000000
-    keys = tl.reshape(tl.where(inside, _ordered(choice), LOWEST), [ROWS, BLOCK_GROUPS * BLOCK_SIZE])
+    keys = _ordered(choice)
+    if PACKED:
+        keys = (keys & ~NUMBERS) | (NUMBERS - ids)
+    keys = tl.reshape(tl.where(inside, keys, LOWEST), [ROWS, BLOCK_GROUPS * BLOCK_SIZE])
     flat = tl.reshape(tl.broadcast_to(ids, [1, BLOCK_GROUPS, BLOCK_SIZE]), [1, BLOCK_GROUPS * BLOCK_SIZE])
     slots = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([ROWS, BLOCK_K], tl.int32)
     for slot in tl.static_range(TOP_K):
         best = tl.max(keys, 1)
-        expert = tl.min(tl.where(keys == best[:, None], flat, 0x7FFFFFFF), 1)
-        keys = tl.where(flat == expert[:, None], LOWEST, keys)
-        chosen = tl.where(slots[None, :] == slot, expert[:, None], chosen)
+        if PACKED:
+            keys = tl.where(keys == best[:, None], LOWEST, keys)
+            chosen = tl.where(slots[None, :] == slot, best[:, None], chosen)
+        else:
+            expert = tl.min(tl.where(keys == best[:, None], flat, 0x7FFFFFFF), 1)
+            keys = tl.where(flat == expert[:, None], LOWEST, keys)
+            chosen = tl.where(slots[None, :] == slot, expert[:, None], chosen)
     taken = (slots < TOP_K)[None, :]
-    scores = tl.load(logits + row[:, None] * stride + chosen, mask=taken, other=float("-inf")).to(tl.float32)
+    if PACKED:
+        scores = _value(chosen)
+        chosen = NUMBERS - (chosen & NUMBERS)
+    else:
+        scores = tl.load(logits + row[:, None] * stride + chosen, mask=taken, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = tl.where(taken, tl.sigmoid(scores), 0.0)
     else:

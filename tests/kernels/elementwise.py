@@ -68,6 +68,17 @@ def test_norm_of_a_sum(dtype: torch.dtype, rows: int, size: int, gap: int) -> No
     check(out, normed(stream, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts bfloat16 off, twice here
+@pytest.mark.parametrize(("rows", "parts", "size"), [(1, 8, 64), (3, 2, 2048), (9, 6, 96)])
+def test_norm_of_a_sum_of_parts(dtype: torch.dtype, rows: int, parts: int, size: int) -> None:
+    x, residual, weight = random(rows * parts, size, dtype=dtype), random(rows, size, dtype=dtype), random(size, dtype=dtype)
+    x = x.view(rows, parts, size)
+    want, total = add_rms_norm(x.float().sum(1).to(dtype), residual.clone(), weight, EPS)
+    out, stream = add_rms_norm(x, residual, weight, EPS)
+    check(stream, total.double())
+    check(out, want.double())
+
+
 @each_type
 @pytest.mark.parametrize(("rows", "inner", "gap"), [(1, 64, 0), (3, 3072, 0), (70, 40, 8), (2, 1000, 1)])
 def test_gated_activation(dtype: torch.dtype, rows: int, inner: int, gap: int) -> None:

@@ -21,7 +21,8 @@ from frame.kernels.align import align
 from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
 from frame.kernels.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, turning_points
 from frame.kernels.fp8_quantize import quantize_groups
-from frame.kernels.router import few_logits
+from frame.kernels.norm import add_rms_norm
+from frame.kernels.router import few_logits, normed_logits, route
 from frame.models.layers.router import Router, RoutingRule
 from frame.plugins.moe_runners.triton import Triton
 from frame.testing.conformance_moe import PlainExperts, reference
@@ -72,12 +73,37 @@ def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
     torch.testing.assert_close(few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_logits_with_the_norm_before_them(tokens: int, hidden: int, experts: int) -> None:
+    x, residual = torch.randn(2, tokens, 2 * hidden, device=DEVICE)[..., :hidden]
+    scale, weight = torch.randn(hidden, device=DEVICE), torch.randn(experts, hidden, device=DEVICE)
+    want, total = add_rms_norm(x, residual.clone(), scale, 1e-6)
+    logits, normed, stream = normed_logits(x, residual, scale, 1e-6, weight)
+    assert torch.equal(stream, total)
+    torch.testing.assert_close(normed, want)
+    torch.testing.assert_close(logits, few_logits(want, weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_choice_by_narrow_logits(renormalize: bool, dtype: torch.dtype) -> None:
+    logits = (torch.randn(9, 60, device=DEVICE) * 3).to(dtype)
+    logits[3, ::3] = 0.0
+    logits[4] = -logits[4].abs()
+    ids, weights = route(logits, None, 8, renormalize=renormalize)
+    values, order = logits.float().sort(dim=1, descending=True, stable=True)
+    assert torch.equal(ids, order[:, :8])
+    want = values.softmax(1)[:, :8]
+    torch.testing.assert_close(weights, want / want.sum(1, keepdim=True) if renormalize else want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("counted", [False, True], ids=["at once", "counted before"])
 @pytest.mark.parametrize(("tokens", "experts", "top", "block"), [(1, 8, 1, 16), (40, 6, 3, 16), (500, 12, 4, 32)])
 def test_every_pair_is_in_a_block_of_its_expert(
     tokens: int, experts: int, top: int, block: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(align_module, "CHUNKS", (0,) if counted else (512, 2048))
+    monkeypatch.setattr(align_module, "CHUNKS", (0,) if counted else (128, 512, 2048))
     spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
     for ids in (spread, torch.full_like(spread, experts - 1)):
         found = align(ids, experts, block)
@@ -174,6 +200,15 @@ def test_order_of_tokens_changes_nothing(tokens: int) -> None:
     out = runner.run(Dispatched(x, ids, weights), experts)
     order = torch.randperm(tokens, device=DEVICE)
     torch.testing.assert_close(runner.run(Dispatched(x[order], ids[order], weights[order]), experts), out[order], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_parts_add_up(tokens: int) -> None:
+    x, ids, weights, first, second = drawn(tokens, (8, 2, 64, 32), torch.float32)
+    runner, experts = Triton(CONTEXT), PlainExperts(first, second, hidden_first=False)
+    parts = runner.run_parts(Dispatched(x, ids, weights), experts)
+    assert parts.shape == ((9, 2, 64) if tokens > 1 else (1, 64))
+    check(parts.sum(1) if tokens > 1 else parts, reference(x, ids, weights, first, second))
 
 
 class FakeDeepGemm(ModuleType):

@@ -90,6 +90,10 @@ class MoERunner(ABC):
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         """-> [tokens, hidden] for "standard"."""
 
+    def run_parts(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+        """What `run` gives, or what it would add up for it, [tokens, parts, hidden], where the sum is better left to what comes next."""
+        return self.run(tokens, experts)
+
 
 class MoEDispatcher(ABC):
     """Moves tokens to their experts' ranks and the results back. Law: combine(run(dispatch(x))) is the layer's output on every

@@ -15,6 +15,7 @@ from torch import nn
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear
+from frame.models.layers.moe import MoE
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.rotary import Rotary, rope_parameters
@@ -37,12 +38,16 @@ class DecoderLayer(nn.Module):
         self.attention = attention
         self.post_norm = post_norm
         self.mlp = mlp
+        self._joins_norm = isinstance(mlp, MoE)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, rows, batch)
+        if self._joins_norm:
+            joined: tuple[torch.Tensor, torch.Tensor] = self.mlp.behind(self.post_norm, x, residual)  # type: ignore[operator]
+            return joined
         x, residual = self.post_norm.add(x, residual)
         return self.mlp(x), residual
 

@@ -5,7 +5,7 @@ Experts are cut over the ranks in their inner size. How tokens travel is the dis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -16,11 +16,15 @@ from torch import nn
 
 from frame.models.layers.linear import share
 from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, own_parameters
 from frame.models.layers.router import Router, RoutingRule
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.moe import Dispatched
+
+    Run = Callable[[Dispatched, nn.Module], torch.Tensor]
 
 _BESIDE_TOKENS = 64  # up to here neither the experts nor the shared one fill a GPU all the time
 
@@ -84,25 +88,37 @@ class MoE(nn.Module):
         self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)
         self.experts = Experts(context, f"{prefix}.experts", sizes)
         self.shared = shared
+        self._leaves_parts = shared is None and context.tp.size == 1  # others are added to, here or on other ranks
         self._overlaps = context.device.type == "cuda" and context.tp.size == 1  # ranks' reductions have to come in one order
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def behind(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what this layer makes of norm(x + residual), x + residual). The first may be [tokens, parts, hidden], for a norm to add up."""
+        joined = self.router.behind(norm, x, residual)
+        if joined is None:
+            x, residual = norm.add(x, residual)
+            logits = None
+        else:
+            logits, x, residual = joined
+        return (self._routed(x, logits, self.runner.run_parts) if self._leaves_parts else self(x, logits)), residual
+
+    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """`logits`: the router's, where they are known."""
         if self.shared is None:
-            return self._routed(x)
+            return self._routed(x, logits)
         if not self._overlaps or len(x) > _BESIDE_TOKENS:
-            return self._routed(x) + self.shared(x)
+            return self._routed(x, logits) + self.shared(x)
         here, beside = torch.cuda.current_stream(x.device), _stream_beside(x.device)
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             shared = self.shared(x)
-        out = self._routed(x)
+        out = self._routed(x, logits)
         here.wait_stream(beside)
         return out + shared
 
-    def _routed(self, x: torch.Tensor) -> torch.Tensor:
-        ids, weights = self.router(x)
+    def _routed(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
+        ids, weights = self.router(x, logits)
         tokens = self.dispatcher.dispatch(x, ids, weights)
-        return self.dispatcher.combine(self.runner.run(tokens, self.experts), tokens)
+        return self.dispatcher.combine((run or self.runner.run)(tokens, self.experts), tokens)
 
 
 class GatedSharedExpert(nn.Module):

@@ -63,9 +63,12 @@ class RMSNorm(nn.Module):
         return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), in one kernel where there is one, which writes the sum over `residual`."""
+        """(norm(x + residual), x + residual), in one kernel where there is one, which writes the sum over `residual`. An `x` of
+        [tokens, parts, size] stands for the sum of its parts, in float32 and rounded."""
         if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
             return self.kernel(x, residual, self.scale, self.eps)
+        if x.dim() == 3:
+            x = x.float().sum(1).to(x.dtype)
         stream = x if residual is None else x + residual
         return self(stream), stream
 

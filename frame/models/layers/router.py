@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -52,14 +53,29 @@ class Router(nn.Module):
             self.correction = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
             self.correction.bind(f"{name}.e_score_correction_bias")
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._by_kernels(x) if self._has_kernels else self.choose(F.linear(x.to(self.weight.dtype), self.weight).float())
+    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logits`: of `x`, where `behind` has them already."""
+        if not self._has_kernels:
+            return self.choose(F.linear(x.to(self.weight.dtype), self.weight).float())
+        return self._by_kernels(self._logits(x) if logits is None else logits)
 
-    def _by_kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from frame.kernels.router import FEW_TOKENS, few_logits, route
+    def behind(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(logits of the second, norm(x + residual), x + residual) by one kernel; None where that is no gain."""
+        if not self._has_kernels or norm.scale is None or torch.compiler.is_compiling():
+            return None
+        from frame.kernels.router import NORMED_TOKENS, normed_logits
+
+        return normed_logits(x, residual, norm.scale, norm.eps, self.weight) if 0 < len(x) <= NORMED_TOKENS else None
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        from frame.kernels.router import FEW_TOKENS, few_logits
+
+        return few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
+
+    def _by_kernels(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from frame.kernels.router import route
 
         rule = self.rule
-        logits = few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
         return route(
             logits,
             self.correction if rule.correction else None,

@@ -42,6 +42,10 @@ class Triton(MoERunner):
         self._compiled: set[tuple[int, ...]] = set()  # sizes of layers: as many as a model has
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+        parts = self.run_parts(tokens, experts)
+        return combine(parts.flatten(0, 1), parts.shape[1]) if parts.dim() == 3 else parts
+
+    def run_parts(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         if len(tokens.x) == 0:
             return tokens.x.clone()
         first, second = _weights(experts, "gate_up"), _weights(experts, "down")
@@ -72,7 +76,7 @@ class Triton(MoERunner):
             act = gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, torch.float8_e4m3fn)
         else:
             act = Rows(*quantize_groups(gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, dtype).values))
-        return combine(down(act, second, pairs, order, self._fitted(tiles.second, second, 1), dtype), pairs.ids.shape[1])
+        return down(act, second, pairs, order, self._fitted(tiles.second, second, 1), dtype).view(*pairs.ids.shape, -1)
 
     def _fitted(self, tile: Tile, weights: Weights, width: int) -> Tile:
         """The tile for these weights, on this device."""
