@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 
+_ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf).astype(np.float32)
 _BLOCK = 128  # columns; large vocabularies are searched by blocks first
 _BLOCKS_PAY = 8192  # vocabulary from which a blocked maximum is faster than a plain one
 _NOTHING = -115.0  # powers of 2 below this are taken for 0: less than 1e-34 of the likeliest token's
@@ -162,9 +164,12 @@ def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
     """Ban what the mask forbids. rows int64 [m]; mask int32 [m, ceil(vocab / 32)], a set bit is allowed."""
     # eight tokens a byte, by a table of what each of its 256 values adds: ten times as fast on CPUs as bits one by one
-    values, bits = torch.arange(256, device=mask.device).unsqueeze(1), torch.arange(8, device=mask.device)
-    table = torch.zeros(256, 8, device=mask.device).masked_fill_((values >> bits) & 1 == 0, -torch.inf)
-    added = F.embedding(mask.view(torch.uint8).int(), table).view(len(mask), -1)[:, : logits.shape[1]]
+    if mask.device.type == "cpu":  # where numpy's own gather has less to do before it begins
+        added = torch.from_numpy(_ADDED.take(mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1))[:, : logits.shape[1]]
+    else:
+        values, bits = torch.arange(256, device=mask.device).unsqueeze(1), torch.arange(8, device=mask.device)
+        table = torch.zeros(256, 8, device=mask.device).masked_fill_((values >> bits) & 1 == 0, -torch.inf)
+        added = F.embedding(mask.view(torch.uint8).int(), table).view(len(mask), -1)[:, : logits.shape[1]]
     if len(rows) == len(logits):
         logits.add_(added)
     else:

@@ -46,7 +46,7 @@ class LLGrammar:
         if self._is_ended:
             mask[...] = -1
             return False
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # three times as quick as `mask.ctypes`
         self._check_limits()
         return True
 
