@@ -95,8 +95,6 @@ class Collector:
         """Begin to listen for a job's sequences. Raises RuntimeError when the engine is dead."""
         running = job.running
         for sequence in running:
-            if not sequence.output.token_ids:  # those of a part of the prompt; all come again
-                sequence.output.prompt_logprobs = None
             wants_text = bool(sequence.params.stop) or job.on_delta is not None
             if self.detokenizer is not None and wants_text and sequence.stream is None:
                 sequence.stream = self.detokenizer.stream(sequence.params, sequence.prompt_tail)
