@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from frame.attention_backends.triton.merge import merge_parts
-from frame.attention_backends.triton.scan import LOG2E, TAIL, load_rows, scan_keys
+from frame.attention_backends.triton.scan import LOG2E, TAIL, load_rows, matched, scan_keys
 from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW
 
 SHARED_PART = tl.constexpr(1 << 16)  # own parts are counted below it
@@ -87,7 +87,9 @@ def scan_item(
     """One item's keys -> (result of each lane, logarithm (base 2) of its sum of weights)."""
     row = row.to(tl.int64)
     q1 = load_rows(q1_pointer, row * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
+    q1 = matched(q1, k1_pointer, UPCAST)
     q2 = load_rows(q2_pointer, row * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
+    q2 = matched(q2, k1_pointer, UPCAST)
     top, total, acc = scan_keys(
         q1,
         q2,

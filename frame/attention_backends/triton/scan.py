@@ -33,6 +33,16 @@ def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASK
 
 
 @triton.jit
+def matched(queries, keys_pointer, UPCAST: tl.constexpr):
+    """Queries as keys of this type are multiplied with: float16 for an fp8 cache, whose numbers become that in one instruction, and
+    bfloat16 in several."""
+    if keys_pointer.dtype.element_ty.primitive_bitwidth == 8 and not UPCAST:
+        return queries.to(tl.float16)
+    else:
+        return queries
+
+
+@triton.jit
 def load_keys(
     source,  # a pointer, or a descriptor of [rows, columns]
     column,
