@@ -123,8 +123,8 @@ def schedule_kernel(
         leads = (begin > 0) & (within == 0)
         total += tl.sum(tl.where(leads, begin, 0), 0)
         num_tiles = tl.sum(leads.to(tl.int32), 0)
-        if num_tiles > 0:  # a tile works on each key for many rows
-            pieces = tl.minimum(uneven_pieces, most_pieces - num_tiles)
+        if num_tiles > 0:  # a tile works longer on each key, for many rows
+            pieces = tl.minimum(2 * even_pieces, most_pieces - num_tiles)
         split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
         count, length = pieces_of(begin, split, BLOCK_KEYS)
         counts = tl.where(leads, count, 0)
