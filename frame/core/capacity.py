@@ -81,9 +81,7 @@ def activation_bytes(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> i
     return tokens + logits
 
 
-def plan_pages(
-    geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None, is_cpu: bool
-) -> int:
+def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None, is_cpu: bool) -> int:
     """How many pages the pool gets, the reserved one included. Raises CapacityError with the arithmetic when too few fit."""
     each = geometry.bytes_per_token
     if not each:  # an encoder's: pages are counted, and there is nothing behind them

@@ -264,9 +264,7 @@ class ServerSection(Section):
     )
     admin_socket: str | None = setting(None, "Unix socket (mode 0600) for operators' routes.", flag="admin-socket")
     admin_key: str | None = setting(None, "Key that operators' routes ask for.", flag="admin-key")
-    otlp_endpoint: str | None = setting(
-        None, "OTLP/HTTP collector that gets traces, such as http://localhost:4318.", flag="otlp-endpoint"
-    )
+    otlp_endpoint: str | None = setting(None, "OTLP/HTTP collector that gets traces, such as http://localhost:4318.", flag="otlp-endpoint")
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
         (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
     )

@@ -221,9 +221,7 @@ class DecodeGraphs:
 
         return _Size(planned, outputs, captured, self._capture(again, again, pool))
 
-    def _capture(
-        self, first: Callable[[], DecodeOutputs], run: Callable[[], DecodeOutputs], pool: Any
-    ) -> tuple[DecodeOutputs, Captured]:
+    def _capture(self, first: Callable[[], DecodeOutputs], run: Callable[[], DecodeOutputs], pool: Any) -> tuple[DecodeOutputs, Captured]:
         outputs = first()  # what compiles or initialises itself does so now
         if pool is None:
             return outputs, _Again(first, outputs)
@@ -251,9 +249,7 @@ class _Again:
 
 
 def _views(buffer: np.ndarray, offsets: Mapping[str, int], padding: Mapping[str, np.generic], most: int) -> dict[str, np.ndarray]:
-    return {
-        name: buffer[offset : offset + padding[name].nbytes * most].view(padding[name].dtype) for name, offset in offsets.items()
-    }
+    return {name: buffer[offset : offset + padding[name].nbytes * most].view(padding[name].dtype) for name, offset in offsets.items()}
 
 
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:

@@ -190,21 +190,7 @@ class Text(Message, frozen=True):
     stopped: list[int] = []
 
 
-AnyMessage = (
-    Generate
-    | Abort
-    | Control
-    | Tokens
-    | ControlReply
-    | Ready
-    | Heartbeat
-    | Fatal
-    | Tokenize
-    | Tokenized
-    | Watch
-    | Forget
-    | Text
-)
+AnyMessage = Generate | Abort | Control | Tokens | ControlReply | Ready | Heartbeat | Fatal | Tokenize | Tokenized | Watch | Forget | Text
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -165,9 +165,7 @@ class TorchModelRunner(ModelRunner):
     def _run(self, batch: ScheduledBatch) -> PendingStep:
         counts = count_rows(batch)
         sampling = self.sampling.plan(batch, counts)
-        plans = StepPlans(
-            sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self.sampling)
-        )
+        plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self.sampling))
         if self.graphs is not None and plans.prompts is None and self._are_decodes(self.graphs, batch, counts):
             return self._replay(self.graphs, batch, counts, plans)
         forward_batch, tensors, hidden = self._pass(batch, counts, _riders(plans))
@@ -293,9 +291,7 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     clock = time.perf_counter()
     geometry = kv_geometry(facts, tp.size, resolved.page_size, resolved.kv_dtype)
     memory = measure(device, report.bytes, activation_bytes(facts, context.limits, context.dtype), tp.size)
-    pages = plan_pages(
-        geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu"
-    )
+    pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu")
     pages = _least_of_ranks(pages, tp, device)
     pool = KVPool(geometry, pages, device)
     slots = context.limits.max_running_requests

@@ -52,9 +52,7 @@ class PooledOutput:
 class PoolingRunner(TorchModelRunner):
     """One rank's runner for vectors."""
 
-    def __init__(
-        self, model: Model, facts: ModelFacts, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity
-    ) -> None:
+    def __init__(self, model: Model, facts: ModelFacts, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity) -> None:
         slots = context.limits.max_running_requests
         super().__init__(model, facts, context, pool, Processors((), slots), capacity)
         self._pooler = pooler

@@ -67,9 +67,7 @@ class Processors:
             arrays[f"processor.{index}.positions"] = positions[rows]
         return ProcessorPlan(indices, arrays)
 
-    def apply(
-        self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], *, changed_only: bool = False
-    ) -> None:
+    def apply(self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], *, changed_only: bool = False) -> None:
         """Change logits [rows, vocab], float32, in place; with `changed_only` they are those of `processor.rows` alone."""
         for index in plan.indices:
             names = ("places" if changed_only else "rows", "slots", "positions")

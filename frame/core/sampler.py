@@ -198,9 +198,7 @@ def _column(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
     return torch.minimum(passed, (cumulated < cumulated[:, -1:]).sum(dim=-1))
 
 
-def _weights(
-    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors
-) -> torch.Tensor:
+def _weights(logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
     """Weights of the drawn rows' tokens at their temperature, the likeliest has 1; 0 where a filter cuts.
     [drawn, vocab rounded up to the block]. Everything is in powers of 2: `exp2` is fast where `exp` is not (at minus infinity)."""
     if rows is not None:

@@ -66,8 +66,7 @@ def read_places(path: Path) -> dict[str, Place] | None:
         return None
     start = _HEADER + size
     return {
-        name: Place(path, _TYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
-        for name, entry in header.items()
+        name: Place(path, _TYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0]) for name, entry in header.items()
     }
 
 

@@ -47,9 +47,7 @@ class WeightSource:
     seed: int = 0
 
 
-def load_model(
-    model_type: type[Model], facts: ModelFacts, context: BuildContext, source: WeightSource
-) -> tuple[Model, LoadReport]:
+def load_model(model_type: type[Model], facts: ModelFacts, context: BuildContext, source: WeightSource) -> tuple[Model, LoadReport]:
     """A model on `context.device`, ready to run. Raises CheckpointError with one sentence for whatever does not fit."""
     report = LoadReport()
     with report.phase("build"), torch.device("meta"):

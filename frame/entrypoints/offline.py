@@ -1,7 +1,7 @@
 """`Engine`: the model in this process (or, with tp > 1, in processes of its own), without a server. Sync, async and streaming.
 
-    with Engine(model="frame-tiny") as engine:
-        print(engine.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
+with Engine(model="frame-tiny") as engine:
+    print(engine.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
 """
 
 from __future__ import annotations
@@ -203,9 +203,7 @@ class Engine:
                 self._session = self._open()
             return self._session
 
-    def _job(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job
-    ) -> tuple[Job, list[int], bool]:
+    def _job(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job) -> tuple[Job, list[int], bool]:
         """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
         need_task(self._resolved, "generate")
         is_single, several = listed(prompts)

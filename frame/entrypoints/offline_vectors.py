@@ -31,7 +31,7 @@ METHODS = {"generate": "generate", "embed": "embed or score", "classify": "class
 def need_task(resolved: Resolved, *tasks: str) -> None:
     """Raise InvalidRequestError unless the engine's model is asked for one of these."""
     if resolved.task not in tasks:
-        wanted, instead = ' or '.join(tasks), METHODS[resolved.task]
+        wanted, instead = " or ".join(tasks), METHODS[resolved.task]
         sentence = f"this engine's model is there to {resolved.task} (model.task), not to {wanted}; use {instead}"
         raise InvalidRequestError(sentence, "model")
 

@@ -1,7 +1,7 @@
 """`Client`: a server over HTTP, with the methods, parameters and outputs of the offline `Engine`, so that code may use either.
 
-    with Client("http://localhost:30000") as client:
-        print(client.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
+with Client("http://localhost:30000") as client:
+    print(client.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
 """
 
 from __future__ import annotations

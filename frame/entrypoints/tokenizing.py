@@ -53,9 +53,7 @@ class ThreadedInput:
             return self._tokenizer.encode(text, add_special_tokens)
         return await self._off_loop(self._tokenizer.encode, text, add_special_tokens)
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
-    ) -> list[int]:
+    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]) -> list[int]:
         if not tools and _is_short(messages, arguments):
             return self._tokenizer.encode_chat(messages, tools, arguments)
         return await self._off_loop(self._tokenizer.encode_chat, messages, tools, arguments)
@@ -101,9 +99,7 @@ class ProcessInput:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return (await self._ask(text=text, add_special_tokens=add_special_tokens)).token_ids
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
-    ) -> list[int]:
+    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]) -> list[int]:
         return (await self._ask(messages=messages, tools=tools, template_arguments=arguments)).token_ids
 
     async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]:

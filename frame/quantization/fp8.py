@@ -25,6 +25,7 @@ from frame.quantization.none import PlainExperts, PlainLinear
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+
 class Fp8(QuantizationMethod):
     """fp8 for linear layers and experts: those that the checkpoint stores so, or, of a plain one, all that the option `ignore` spares."""
 

@@ -137,17 +137,13 @@ class AttentionCapabilities:
                 reasons.append(Reason(f"head size {needs.head_dim} is not a multiple of {self.head_dim_multiple}"))
         if self.page_sizes is not None and needs.page_size is not None and needs.page_size not in self.page_sizes:
             nearest = min(self.page_sizes, key=lambda size: (abs(size - (needs.page_size or 0)), size))
-            reasons.append(
-                Reason(f"page size {needs.page_size} is not among {list(self.page_sizes)}", f"cache.page_size: {nearest}")
-            )
+            reasons.append(Reason(f"page size {needs.page_size} is not among {list(self.page_sizes)}", f"cache.page_size: {nearest}"))
         return reasons
 
     def _types(self, needs: AttentionNeeds) -> list[Reason]:
         reasons: list[Reason] = []
         if needs.dtype not in self.dtypes:
-            reasons.append(
-                Reason(f"computes in {_one_of(self.dtypes)}, not in {needs.dtype}", f"model.dtype: {self.dtypes[0]}")
-            )
+            reasons.append(Reason(f"computes in {_one_of(self.dtypes)}, not in {needs.dtype}", f"model.dtype: {self.dtypes[0]}"))
         allowed = (needs.dtype, *(self.kv_dtypes or ()))
         if needs.kv_dtype not in allowed:
             reasons.append(Reason(f"cannot read a {needs.kv_dtype} KV cache", f"cache.kv_dtype: {allowed[0]}"))

@@ -66,9 +66,7 @@ def command() -> None:
     "--ceilings", type=click.Choice(["measured", "h200", "none"]), default="measured", show_default=True,
     help="What the floor under each workload is reckoned with: this machine, measured first; one H200; no floor.",
 )  # fmt: skip
-def offline(
-    loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, ceilings: str, **changes: Any
-) -> None:
+def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, ceilings: str, **changes: Any) -> None:
     from frame.entrypoints.bench.offline import floors, measure
     from frame.entrypoints.bench.report import report
     from frame.entrypoints.offline import Engine

@@ -31,9 +31,7 @@ def command(
     click.echo(json.dumps(report.to_json(), indent=2) if is_json else report.table())
 
 
-async def _evaluate(
-    loaded: LoadedConfig, base_url: str | None, tasks: Sequence[str], samples: int, seed: int, concurrency: int
-) -> Report:
+async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[str], samples: int, seed: int, concurrency: int) -> Report:
     if base_url is not None:
         import httpx
 

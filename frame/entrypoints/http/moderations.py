@@ -76,9 +76,7 @@ def _texts(request: ModerationRequest) -> list[str]:
     return texts or ["\n".join(part.text or "" for part in parts)]
 
 
-async def _classified(
-    call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
-) -> list[dict[str, float]]:
+async def _classified(call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
     """Each label is a category, but for those that say that nothing was found."""
     vectors, _ = await vectors_of(call, services, request, texts, ("classify",))
     names = labels_of(services)
@@ -88,9 +86,7 @@ async def _classified(
     ]
 
 
-async def _judged_by_policy(
-    call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
-) -> list[dict[str, float]]:
+async def _judged_by_policy(call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
     """The verdicts of a language model, which is held to their form where there is a grammar backend."""
     if services.moderation_policy is None:
         sentence = "this model applies no policy; start the server with --moderation-policy default, or a file, or serve a classifier"

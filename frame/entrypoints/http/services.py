@@ -268,9 +268,7 @@ class Services:
         raise_failed(answer.sequences)
         return answer.sequences
 
-    async def stream(
-        self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes]
-    ) -> None:
+    async def stream(self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes]) -> None:
         """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
         ordinary error response; a later one is an event of its sequence. A client that falls too far behind is told so and given up."""
         pump = EventPump(call, answer, write)

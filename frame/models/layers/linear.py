@@ -87,9 +87,7 @@ class QKVLinear(Linear):
     The result is [tokens, (num_heads + 2 * num_kv_heads) * head_dim] of this rank's heads.
     """
 
-    def __init__(
-        self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False
-    ) -> None:
+    def __init__(self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False) -> None:
         super().__init__(context, names, Range.whole(input_size), heads.ranges(), bias)
 
 

@@ -77,9 +77,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]. `shared` sees every token; `prefix` holds `gate` and `experts`."""
 
-    def __init__(
-        self, context: BuildContext, prefix: str, sizes: ExpertSizes, rule: RoutingRule, shared: nn.Module | None = None
-    ) -> None:
+    def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes, rule: RoutingRule, shared: nn.Module | None = None) -> None:
         super().__init__()
         if context.moe_runner is None or context.moe_dispatcher is None:
             raise TypeError("the context of a mixture of experts needs a runner and a dispatcher")
