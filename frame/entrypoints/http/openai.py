@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +20,10 @@ from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest,
 from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
 from frame.entrypoints.http.services import Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
+from frame.entrypoints.http.thinking import count_thinking
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.parsing import ReasoningParser
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -50,11 +55,15 @@ class Response(ABC):
         cached = sum(s.cached for s in prompts.values())
         return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
 
+    def final_usage(self) -> dict[str, Any]:
+        """The same with what is only counted once, when every sequence has been read."""
+        return self.usage()
+
     def running_usage(self) -> dict[str, Any] | None:
         return self.usage() if self.has_running_usage else None
 
     def closing(self) -> bytes:
-        return (self.chunks.usage(self.usage()) if self.has_usage else b"") + DONE
+        return (self.chunks.usage(self.final_usage()) if self.has_usage else b"") + DONE
 
     def prompt_scores(self, sequence: Stream) -> dict[str, Any]:
         """The field `prompt_logprobs` of a choice, if it was asked for."""
@@ -76,7 +85,7 @@ class Response(ABC):
                 "created": self.created,
                 "model": self.services.resolved.served_name,
                 "choices": [self.choice(sequence) for sequence in self.answer.sequences],
-                "usage": self.usage(),
+                "usage": self.final_usage(),
                 **self._tier,
             }
         )
@@ -144,6 +153,20 @@ def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> 
     return found
 
 
+def thinking_tokens(services: Services, request: ChatRequest, sequence: Stream, parser: AnswerParser | None) -> int:
+    """How many tokens of a sequence that `parser` has read are thinking."""
+    if parser is None or not parser.has_thoughts:
+        return 0
+
+    def make() -> ReasoningParser:
+        reasoning = _parsers(services, request, sequence.prompt).reasoning
+        assert reasoning is not None  # which has found the thoughts
+        return reasoning
+
+    decode = partial(services.need_tokenizer().decode, skip_special_tokens=sequence.params.skip_special_tokens)
+    return count_thinking(sequence.standing.output, decode, make)
+
+
 def _parsers(services: Services, request: ChatRequest, prompt: list[int]) -> ParserPair:
     """New parsers for one sequence of the request."""
     use = request.tool_use()
@@ -163,6 +186,10 @@ class ChatResponse(Response):
         self._opened: set[int] = set()
         self._parsers = answer_parsers(services, request, answer)
         self._is_plain = not (self._parsers or request.logprobs or self.has_running_usage)
+
+    def final_usage(self) -> dict[str, Any]:
+        found = [thinking_tokens(self.services, self.request, s, self._parsers.get(s.index)) for s in self.answer.sequences]
+        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
 
     def write(self, sequence: Stream) -> bytes:
         text, _, logprobs = sequence.take()

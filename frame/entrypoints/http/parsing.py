@@ -96,6 +96,10 @@ class AnswerParser:
     def has_calls(self) -> bool:
         return bool(self._calls)
 
+    @property
+    def has_thoughts(self) -> bool:
+        return bool(self._thoughts)
+
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """The deltas that a piece of text adds; with `is_last` also what was held back."""
         deltas: list[dict[str, Any]] = []

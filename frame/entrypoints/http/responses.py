@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.blocks import Blocks, Silent
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
+from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt, thinking_tokens
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.response_store import Kept
 from frame.entrypoints.http.responses_events import EventWriter
@@ -108,6 +109,7 @@ class ResponseAnswer:
         self._request = request
         self._sequence = answer.sequences[0]
         self._parser = answer_parsers(services, chat, answer).get(0)
+        self._thinking = cache(partial(thinking_tokens, services, chat, self._sequence, self._parser))  # the last body is made twice
         self._keeps = request.store is not False and self._store.is_on
         self._items = [*history, *request.items()] if self._keeps else []
         self._blocks = Blocks()
@@ -191,15 +193,12 @@ class ResponseAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Reasoning is counted by its share of the characters: text and tokens do not part at the same places."""
-        sequence, row = self._sequence, self._blocks.row
-        thought = sum(len(block.text) for block in row if block.kind == "reasoning")
-        everything = sum(len(block.text) for block in row)
+        sequence = self._sequence
         return {
             "input_tokens": len(sequence.prompt),
             "input_tokens_details": {"cached_tokens": sequence.cached, "cache_write_tokens": 0},
             "output_tokens": sequence.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": round(sequence.num_tokens * thought / everything) if everything else 0},
+            "output_tokens_details": {"reasoning_tokens": self._thinking()},
             "total_tokens": len(sequence.prompt) + sequence.num_tokens,
         }
 

@@ -246,6 +246,27 @@ def test_thinking_and_tool_calls_are_separated(client: openai.OpenAI, name: str)
     assert "<tool_call>" in plain.message.content
 
 
+def test_tokens_of_thinking_are_counted(client: openai.OpenAI, name: str) -> None:
+    ask = {"model": name, "messages": MESSAGES, "max_tokens": 200, "temperature": 0, "n": 2, "logprobs": True}
+    wanted = {"extra_body": {"regex": "<think>why not then</think>[a-c]{3}"}}
+    whole = client.chat.completions.create(**ask, **wanted)  # type: ignore[call-overload]
+    thought, found = "<think>why not then</think>", 0
+    for choice in whole.choices:
+        text = ""
+        for token in choice.logprobs.content:
+            found += len(text) < len(thought)
+            text += token.token
+        assert text.startswith(thought)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == found > 2
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.chat.completions.create(**ask, **wanted, **stream)  # type: ignore[call-overload]
+    assert last.usage == whole.usage
+    plain = client.chat.completions.create(**ask, extra_body={"regex": "[a-c]{3}"})  # type: ignore[call-overload]
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+    answer = client.responses.create(model=name, input="hi", max_output_tokens=200, temperature=0, **wanted)  # type: ignore[call-overload]
+    assert answer.usage.output_tokens_details.reasoning_tokens == found // 2
+
+
 def greedy_still_works(server: RunningServer) -> bool:
     return server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
