@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MOST_SINGLE = 64  # tokens of prompts that are computed as decodes; of more, each is a row of attention too many
-_FEW_KEYS = 512  # that each of them may read for itself
+_MOST_KEYS = 16_384  # that they may read, each for itself
 _STAGED_BYTES_PER_TOKEN = 3 * 8
 _STAGED_BYTES_PER_ROW = 256
 
@@ -191,10 +191,11 @@ class TorchModelRunner(ModelRunner):
     def _are_decodes(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts) -> bool:
         """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over few keys, or where there is
         nothing better, over keys that are read once for all of them."""
-        if counts.query_starts[-1] > graphs.most:
+        given = len(batch.token_ids)
+        if counts.query_starts[-1] > graphs.most or given > _MOST_SINGLE:
             return False
-        longest = int(counts.seq_lens[batch.num_decodes :].max(initial=0))
-        return len(batch.token_ids) <= _MOST_SINGLE and (longest <= _FEW_KEYS or (self._shares_prefixes and self.prompt_graphs is None))
+        keys = given * int(counts.seq_lens[batch.num_decodes :].max(initial=0))
+        return keys <= _MOST_KEYS or (self._shares_prefixes and self.prompt_graphs is None)
 
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
         """A step of decodes, or what is taken for one, by its graph, which also draws the tokens where no row wants more than a

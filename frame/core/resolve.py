@@ -313,7 +313,7 @@ class _Solver:
         """Shortest run of forced tokens that is worth a chunk of its own."""
         size, why = 2, "a row of several tokens costs a step little more than one of one"
         if has_graphs:
-            size, why = 8, "a step with a longer row runs outside of the CUDA graphs, which all rows pay for"
+            size, why = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
         return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
 
     def _budgets(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Knows no batch: arrays in, tensors out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -73,5 +74,6 @@ class PinnedCopies:
         self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
+@lru_cache(maxsize=32)
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
