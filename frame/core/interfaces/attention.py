@@ -222,11 +222,13 @@ class AttentionBackend(ABC):
     - `run` and `run_mla` do device work only. Row r's query tokens are positions `seq_len - query_len … seq_len - 1` and see all
       cached positions up to their own. When they are called, this step's K and V are already in the cache,
       unless the capabilities say `stores_kv`.
-    - Rows `[0, num_decodes)` have one query token each, the rest are extends; both kinds may be absent.
+    - Rows `[0, num_decodes)` have one query token each, the rest are extends; both kinds may be absent. Several decodes may be of one
+      slot, at one position each: a prompt's tokens one by one.
     - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`: `capture_plan` gives the plan that the
       captured `run`s see, and no others do, so that what the first layer computes for all is captured with it; `replay_plan` makes
       it describe another batch of as many rows before each replay. The batch's own tensors are at the same addresses in all of
       them; its host view and Python numbers are the captured ones.
+    - A batch may have an extension `AttentionOut`: a result of `run` or `run_mla` that is left there, by `AttentionOut.of`, is not copied.
     - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.
     """

@@ -101,7 +101,8 @@ class ModelCapabilities:
     `tasks` are what it can be asked for; what a checkpoint can do, its architecture's name says.
     `expands_mla`: it caches the expanded keys and values of latent attention, so for the cache and the backend the model is mha.
     `encoder`: it attends in both directions, computes a prompt in one piece and uses no KV cache.
-    `graphs`: a step of decodes can be captured in a CUDA graph: no shape depends on data, nothing waits for the device.
+    `graphs`: steps can be captured in CUDA graphs: no shape depends on data, nothing waits for the device, and outside of attention the
+    model reads of the batch only what each token has (id, position, place in the cache).
     """
 
     architectures: tuple[str, ...] | None
