@@ -47,16 +47,22 @@ class Shares:
 class Share:
     """What one request holds: one place from its beginning on, and one for each sequence once it is known how many there are."""
 
-    def __init__(self, shares: Shares, tenant: str) -> None:
+    def __init__(self, shares: Shares, tenant: str, held: int = 1) -> None:
         self._shares = shares
         self._tenant = tenant
-        self._held = 1
+        self._held = held
 
     def widen(self, sequences: int) -> None:
         """Hold a place for each. Raises ShareExceededError, and holds what it held."""
         more = max(0, sequences - self._held)
         self._shares.take(self._tenant, more, sequences)
         self._held += more
+
+    def handed_on(self) -> Share:
+        """All that this one holds, for what goes on when its request has been answered."""
+        other = Share(self._shares, self._tenant, self._held)
+        self._held = 0
+        return other
 
     def close(self) -> None:
         """The request is over."""

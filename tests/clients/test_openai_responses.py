@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -133,13 +134,39 @@ def test_limits_and_cancelling(client: openai.OpenAI) -> None:
     assert client.responses.create(**ASK).status == "completed"
 
 
+def until_over(client: openai.OpenAI, name: str) -> Any:
+    for _ in range(600):
+        found = client.responses.retrieve(name)
+        if found.status not in ("queued", "in_progress"):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{name} is not over")
+
+
+def test_in_the_background(client: openai.OpenAI) -> None:
+    begun = client.responses.create(**ASK, background=True)
+    assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+    found = until_over(client, begun.id)
+    assert (found.status, found.output_text, found.background) == ("completed", "7", True)
+    assert found.usage.output_tokens > 0
+    assert client.responses.create(**ASK, previous_response_id=begun.id).status == "completed"
+    client.responses.delete(begun.id)
+    endless = client.responses.create(**(ASK | {"max_output_tokens": 3000}), extra_body={"ignore_eos": True}, background=True)
+    with pytest.raises(openai.BadRequestError, match="cancel it before"):
+        client.responses.delete(endless.id)
+    assert client.responses.cancel(endless.id).status == "cancelled"
+    assert until_over(client, endless.id).status == "cancelled"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"max_output_tokens": 0}, "max_tokens is 0"),
         ({"input": []}, "messages is empty"),
-        ({"background": True}, "background is not supported"),
+        ({"background": True, "stream": True}, "leave stream out"),
+        ({"background": True, "store": False}, "has to be kept; leave store out"),
+        ({"background": True, "temperature": -1}, "temperature is -1"),
         ({"tools": [{"type": "web_search"}]}, "runs no tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "text only"),

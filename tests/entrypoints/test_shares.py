@@ -28,6 +28,18 @@ def test_places_are_counted_and_come_back() -> None:
         whole.widen(4)
 
 
+def test_what_goes_on_keeps_its_places() -> None:
+    shares = Shares(2)
+    with shares.open("a") as share:
+        share.widen(2)
+        later = share.handed_on()
+    with pytest.raises(ShareExceededError), shares.open("a"):
+        pass
+    later.close()
+    with shares.open("a"):
+        pass
+
+
 def test_without_a_limit_or_a_key_all_may_be_had() -> None:
     for shares, tenant in ((Shares(None), "a"), (Shares(1), "")):
         with shares.open(tenant) as share, shares.open(tenant):

@@ -143,3 +143,12 @@ async def test_a_key_has_its_share(tmp_path: Path) -> None:
         assert answers[1].headers["retry-after"] == "1"
         assert answers[1].json()["error"]["type"] == "rate_limit_error"
         assert (await server.post("/generate", body, x_api_key="one")).status == 200  # its place came back
+        await server.services.client.control("pause")
+        later = (await server.post("/v1/responses", {"input": "hi", "max_output_tokens": 5, "background": True}, x_api_key="one")).json()
+        assert (await server.post("/generate", body, x_api_key="one")).status == 429  # though nobody waits for the other
+        await server.services.client.control("resume")
+        async with asyncio.timeout(20):
+            while server.services.tasks:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
+        assert (await server.request("GET", f"/v1/responses/{later['id']}", headers=((b"x-api-key", b"one"),))).json()["output"]
+        assert (await server.post("/generate", body, x_api_key="one")).status == 200

@@ -18,7 +18,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
-from frame.entrypoints.http.services import Chat, Operation, Routes, Services, failure
+from frame.entrypoints.http.services import Caller, Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
 from frame.entrypoints.http.thinking import count_thinking
 
@@ -112,7 +112,7 @@ async def chat_completions(call: Call, services: Services) -> None:
         services.client.abandon(answer)
 
 
-async def begin_chat(call: Call, services: Services, request: ChatRequest) -> Answer:
+async def begin_chat(call: Caller, services: Services, request: ChatRequest) -> Answer:
     """Start a chat request of any dialect; the caller abandons the answer. Raises ApiError."""
     services.check_model(request.model)
     params = request.params()

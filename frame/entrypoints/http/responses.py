@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -39,6 +40,9 @@ async def create(call: Call, services: Services) -> None:
     history = _history(call, services, request)
     name = f"resp_{uuid.uuid4().hex}"
     chat = request.chat(history, name)
+    if request.background:
+        await _create_in_background(call, services, request, chat, history)
+        return
     answer = await begin_chat(call, services, chat)
     response = ResponseAnswer(services, request, chat, answer, history, call.tenant)
     try:
@@ -51,6 +55,60 @@ async def create(call: Call, services: Services) -> None:
     finally:
         services.client.abandon(answer)
         response.forget_unfinished()
+
+
+async def _create_in_background(
+    call: Call, services: Services, request: ResponsesRequest, chat: ChatRequest, history: list[dict[str, Any]]
+) -> None:
+    """Answer with the response as it begins; it is finished without a client, who comes back for it."""
+    if request.stream:
+        raise ApiError(400, "background with stream is not supported; leave stream out, and get the response by its id", "stream")
+    if request.store is False or not services.responses.is_on:
+        remedy = "leave store out" if services.responses.is_on else "this server keeps none (--response-store-size)"
+        raise ApiError(400, f"a background response has to be kept; {remedy}", "background")
+    caller = Detached(call)
+    try:
+        answer = await begin_chat(caller, services, chat)
+    except BaseException:
+        caller.close()
+        raise
+    response = ResponseAnswer(services, request, chat, answer, history, call.tenant)
+    response.keep()
+    services.run(_finish(services, response, answer, caller))
+    await call.respond_json(response.begun())
+
+
+async def _finish(services: Services, response: ResponseAnswer, answer: Answer, caller: Detached) -> None:
+    """A background response to its end, whatever that is."""
+    try:
+        await answer.complete()
+        response.whole()
+    finally:
+        services.client.abandon(answer)
+        response.forget_unfinished()
+        caller.close()
+
+
+class Detached:
+    """The sender of a request that goes on without him: who he was stays, his connection does not matter, his share is handed on."""
+
+    def __init__(self, call: Call) -> None:
+        self.answer: Answer | None = None
+        self.tenant = call.tenant
+        self.request_id = call.request_id
+        self.share = None if call.share is None else call.share.handed_on()
+        self._call = call
+
+    def header(self, name: bytes) -> str | None:
+        return self._call.header(name)
+
+    def on_disconnect(self, act: Callable[[], None]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """It is over."""
+        if self.share is not None:
+            self.share.close()
 
 
 async def count(call: Call, services: Services) -> None:
@@ -69,7 +127,8 @@ async def retrieve(call: Call, services: Services) -> None:
 async def delete(call: Call, services: Services) -> None:
     """Forget a response."""
     name = call.scope["path_params"]["name"]
-    _kept(call, services, name)
+    if msgspec.json.decode(_kept(call, services, name).body)["status"] == "in_progress":
+        raise ApiError(400, f"the response {name} is in progress; cancel it before", "response_id")
     services.responses.delete(name, call.tenant)
     await call.respond_json({"id": name, "object": "response", "deleted": True})
 
@@ -124,6 +183,10 @@ class ResponseAnswer:
         self._blocks.read(self._sequence, self._parser, Silent())
         return self._finished()
 
+    def begun(self) -> dict[str, Any]:
+        """The response before anything came of it."""
+        return self._body("in_progress")
+
     def write(self, sequence: Stream) -> bytes:
         """The events of what is new."""
         events = b""
@@ -169,7 +232,7 @@ class ResponseAnswer:
             "created_at": self._created,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "background": False,
+            "background": bool(request.background),
             "error": _error(finish),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,

@@ -11,7 +11,6 @@ from frame.entrypoints.http.openai_schema import ChatRequest
 
 # What this server cannot do, with what to do instead: to ignore these would give another answer than was asked for.
 UNSERVED = {
-    "background": "leave it out, and keep the connection",
     "conversation": "use previous_response_id, or send the conversation as input",
     "prompt": "send the prompt's text as input",
     "top_logprobs": "use /v1/chat/completions",
@@ -29,6 +28,7 @@ class ResponsesRequest(Extensions, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     stream: bool | None = False
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -43,7 +43,6 @@ class ResponsesRequest(Extensions, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     # known and refused
-    background: Any = None
     conversation: Any = None
     prompt: Any = None
     top_logprobs: Any = None

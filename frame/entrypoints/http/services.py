@@ -5,9 +5,11 @@ Knows no dialect: the shapes of requests and responses are the routes'.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from frame.entrypoints.tokenizing import TextInput
     from frame.entrypoints.tracing import Tracing
     from frame.entrypoints.usage import UsageWatch
+
+log = logging.getLogger(__name__)
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 RETRY_AFTER = 1  # seconds
@@ -116,6 +120,7 @@ class Services:
     moderation_policy: str | None = None  # text.moderation_policy, read
     shares: Shares = field(init=False)  # what each key has at work
     responses: ResponseStore = field(init=False)  # of /v1/responses
+    tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)  # of requests whose clients do not wait
     batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
 
     def __post_init__(self) -> None:
@@ -124,6 +129,17 @@ class Services:
         self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
         if batches.folder is not None:
             self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that no client waits for. What it needs of the engine, it holds already, so there is never more than of other work."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("work without a client failed", exc_info=error)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
