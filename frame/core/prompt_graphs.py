@@ -209,14 +209,13 @@ class PromptGraphs:
 @contextmanager
 def _met(backend: AttentionBackend, meet: Meet) -> Iterator[None]:
     """Inside, what layers ask of their backend is asked of `meet`, which gets the backend's own method first."""
-    methods = {name: getattr(backend, name) for name in _CALLS}
-    for name, method in methods.items():
-        setattr(backend, name, partial(meet, method))
+    for name in _CALLS:
+        setattr(backend, name, partial(meet, getattr(backend, name)))
     try:
         yield
     finally:
-        for name, method in methods.items():
-            setattr(backend, name, method)
+        for name in _CALLS:
+            delattr(backend, name)
 
 
 class _Place:
