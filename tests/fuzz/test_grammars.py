@@ -17,6 +17,7 @@ from frame.core.grammar_masks import BAD_GRAMMAR, SLOWEST
 from frame.core.grammars import GrammarCompiler, GrammarSettings
 from frame.core.hardware import Hardware
 from frame.core.interfaces.sampling import Grammar
+from frame.core.jump_forward import ForeseeingGrammar
 from frame.core.messages import Finish, Generate
 from frame.core.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
 from frame.entrypoints.grammar_process import GRACE, GrammarProcess, load_backend
@@ -109,7 +110,7 @@ class Attack:
         if isinstance(outcome, Finish):
             check(outcome.error or "", kind, text)
             return "slow" if "takes longer" in str(outcome.error) else "ended" if "ends its compiler" in str(outcome.error) else "refused"
-        return self.draw(rng, outcome, kind, text)
+        return self.draw(rng, ForeseeingGrammar(outcome), kind, text)
 
     def draw(self, rng: random.Random, grammar: Grammar, kind: str, text: str) -> str:
         mask = np.empty(self.words, np.int32)
@@ -135,7 +136,8 @@ def check(sentence: str, kind: str, text: str) -> None:
 
 
 def attack(name: str, seed: int, count: int) -> Counter[str]:
-    pytest.importorskip(name)
+    for library in ("xgrammar", "llguidance") if name == "combined" else (name,):
+        pytest.importorskip(library)
     made = Attack(name)
     try:
         found = Counter(made.one(random.Random(f"{seed}-{number}")) for number in range(count))
@@ -154,7 +156,7 @@ def test_grammars(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance", "combined"])
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + ROUNDS))
 def test_grammars_for_long(name: str, seed: int) -> None:
     attack(name, seed, 2000)

@@ -30,9 +30,10 @@ def verdict(output: Output, source: dict[str, object] | str) -> str:
 
 
 @pytest.mark.parametrize(("schemas", "expressions"), [FEW, ALL])
-@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance", "combined"])
 def test_every_answer_is_valid(backend: str, schemas: int, expressions: int) -> None:
-    pytest.importorskip(backend)
+    for library in ("xgrammar", "llguidance") if backend == "combined" else (backend,):
+        pytest.importorskip(library)
     sources = [*map(random_grammars.schema, range(schemas)), *map(random_grammars.regex, range(expressions))]
     asked = [
         SamplingParams(max_tokens=1500, seed=i, **({"regex": source} if isinstance(source, str) else {"json_schema": json.dumps(source)}))
@@ -41,8 +42,9 @@ def test_every_answer_is_valid(backend: str, schemas: int, expressions: int) -> 
     options = {f"grammar/{backend}": {"max_whitespace": 2}}  # so that every answer ends
     with Engine(grammar_backend=backend, sampling_grammar_workers=0, plugins_options=options, max_running_requests=32) as engine:
         outputs = engine.generate([f"Number {i}: " for i in range(len(asked))], asked)
+        jumped = engine.control("server_info")["jumped_tokens"]
     found = Counter(verdict(output, source) for output, source in zip(outputs, sources, strict=True))
-    print(f"{backend}: {dict(found)}, {sum(len(output.token_ids) for output in outputs)} tokens")
+    print(f"{backend}: {dict(found)}, {sum(len(output.token_ids) for output in outputs)} tokens, {jumped} of them jumped over")
     assert set(found) == {"valid"}
 
 
