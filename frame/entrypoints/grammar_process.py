@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0  # most that a process may take to load its backend
 GRACE = 2.0  # seconds after the alarm, before the process is killed from outside
 MAX_BYTES = 64 << 20  # of a compiled grammar; reading it takes the engine's process a second
+FIRST = {"regex": "a", "structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'}
 NICENESS = 5  # compiling is less urgent than the steps of those who are served
 
 
@@ -154,6 +155,8 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     resolved = Resolved.model_validate_json(config)
     sampling, plugins = resolved.user.sampling, resolved.user.plugins
     backend = load(resolved, load_registry(allow=plugins.allow, deny=plugins.deny))
+    for kind, source in FIRST.items():  # what a backend loads late is loaded before time and memory count
+        compile_one(backend, kind, source)
     limit_memory(sampling.grammar_memory)
     _answer(answers, b"")
     while (frame := _next_frame()) is not None:

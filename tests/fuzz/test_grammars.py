@@ -142,13 +142,14 @@ def attack(name: str, seed: int, count: int) -> Counter[str]:
     try:
         found = Counter(made.one(random.Random(f"{seed}-{number}")) for number in range(count))
         assert not isinstance(made.ask("last", "regex", "(yes|no)!"), Finish)  # it is well after all that
+        assert name == "llguidance" or not isinstance(made.ask("last", "structural_tag", json.dumps(TAGS[0])), Finish)
     finally:
         made.compiler.close()
     print(name, seed, dict(found))
     return found
 
 
-@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance", "combined"])
 def test_grammars(name: str) -> None:
     found = attack(name, 1, 40)
     assert found["begun"] > 8 and found["refused"] > 8, found
