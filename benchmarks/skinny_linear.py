@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from frame.kernels.linear import skinny_linear
 from frame.kernels.linear_plan import Plan, plan
+from frame.kernels.linear_stream import stream_linear
 
 Call = Callable[[], torch.Tensor]
 # model -> layers, and (outputs, inputs) of each product of a layer and of the head
@@ -36,11 +37,15 @@ WEIGHTS = 256 << 20  # bytes that a graph rotates over: several times the L2 cac
 LAUNCHES = 64
 
 
-def candidates(rows: int) -> Iterator[Plan]:
+def candidates(rows: int, outputs: int) -> Iterator[Plan]:
     """Plans worth trying."""
+    share = outputs // 128
+    for chunks, depth in itertools.product((2, 4, 8), (3, 4, 5, 6, 8, 11)):
+        if outputs % (128 * 8) == 0 and share <= 136 and 90 << 10 < depth * chunks * 64 * (share + max(8, rows)) <= 200 << 10:
+            yield Plan("stream", 4, depth, share, chunks)
     if rows <= 2:
-        for outputs, warps, depth in itertools.product((2, 4, 8), (2, 4, 8), (1, 2, 3)):
-            yield Plan("vector", warps, depth, outputs=outputs)
+        for each, warps, depth in itertools.product((2, 4, 8), (2, 4, 8), (1, 2, 3)):
+            yield Plan("vector", warps, depth, outputs=each)
     for chunks, warps, depth in itertools.product((1, 2, 4), (2, 4, 8), (1, 2, 3)):
         if chunks * depth <= 8:
             yield Plan("fragment", warps, depth, chunks=chunks)
@@ -66,6 +71,12 @@ def microseconds(calls: Sequence[Call], repeats: int = 7) -> float:
     return statistics.median(times) / len(calls) * 1e3
 
 
+def multiply(x: torch.Tensor, weight: torch.Tensor, some: Plan | None) -> torch.Tensor:
+    if some is None:
+        return F.linear(x, weight)
+    return stream_linear(x, weight, None, some) if some.kernel == "stream" else skinny_linear(x, weight, None, some)
+
+
 def copies(memory: torch.Tensor, outputs: int, inputs: int) -> list[torch.Tensor]:
     """Weights of one shape, side by side in `memory`, as many as a graph rotates over."""
     size = outputs * inputs
@@ -80,14 +91,12 @@ def product(memory: torch.Tensor, rows: int, outputs: int, inputs: int, trial: b
     x = torch.randn(rows, inputs, device="cuda", dtype=memory.dtype)
 
     def time(chosen: Plan | None) -> float:
-        if chosen is None:
-            return microseconds([lambda weight=weight: F.linear(x, weight) for weight in rotated])
-        return microseconds([lambda weight=weight: skinny_linear(x, weight, None, chosen) for weight in rotated])
+        return microseconds([lambda weight=weight: multiply(x, weight, chosen) for weight in rotated])
 
-    picked = plan(rows, outputs, inputs)
+    picked = plan(rows, outputs, inputs, streams=True)
     found = {"torch": round(time(None), 2), "picked": round(time(picked), 2), "plan": str(picked)}
     if trial:
-        timed = sorted((round(time(some), 2), str(some)) for some in candidates(rows))
+        timed = sorted((round(time(some), 2), str(some)) for some in candidates(rows, outputs))
         found["best"] = timed[:5]
     bytes_read = 2 * outputs * inputs
     return {"rows": rows, "outputs": outputs, "inputs": inputs, "tb_per_second": round(bytes_read / found["picked"] / 1e6, 2), **found}
@@ -104,18 +113,17 @@ def layers(memory: torch.Tensor, rows: int, model: str) -> dict[str, Any]:
     places = memory[: run * sum(sizes)].split(sizes * run)
     weights = [place.view(shape) for shape, place in zip([*shapes.values()] * run, places, strict=True)]
 
-    def total(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    def total(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
         def step() -> torch.Tensor:
             for weight in weights:
-                multiply(inputs[weight.shape[1]], weight)
+                product(inputs[weight.shape[1]], weight)
             return weight
 
         last = memory[: head[0] * head[1]].view(head)
-        return microseconds([step]) / run * count + microseconds([lambda: multiply(inputs[head[1]], last)] * 3)
+        return microseconds([step]) / run * count + microseconds([lambda: product(inputs[head[1]], last)] * 3)
 
     def picked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        chosen = plan(rows, *weight.shape)
-        return F.linear(x, weight) if chosen is None else skinny_linear(x, weight, None, chosen)
+        return multiply(x, weight, plan(rows, *weight.shape, streams=True))
 
     bytes_read = 2 * (count * sum(sizes) + head[0] * head[1])
     times = {"torch": total(F.linear), "frame": total(picked)}

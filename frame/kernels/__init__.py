@@ -14,6 +14,8 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_PDL = "FRAME_NO_PDL"  # set to 1, it keeps kernels from being launched before the one ahead of them has ended
 
+_LEAST_PROCESSORS = 128
+
 
 def usable(device: torch.device) -> bool:
     """Whether kernels run on tensors of this device: a GPU (compute capability 8.0 on) with Triton, or a CPU under its interpreter."""
@@ -31,6 +33,16 @@ def pdl(device: torch.device) -> bool:
     """Whether launches on this device may be programmatic dependent launches (compute capability 9.0): a kernel begins while the one
     ahead of it ends, and waits (`gdc_wait`) before it reads what that one wrote."""
     return device.type == "cuda" and os.environ.get(NO_PDL) != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def streams(device: torch.device) -> bool:
+    """Whether kernels on this device copy boxes of weights while the one ahead still runs, as `frame.kernels.linear_stream` does: a GPU of
+    compute capability 9.0 with as many multiprocessors as outputs are cut into slices, and a Triton that brings Gluon."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or INTERPRETED:
+        return False
+    if torch.cuda.get_device_properties(device).multi_processor_count < _LEAST_PROCESSORS:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
 
 def shared_memory(device: torch.device) -> int:

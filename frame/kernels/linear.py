@@ -4,7 +4,7 @@
 Two kernels take the weights straight from memory to registers, several tiles ahead: the first of them before they wait for the kernel
 that is launched before them, since no step writes weights. `vector_kernel` multiplies one or two rows on the CUDA cores;
 `fragment_kernel` multiplies groups of eight on the tensor cores. `tile_kernel` takes up to 64 rows the usual way, through shared memory.
-Knows no layer, and no choice between the three (`linear_plan`).
+Knows no layer, no choice between the three (`linear_plan`), and not the fourth, `linear_stream`.
 """
 
 from __future__ import annotations

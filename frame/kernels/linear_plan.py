@@ -17,7 +17,10 @@ _FEW = 2304  # outputs
 _SHORT = 1024  # inputs
 _LONG = 4096
 _VOCABULARY = 1 << 16  # outputs
-_PROCESSORS = 132
+PROCESSORS = 132
+_SLICES = 128  # nearly as many, and a divisor of most numbers of outputs
+_MOST_ROUNDS = 4
+_UNDER_WAY = 200 << 10  # bytes of weights and rows; the rest is for the small kernels between products, which come while these still run
 _SHARED = 197 << 10  # bytes that the largest tiles take
 
 
@@ -25,23 +28,28 @@ _SHARED = 197 << 10  # bytes that the largest tiles take
 class Plan:
     """How one product is launched: a kernel and its sizes."""
 
-    kernel: Literal["vector", "fragment", "tile"]
+    kernel: Literal["vector", "fragment", "tile", "stream"]
     warps: int
     depth: int  # tiles of weights that a program has under way
     outputs: int = 16  # columns of the result that a program computes
     chunks: int = 4  # of 32 inputs, that a warp (or a program of 64 outputs and more) multiplies at a time; not for vectors
 
 
-def plans(outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED) -> tuple[Plan | None, ...]:
+def plans(
+    outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED, streams: bool = False
+) -> tuple[Plan | None, ...]:
     """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast, or the plan needs more bytes of shared
-    memory than a program gets."""
-    found = [None, *(plan(rows, outputs, inner, gated) for rows in range(1, MAX_ROWS + 1))]
+    memory than a program gets. `streams`: whether the device has what the kernel `stream` needs (`frame.kernels.streams`)."""
+    found = [None, *(plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]
     return tuple(None if some and some.kernel == "tile" and shared_memory < _SHARED else some for some in found)
 
 
-def plan(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | None:
+def plan(rows: int, outputs: int, inner: int, gated: bool = False, streams: bool = False) -> Plan | None:
     """The plan for `rows` rows; `outputs` counts gate and up both."""
     weights = outputs * inner
+    stream = _stream(rows, outputs // 2 if gated else outputs, inner, gated) if streams else None
+    if stream is not None:
+        return stream
     if rows == 1:
         return _one_row(outputs, inner, gated)
     if rows == 2 and (outputs <= _FEW or (weights > _SMALL and inner > _SHORT)):
@@ -95,14 +103,38 @@ def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
         return Plan("tile", 4, 4, outputs=64) if outputs >= _LONG and not (gated and rows > 32) else None
     if gated:
         return wide if _fills(blocks=outputs // 128) else None
-    if outputs <= 32 * _PROCESSORS and inner >= _LONG:  # all programs at once, two on each multiprocessor
+    if outputs <= 32 * PROCESSORS and inner >= _LONG:  # all programs at once, two on each multiprocessor
         return Plan("tile", 4, 4, outputs=16) if rows <= 16 else None
     if (outputs, inner) == (7168, 5120):
         return wide if rows <= 8 else None
     return None
 
 
+def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
+    """Slices of equal size, all at once or in whole rounds; `outputs` counts those of the result."""
+    parts = 2 if gated else 1
+    if outputs * inner * parts <= _SMALL or outputs % _SLICES:
+        return None
+    share = _share(outputs // _SLICES)
+    if share is None:
+        return None
+    warps = 4 if share <= 64 else 8
+    chunks = 2 if warps == 8 else 4 if rows > 32 or gated else 8
+    boxes = parts * share + max(8, 1 << (rows - 1).bit_length())  # rows of an item
+    beyond = (1 << (share - 1).bit_length()) if share > 64 else 64
+    depth = (_UNDER_WAY - 128 * (beyond - share)) // (boxes * 64 * chunks)
+    return Plan("stream", warps, min(16, depth), share, chunks)
+
+
+def _share(outputs: int) -> int | None:
+    """Outputs of a slice: a program's, or as many rounds' of them as make it at most 64, in boxes of eight at least, and three at most."""
+    for rounds in range(-(-outputs // 64), _MOST_ROUNDS + 1):
+        if outputs % (8 * rounds) == 0 and outputs // rounds >= 32:
+            return outputs // rounds
+    return outputs if outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None
+
+
 def _fills(blocks: int) -> bool:
     """Whether programs of which one runs on each multiprocessor leave few idle in their last round."""
-    rounds = -(-blocks // _PROCESSORS)
-    return blocks >= 0.8 * rounds * _PROCESSORS
+    rounds = -(-blocks // PROCESSORS)
+    return blocks >= 0.8 * rounds * PROCESSORS

@@ -32,7 +32,7 @@ def long_functions(modules: Iterable[Module]) -> Iterator[Breach]:
         for node in functions(found.tree):
             first = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
             lines = (node.end_lineno or 0) - first + 1
-            cap = KERNEL if any(name.startswith("triton.jit") for name in _decorators(node)) else FUNCTION
+            cap = KERNEL if any(name.startswith(("triton.jit", "gluon.jit")) for name in _decorators(node)) else FUNCTION
             if lines > cap:
                 yield f"function {found.path}:{node.name}", f"{found.at(node)}: {node.name} has {lines} lines, {cap} is the cap"
 

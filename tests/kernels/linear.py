@@ -117,6 +117,21 @@ def test_what_does_not_fit_on_chip_is_left_to_pytorch() -> None:
     assert plans(4096, 14336, shared_memory=100 << 10)[1] == plan(1, 4096, 14336)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 20, MAX_ROWS])
+def test_large_weights_are_streamed_where_the_device_can(rows: int) -> None:
+    for outputs, inner, gated in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False)):
+        some = plans(outputs, inner, gated, streams=True)[rows]
+        assert some is not None
+        assert some.kernel == "stream"
+        assert (outputs // 2 if gated else outputs) % some.outputs == 0
+        boxes = (some.outputs * (2 if gated else 1) + max(8, rows)) * 64 * some.chunks * some.depth
+        assert some.depth >= 3
+        assert boxes < 227 << 10
+        assert plans(outputs, inner, gated)[rows] != some
+    for outputs, inner in ((4096 + 8, 4096), (1024, 1024), (128 * 1187, 4096)):  # unequal slices, little to read, too many rounds
+        assert plans(outputs, inner, streams=True) == plans(outputs, inner)
+
+
 def test_float32_is_left_to_pytorch() -> None:
     weight, x = random(96, 160, dtype=torch.float32), random(2, 160, dtype=torch.float32)
     product = Product(weight)

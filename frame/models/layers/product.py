@@ -37,29 +37,43 @@ class Product:
 
             self._skinny = skinny_linear
             outputs, inputs = weight.shape
-            shared = kernels.shared_memory(weight.device)
-            self._plans = plans(outputs, inputs, shared_memory=shared)
+            chip = kernels.shared_memory(weight.device), kernels.streams(weight.device)
+            self._plans = plans(outputs, inputs, False, *chip)
             if outputs % 2 == 0:
                 from frame.kernels import gated_linear
 
-                self._gated_plans = plans(outputs, inputs, gated=True, shared_memory=shared)
+                self._gated_plans = plans(outputs, inputs, True, *chip)
                 self._many, self._programs = gated_linear, gated_linear.processors(weight.device)
+            self._prepare_streams()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """-> […, outputs]"""
         plan = _pick(self._plans, x)
         if plan is None:
             return F.linear(x, weight, bias)
-        return self._skinny(x, weight, bias, plan)
+        return self._few(plan, x, weight, bias)
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
         plan = _pick(self._gated_plans, x)
         if plan is not None:
-            return self._skinny(x, weight, bias, plan, gated=True)
+            return self._few(plan, x, weight, bias, gated=True)
         if self._programs == 0 or bias is not None or x.dim() != 2 or torch.compiler.is_compiling():
             return None
         return self._gated_many(x, weight)
+
+    def _prepare_streams(self) -> None:
+        if any(plan is not None and plan.kernel == "stream" for plan in (*self._plans, *self._gated_plans)):
+            from frame.kernels.linear_stream import stream_linear
+
+            self._stream = stream_linear
+
+    def _few(self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
+        if plan.kernel != "stream":
+            return self._skinny(x, weight, bias, plan, gated)
+        if not _is_aligned(x):
+            x = x.clone(memory_format=torch.contiguous_format)
+        return self._stream(x, weight, bias, plan, gated)
 
     def _gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         if not self._many.fits(x, weight):
