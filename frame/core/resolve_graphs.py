@@ -25,8 +25,8 @@ def graph_sizes(
     the user wants what cannot be."""
     execution, kinds = config.execution, ("model", "quantization_method", "moe_runner", "moe_dispatcher")
     obstacles = {
-        "cuda_graph_max_bs": graph_obstacle(chosen, device, task, config.parallel.tp, (*kinds, "attention_backend")),
-        "prompt_graph_max_tokens": graph_obstacle(chosen, device, task, config.parallel.tp, kinds)
+        "cuda_graph_max_bs": graph_obstacle(chosen, device, task, (*kinds, "attention_backend")),
+        "prompt_graph_max_tokens": graph_obstacle(chosen, device, task, kinds)
         or ("torch_compile is set, which makes graphs of its own" if execution.torch_compile else ""),
     }
     most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(facts)}
@@ -43,14 +43,12 @@ def graph_sizes(
     return found
 
 
-def graph_obstacle(chosen: Choices, device: str, task: Task, tp: int, kinds: tuple[str, ...]) -> str:
+def graph_obstacle(chosen: Choices, device: str, task: Task, kinds: tuple[str, ...]) -> str:
     """Why steps cannot be captured in CUDA graphs whose work is that of plugins of `kinds`; empty when they can."""
     if device != "cuda":
         return f"CUDA graphs need a CUDA device, and the model runs on {device}"
     if task != "generate":
         return f"the task is {task}, which decodes nothing"
-    if tp > 1:
-        return "the exchange between tensor-parallel ranks is not captured yet"
     for kind in kinds:
         for found in chosen.selected.get(kind, ()):
             if getattr(found.record.capabilities, "graphs", False) in (False, "none"):
