@@ -59,7 +59,7 @@ def command() -> None:
     pass
 
 
-@config_command(help="Throughput of an engine in this process: every workload is run, and the best of its repeats is kept.")
+@config_command(help="Throughput of an engine in this process. Every workload is run, and the best of its repeats is kept.")
 @workload_options
 @click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Counted runs of each workload.")
 @click.option(
@@ -86,7 +86,7 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
         finish(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
 
 
-@click.command(help="Latency and throughput of a running server, as clients see them: requests leave when they are due.")
+@click.command(help="Latency and throughput that a server's clients see. Requests leave when they are due.")
 @click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="The server; any that has /v1/completions.")
 @click.option("--model", help="The model's name there [the first that it lists].")
 @click.option("--api-key", envvar="FRAME_API_KEY", help="Its key, if it asks for one.")
@@ -129,7 +129,7 @@ def serve(
         raise click.ClickException("; ".join(error for figures in rows.values() for error in figures["errors"]))
 
 
-@config_command(help="Seconds until an engine of this configuration is ready in this process, phase by phase.")
+@config_command(help="Seconds until an engine is ready in this process. Phase by phase, with this configuration.")
 @click.option("--cold", is_flag=True, help="Keep compiled kernels in an empty folder, so that all are compiled.")
 @click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here.")
 def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
@@ -152,7 +152,7 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
             del os.environ[FOLDER]
 
 
-@click.command(help="Two reports side by side: the second's figures and their ratios to the first's.")
+@click.command(help="Two reports side by side. The second's figures and their ratios to the first's.")
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
 def compare(first: Path, second: Path) -> None:

@@ -75,7 +75,7 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@click.command(help="Attention backends on decodes and extends of one shape, beside the roofline.")
+@click.command(help="Attention backends beside the roofline. On decodes and extends of one shape.")
 @click.option("--backend", "names", type=Names(), default="", help="By plugin name [all that can be loaded].")
 @machine_options
 @click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True)
@@ -108,7 +108,7 @@ def attention(
     _report("attention", measured(), shape, machine, ceilings, path, plot)
 
 
-@click.command(help="MoE runners on one layer's experts, beside the roofline.")
+@click.command(help="MoE runners beside the roofline. On one layer's experts.")
 @click.option("--runner", "names", type=Names(), default="", help="By plugin name [all that can be loaded].")
 @machine_options
 @click.option("--experts", type=click.IntRange(min=1), default=128, show_default=True)

@@ -24,7 +24,7 @@ def command() -> None:
     pass
 
 
-@config_command(help="Resolve the configuration for its model and this machine; print what would run, or why it cannot.")
+@config_command(help="Resolve the configuration for this machine. Prints what would run with its model, or why it cannot.")
 def check(loaded: LoadedConfig) -> None:
     resolved = prepare(loaded.config, is_served=True).resolved
     click.echo(f"ok: {resolved.served_name} ({resolved.facts.architecture}) on {resolved.device} in {resolved.dtype}")
@@ -32,7 +32,7 @@ def check(loaded: LoadedConfig) -> None:
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
 
 
-@config_command(help="Print a setting's value, its source, the reason, and every plugin that was turned down; all settings without KEY.")
+@config_command(help="Print a setting's value, its source and the reason. And every plugin that was turned down; all settings without KEY.")
 @click.argument("key", required=False)
 def explain(loaded: LoadedConfig, key: str | None) -> None:
     keys = [_key(key)] if key else [*by_key()]
@@ -46,7 +46,7 @@ def explain(loaded: LoadedConfig, key: str | None) -> None:
         _explain(each, loaded, resolved)
 
 
-@config_command(help="Print the configuration as YAML with the source of each value that was set; --resolved fills in what was left open.")
+@config_command(help="Print the configuration as YAML. With the source of each value that was set; --resolved fills in what was left open.")
 @click.option("--resolved", "is_resolved", is_flag=True, help="Show every value as it would run on this machine.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
@@ -67,7 +67,7 @@ def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
             click.echo(f"  {name}: {as_yaml(value)}{_comment(key, loaded, resolved)}")
 
 
-@click.command(help="Print the JSON Schema of configuration files, installed plugins' options included (for editors).")
+@click.command(help="Print the JSON Schema of configuration files. For editors; installed plugins' options are included.")
 def schema() -> None:
     click.echo(json.dumps(config_schema(registry_of(FrameConfig())), indent=2))
 

@@ -30,7 +30,7 @@ def command() -> None:
     pass
 
 
-@config_command("list", help="List every plugin that is found, with who brought it and whether it can be used.")
+@config_command("list", help="List every plugin that is found. With who brought it and whether it can be used.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.option("--kind", type=click.Choice(list(KINDS)), metavar="KIND", help="Only this kind.")
 def list_(loaded: LoadedConfig, is_json: bool, kind: str | None) -> None:
@@ -60,7 +60,7 @@ def info(name: str, is_json: bool) -> None:
             click.echo(line)
 
 
-@click.command(help="Load one plugin (NAME or KIND/NAME) in a process of its own and report success or the cause.")
+@click.command(help="Load one plugin in a process of its own. NAME or KIND/NAME; reports success or the cause.")
 @click.argument("name")
 @click.option("--conformance", is_flag=True, help="Run the conformance suite of its interface too.")
 def check(name: str, conformance: bool) -> None:
@@ -71,7 +71,7 @@ def check(name: str, conformance: bool) -> None:
             _conformance(record)
 
 
-@click.command(help="Write an installable package with a working plugin of KIND called NAME, and its tests.")
+@click.command(help="Write an installable package with a new plugin. Of KIND and called NAME; it works, and brings its tests.")
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
 @click.option(

@@ -43,7 +43,7 @@ def command() -> None:
     pass
 
 
-@config_command(help="Record steps of an engine in this process on one workload, and say where their time went.")
+@config_command(help="Where the time of an engine's steps goes. The engine runs one workload in this process.")
 @click.option("--workload", type=click.Choice(list(SHAPES)), default="batch8", show_default=True)
 @click.option("--requests", type=click.IntRange(min=1), help="Requests, instead of the workload's.")
 @click.option("--input-len", "input_len", type=click.IntRange(min=1), help="Prompt tokens, instead of the workload's.")
@@ -96,7 +96,7 @@ def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path
     return Path(engine.control("stop_profile")["path"])
 
 
-@click.command(help="Record the next steps of a running server (serve it with --profile-dir), and say where their time went.")
+@click.command(help="Where the time of a server's next steps goes. Serve it with --profile-dir.")
 @click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="The server, or its listener for operators.")
 @click.option("--key", envvar="FRAME_ADMIN_KEY", help="The key for operators' routes.")
 @click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Steps to record.")
@@ -114,7 +114,7 @@ def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path
     _answer(path, out, top, {"server": base_url})
 
 
-@click.command(help="Say where the time of a trace's steps went (.json or .json.gz, recorded by frame).")
+@click.command(help="Where the time of a trace's steps went. It is .json or .json.gz, recorded by frame.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @result_options
 def read(trace: Path, out: Path | None, top: int) -> None:

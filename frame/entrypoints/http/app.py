@@ -196,7 +196,7 @@ def _no_key() -> ApiError:
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"][:LONGEST_PATH]
-    raise ApiError(404, f"there is no {path} here; the API is at /v1/chat/completions, /v1/completions and /generate")
+    raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
 
 
 def _method_error(scope: Scope, error: HTTPException) -> ApiError:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
-MISSING = "Object missing required field "  # msgspec's words
+MISSING, CUT = "Object missing required field ", "Input data was truncated"  # msgspec's words
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -110,8 +110,10 @@ class Call:
     async def json(self, decoder: msgspec.json.Decoder[T], empty: T | None = None) -> T:
         """The body as a struct; `empty` stands for no body at all. Raises ApiError 400 that names the field."""
         data = await self.body()
-        if empty is not None and not data.strip():
-            return empty
+        if not data.strip():
+            if empty is not None:
+                return empty
+            raise ApiError(400, "the body is empty; send a JSON object")
         if is_too_deep(data):
             raise ApiError(400, f"the body is nested deeper than {MOST_LEVELS} levels; send fewer")
         try:
@@ -122,9 +124,10 @@ class Call:
             if text.startswith(MISSING):
                 missing = text.removeprefix(MISSING).strip("`")
                 raise ApiError(400, f"{missing} is missing; send it", f"{param}.{missing}" if param else missing) from None
-            raise ApiError(400, f"{param}: {text}" if param else text, param) from None
+            raise ApiError(400, f"{param or 'the body'}: {text}", param) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+            reason = "it ends too early" if str(error) == CUT else error
+            raise ApiError(400, f"the body is not valid JSON: {reason}") from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 

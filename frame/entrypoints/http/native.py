@@ -196,7 +196,9 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     try:
         return msgspec.convert(values, SamplingParams, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
-        raise ApiError(400, f"sampling_params: {error}", "sampling_params") from None
+        text, _, path = str(error).partition(" - at `$")
+        place = "sampling_params" + path.rstrip("`")
+        raise ApiError(400, f"{place}: {text}", place) from None
 
 
 # text --------------------------------------------------------------------------------------------------------------

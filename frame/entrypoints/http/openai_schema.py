@@ -208,7 +208,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 def check_choices(num_prompts: int, n: int) -> None:
     """Bound what one request may start."""
     if n >= 1 and num_prompts * n > MAX_CHOICES and n > 1:
-        raise ApiError(400, f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences; at most {MAX_CHOICES} are allowed", "n")
+        asked = f"n is {n}" if num_prompts == 1 else f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences"
+        raise ApiError(400, f"{asked}; at most {MAX_CHOICES} are allowed", "n")
 
 
 def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -145,15 +145,19 @@ async def cancel(call: Call, services: Services) -> None:
 
 def _history(call: Call, services: Services, request: ResponsesRequest) -> list[dict[str, Any]]:
     """The items before the request's own. Raises ApiError 404."""
-    return _kept(call, services, request.previous_response_id).conversation() if request.previous_response_id else []
+    if not request.previous_response_id:
+        return []
+    return _kept(call, services, request.previous_response_id, "previous_response_id").conversation()
 
 
-def _kept(call: Call, services: Services, name: str) -> Kept:
-    """Raises ApiError 404."""
+def _kept(call: Call, services: Services, name: str, param: str = "response_id") -> Kept:
+    """Raises ApiError 404. `param` is where the name was given."""
     found = services.responses.get(name, call.tenant)
     if found is None:
-        remedy = "send the conversation as input" if services.responses.is_on else "this server keeps none (--response-store-size)"
-        raise ApiError(404, f"there is no response {name[:100]!r}, or it is no longer kept; {remedy}", "previous_response_id")
+        remedy = "send the conversation as input" if param == "previous_response_id" else "ask for it anew"
+        if not services.responses.is_on:
+            remedy = "this server keeps none (--response-store-size)"
+        raise ApiError(404, f"there is no response {name[:100]!r}, or it is no longer kept; {remedy}", param)
     return found
 
 

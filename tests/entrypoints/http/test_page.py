@@ -114,6 +114,18 @@ def test_a_chat_and_what_it_leaves(page: Page) -> None:
     assert page.evaluate("[...document.querySelectorAll('#tree rect')].every((r) => r.width.baseVal.value > 0)")
 
 
+def test_a_narrow_window_has_room_for_what_matters(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.click("nav a[href='#config']")
+    expect(page.locator("#settings tbody tr").first).to_be_visible()
+    page.evaluate("scrollTo(0, 2000)")
+    page.click("nav a[href='#plugins']")
+    expect(page.locator(".plugin").first).to_be_visible()
+    assert page.evaluate("scrollY") == 0  # a view begins at its top
+    assert page.evaluate("document.querySelector('header').offsetHeight") < 100
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_stopping_an_answer_stops_the_work(page: Page, server: RunningServer) -> None:
     page.fill("#max-tokens", "4000")
     page.fill("#prompt", "def walk(tree):\n" * 40)

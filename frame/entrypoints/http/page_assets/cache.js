@@ -48,7 +48,8 @@ function scale(longest, x, height) {
   const step = 10 ** Math.floor(Math.log10(Math.max(1, longest)));
   const marks = [];
   for (let at = 0; at <= longest; at += longest / step < 3 ? step / 2 : step) {
-    marks.push(drawn("text", { x: x(at), y: 12, class: "scale" }, count(at)), drawn("line", { x1: x(at), x2: x(at), y1: TOP - 6, y2: height, stroke: "var(--line)" }));
+    const anchor = x(at) > WIDTH - 40 ? "end" : "start"; // what begins at the edge would be cut off
+    marks.push(drawn("text", { x: x(at), y: 12, class: "scale", "text-anchor": anchor }, count(at)), drawn("line", { x1: x(at), x2: x(at), y1: TOP - 6, y2: height, stroke: "var(--line)" }));
   }
   return marks;
 }

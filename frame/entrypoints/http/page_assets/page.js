@@ -78,6 +78,9 @@ byId("key-form").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, byId("key").value);
   loadAbout().catch((error) => tellStatus(error.message, false));
 });
-addEventListener("hashchange", show);
+addEventListener("hashchange", () => {
+  show();
+  scrollTo(0, 0);
+});
 show();
 tick();

@@ -1,0 +1,43 @@
+"""What a newcomer gets wrong, and the sentence that he reads: it names the thing, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.entrypoints.inprocess import serving
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+# path, body, status, sentence, param
+CASES: list[tuple[str, Any, int, str, str | None]] = [
+    (CHAT, b"", 400, "the body is empty; send a JSON object", None),
+    (CHAT, b"  \n", 400, "the body is empty; send a JSON object", None),
+    (CHAT, b"{", 400, "the body is not valid JSON: it ends too early", None),
+    (CHAT, b"[]", 400, "the body: Expected `object`, got `array`", None),
+    (CHAT, {"messages": "hi"}, 400, "messages: Expected `array`, got `str`", "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages[0].role: expected a string such as user, got None", "messages[0].role"),
+    (CHAT, {**HI, "n": 1000}, 400, "n is 1000; at most 128 are allowed", "n"),
+    (CHAT, {**HI, "temperature": "hot"}, 400, "temperature: Expected `float | null`, got `str`", "temperature"),
+    (CHAT, {**HI, "model": "gpt-4"}, 404, "the model 'gpt-4' does not exist; this server has 'frame-tiny'", "model"),
+    (CHAT, {**HI, "top_logprobs": 3}, 400, "top_logprobs needs logprobs: true", "top_logprobs"),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 90}, 400, "2 prompts with n=90 are 180 sequences; at most 128 are allowed", "n"),
+    ("/v1/completions", {}, 400, "prompt is missing; send it", "prompt"),
+    (
+        "/generate", {"text": "x", "sampling_params": {"max_new_tokens": "many"}}, 400,
+        "sampling_params.max_tokens: Expected `int | null`, got `str`", "sampling_params.max_tokens",
+    ),
+    ("/v1/audio", {}, 404, "there is no /v1/audio here; /openapi.json says what there is, such as /v1/chat/completions", None),
+    (
+        RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, 404,
+        "there is no response 'resp_1', or it is no longer kept; send the conversation as input", "previous_response_id",
+    ),
+    (f"{RESPONSES}/resp_1/cancel", {}, 404, "there is no response 'resp_1', or it is no longer kept; ask for it anew", "response_id"),
+]  # fmt: skip
+
+
+async def test_each_mistake_has_its_sentence() -> None:
+    async with serving() as server:
+        for path, body, status, sentence, param in CASES:
+            answer = await (server.request("POST", path, body) if isinstance(body, bytes) else server.post(path, body))
+            error = answer.json()["error"]
+            assert (answer.status, error["message"], error.get("param")) == (status, sentence, param), (path, body)
