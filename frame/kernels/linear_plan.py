@@ -115,6 +115,8 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
     parts = 2 if gated else 1
     if outputs * inner * parts <= _SMALL or outputs % _SLICES:
         return None
+    if rows == 1 and inner % 2048:  # as in Qwen3-14B, whose single row has reached the memory's speed on the CUDA cores
+        return None
     share = _share(outputs // _SLICES)
     if share is None:
         return None
@@ -127,11 +129,11 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
 
 
 def _share(outputs: int) -> int | None:
-    """Outputs of a slice: a program's, or as many rounds' of them as make it at most 64, in boxes of eight at least, and three at most."""
+    """Outputs of a slice: a program's, or as many rounds' of them as make it at most 64; three boxes of eight and more make it up."""
     for rounds in range(-(-outputs // 64), _MOST_ROUNDS + 1):
         if outputs % (8 * rounds) == 0 and outputs // rounds >= 32:
             return outputs // rounds
-    return outputs if outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None
+    return outputs if 64 < outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None
 
 
 def _fills(blocks: int) -> bool:

@@ -128,8 +128,16 @@ def test_large_weights_are_streamed_where_the_device_can(rows: int) -> None:
         assert some.depth >= 3
         assert boxes < 227 << 10
         assert plans(outputs, inner, gated)[rows] != some
-    for outputs, inner in ((4096 + 8, 4096), (1024, 1024), (128 * 1187, 4096)):  # unequal slices, little to read, too many rounds
+    # unequal slices, little to read, short slices, too many
+    for outputs, inner in ((4096 + 8, 4096), (1024, 1024), (1024, 16384), (128 * 1187, 4096)):
         assert plans(outputs, inner, streams=True) == plans(outputs, inner)
+
+
+def test_one_row_is_streamed_where_the_cuda_cores_are_slower() -> None:
+    for inner, kernel in ((4096, "stream"), (5120, "vector")):
+        some = plans(5120, inner, streams=True)[1]
+        assert some is not None
+        assert some.kernel == kernel
 
 
 def test_float32_is_left_to_pytorch() -> None:
