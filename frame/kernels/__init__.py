@@ -15,6 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_PDL = "FRAME_NO_PDL"  # set to 1, it keeps kernels from being launched before the one ahead of them has ended
 
 _LEAST_PROCESSORS = 128
+_GLUON = "3.6."  # the Triton whose Gluon is known to do: its names change from one release to the next
 
 
 def usable(device: torch.device) -> bool:
@@ -37,12 +38,14 @@ def pdl(device: torch.device) -> bool:
 
 def streams(device: torch.device) -> bool:
     """Whether kernels on this device copy boxes of weights while the one ahead still runs, as `frame.kernels.linear_stream` does: a GPU of
-    compute capability 9.0 with as many multiprocessors as outputs are cut into slices, and a Triton that brings Gluon."""
+    compute capability 9.0 with as many multiprocessors as outputs are cut into slices, and Triton 3.6 for its Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or INTERPRETED:
         return False
     if torch.cuda.get_device_properties(device).multi_processor_count < _LEAST_PROCESSORS:
         return False
-    return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    import triton
+
+    return bool(triton.__version__.startswith(_GLUON))
 
 
 def shared_memory(device: torch.device) -> int:
