@@ -16,7 +16,7 @@ class ObjectRun:
         self.is_over = False
         self.num_calls = 0
         self._machine = machine
-        self._lead = lead
+        self._lead = [lead]
         self._separators = separators + " \t\r\n"
         self._names = names
         self._scanner: CallScanner | None = None
@@ -25,7 +25,11 @@ class ObjectRun:
         """Whether the machine should go on."""
         machine = self._machine
         if self._scanner is None:
-            if not machine.strip(self._separators if self.num_calls else None):
+            if self.num_calls:
+                machine.strip(self._separators)
+            else:
+                self._lead.append(machine.cut(len(machine.held) - len(machine.held.lstrip())))
+            if not machine.held:
                 return False
             if machine.held[0] != "{":
                 return self._stop("")
@@ -48,11 +52,11 @@ class ObjectRun:
         """The text is over: what was read of an object that never became a call is text."""
         if self._scanner is None:
             if not self.num_calls:
-                self._machine.say(self._lead)
+                self._machine.say("".join(self._lead))
         elif not self._scanner.is_started:
             self._stop(self._scanner.raw)
 
     def _stop(self, raw: str) -> bool:
-        self._machine.say((self._lead if not self.num_calls else "") + raw)
+        self._machine.say(("".join(self._lead) if not self.num_calls else "") + raw)
         self.is_over = True
         return True

@@ -42,6 +42,8 @@ ARGUMENTS = '{"city": "Köln </tool_call> \\"}", "days": [1, 2]}'
         (block('{"name": "f", "arguments": null}'), "", [("f", "null")]),
         (block('{"name": "f", "arguments": "{\\"a\\": 1}"}'), "", [("f", '{"a": 1}')]),
         (block('{"name": "f", "parameters": {"a": 1}, "more": "x}"} junk'), "", [("f", '{"a": 1}')]),
+        (block('{"name": "f"}\n{"name": "g"}'), "", [("f", "{}"), ("g", "{}")]),  # both in one block
+        ("<tool_call>\n \n", "<tool_call>\n \n", []),
         (block("not json"), "<tool_call>\nnot json\n</tool_call>", []),
         (block("{}") + " x", "<tool_call>\n{}\n</tool_call> x", []),
         ("a\n<tool_call>[1]", "a\n<tool_call>[1]", []),
