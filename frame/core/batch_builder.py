@@ -87,7 +87,7 @@ class BatchBuilder:
         """The batch on the device with its plan, and the `riders` (the sampler's arrays) as tensors under their names.
 
         `riders` may not use the names of the batch's own fields. `placement` brings what tokens have (`TOKEN_ARRAYS`) where it has to
-        be; who gives one makes the plan.
+        be.
         """
         table = self.table
         if len(batch.new_pages):
@@ -113,7 +113,7 @@ class BatchBuilder:
             extensions=extensions,
             **fields,
         )
-        return forward if placement is not None else replace(forward, plan=self._backend.plan(forward)), tensors
+        return replace(forward, plan=self._backend.plan(forward)), tensors
 
     def stage(self, batch: ScheduledBatch, riders: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """The batch's pages and given tokens into the table, and the `riders` as tensors: what is left to do for a step that a graph

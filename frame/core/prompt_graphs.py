@@ -68,14 +68,11 @@ class _Pieces:
     attention: list[_Attention]
     hidden: torch.Tensor
 
-    def replay(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        """The batch's plan is made while the device is at work on the first piece."""
-        first, *rest = self.graphs
-        first.replay()
-        batch, tokens = replace(batch, plan=backend.plan(batch)), batch.num_tokens
-        for graph, attention in zip(rest, self.attention, strict=True):
-            attention.run(batch, tokens)
+    def replay(self, batch: ForwardBatch, tokens: int) -> torch.Tensor:
+        for graph, attention in zip(self.graphs, self.attention, strict=False):
             graph.replay()
+            attention.run(batch, tokens)
+        self.graphs[-1].replay()
         return self.hidden
 
 
@@ -134,16 +131,15 @@ class PromptGraphs:
         return {AttentionOut: AttentionOut(next(iter(self._outs.values()))[:tokens])}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The hidden states of a batch without a plan whose tokens were placed; good until the next replay of any graph."""
+        """The hidden states of a batch whose tokens were placed; good until the next replay of any graph."""
         tokens = batch.num_tokens
         index = self._smallest[tokens]
         if self._pieces:
-            return self._pieces[index].replay(batch, self._backend)[:tokens]
-        planned = replace(batch, plan=self._backend.plan(batch))
+            return self._pieces[index].replay(batch, tokens)[:tokens]
 
         def meet(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
             attention = _Attention(call, layer, rest[:-1], self._out(layer, rest[0]))
-            attention.run(planned, tokens)
+            attention.run(batch, tokens)
             return attention.out
 
         with _met(self._backend, meet):
