@@ -12,6 +12,7 @@ import torch
 
 from frame.core.interfaces.attention import LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
+from frame.kernels import usable
 
 
 def key_places(batch: ForwardBatch, first: int, total: int, last: int | None = None) -> torch.Tensor:
@@ -33,9 +34,14 @@ def expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def finite(values: torch.Tensor, in_place: bool = False) -> torch.Tensor:
-    """Values side by side, such that none spoils another row: kernels give those of a neighbouring row a weight of zero, and zero times
-    what is not finite is not a number. What was not finite becomes the largest number there is, so that the row's own result shows it.
-    Costs no more than the copy that a strided tensor would need."""
+    """Values [n, heads, width] side by side, such that none spoils another row: kernels give those of a neighbouring row a weight of zero,
+    and zero times what is not finite is not a number. What was not finite becomes the largest number there is, so that the row's own
+    result shows it. Costs no more than the copy that a strided tensor would need."""
+    n, heads, width = values.shape
+    if not in_place and usable(values.device) and values.stride()[1:] == (width, 1):
+        from frame.kernels.finite import finite_rows
+
+        return finite_rows(values.flatten(1)).view(n, heads, width)
     most = torch.finfo(values.dtype).max
     out = values if in_place else torch.empty(values.shape, dtype=values.dtype, device=values.device)
     return torch.nan_to_num(values, nan=most, out=out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from frame.kernels.activation import silu_mul
+from frame.kernels.finite import finite_rows
 from frame.kernels.norm import add_rms_norm, rms_norm
 from frame.kernels.rope import Heads, HeadsCache, latent_norm_rope_store, norm_rope_store, rotate_
 
@@ -41,6 +42,17 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@each_type
+@pytest.mark.parametrize(("rows", "size", "gap"), [(1, 64, 0), (70, 1024, 512), (3, 1100, 4)])
+def test_rows_become_finite(dtype: torch.dtype, rows: int, size: int, gap: int) -> None:
+    x = random(rows, size, dtype=dtype, gap=gap)
+    for place, wrong in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[place % rows, place * 7] = wrong
+    out, most = finite_rows(x), torch.finfo(dtype).max
+    assert out.is_contiguous()
+    assert torch.equal(out, torch.where(x.isfinite(), x, torch.full_like(x, most)))
 
 
 @each_type

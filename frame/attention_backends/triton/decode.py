@@ -10,133 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from frame.attention_backends.triton.merge import merge_parts
 from frame.attention_backends.triton.scan import LOG2E, TAIL, load_rows, matched, scan_keys
 from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW
 
 SHARED_PART = tl.constexpr(1 << 16)  # own parts are counted below it
-
-
-@triton.jit
-def part_line(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
-    """Where a row and head's `part`-th part lies: parts of shared prefixes (by item, row of the tile, head) behind own ones."""
-    own = (own_first + part) * NUM_HEADS + head
-    if TILE_ROWS > 0:
-        shared = own_lines + ((shared_first + part - own_count) * TILE_ROWS + within) * NUM_HEADS + head
-        return tl.where(part < own_count, own, shared).to(tl.int64)
-    else:
-        return own.to(tl.int64)
-
-
-@triton.jit
-def merge_parts(
-    parts_pointer,
-    weights_pointer,
-    out_pointer,
-    own_first,  # [N], as all of the following
-    own_count,
-    shared_first,
-    shared_count,
-    within,
-    own_lines,  # one number
-    row,
-    head,
-    valid,
-    NUM_HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Weighs the parts of rows and heads, `AT_ONCE` at a time, and writes their result."""
-    count = tl.where(valid, own_count + shared_count, 0)[None, :]
-    columns = tl.arange(0, BLOCK_VALUE)
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
-    for first in range(0, tl.max(tl.max(count, 1), 0), AT_ONCE):
-        part = first + tl.arange(0, AT_ONCE)[:, None]
-        used = part < count
-        line = part_line(
-            own_first[None, :],
-            own_count[None, :],
-            shared_first[None, :],
-            within[None, :],
-            part,
-            own_lines,
-            head[None, :],
-            TILE_ROWS,
-            NUM_HEADS,
-        )
-        # other programs wrote them while this one ran: not from the first-level cache
-        weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
-        value = tl.load(
-            parts_pointer + line[:, :, None] * VALUE + columns[None, None, :],
-            mask=used[:, :, None] & (columns < VALUE)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(weight, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        share = tl.exp2(weight - base[None, :])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(share, 0)
-        acc = acc * fade[:, None] + tl.sum(value * share[:, :, None], 0)
-        top = new_top
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
-    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
-
-
-@triton.jit(do_not_specialize=["own_items"])
-def merge_kernel(
-    parts_pointer,
-    weights_pointer,
-    out_pointer,
-    schedule,
-    own_items,
-    NUM_HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid: (heads, rows). For shapes whose parts are too much for the one program that would merge them."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.zeros([1], tl.int32) + tl.program_id(1)
-    info = schedule + HEADER + row * ROW
-    own_count = tl.load(info + 1)
-    shared_count = tl.load(info + 3)
-    if tl.sum(own_count + shared_count, 0) > 1:
-        merge_parts(
-            parts_pointer,
-            weights_pointer,
-            out_pointer,
-            tl.load(info),
-            own_count,
-            tl.load(info + 2),
-            shared_count,
-            tl.load(info + 4),
-            own_items * NUM_HEADS,
-            row,
-            tl.zeros([1], tl.int32) + tl.program_id(0),
-            own_count > 0,
-            NUM_HEADS,
-            VALUE,
-            BLOCK_VALUE,
-            TILE_ROWS,
-            OUT_STRIDE,
-            OUT_HEAD,
-            1,
-            AT_ONCE,
-        )
 
 
 @triton.jit
@@ -306,7 +184,6 @@ def decode_kernel(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     MERGES: tl.constexpr,  # False: `merge_kernel` does
-    AT_ONCE: tl.constexpr,  # parts that are merged at once
     PDL: tl.constexpr,
 ):
     """Grid: (kv heads * blocks of `HEADS` query heads, items)."""
@@ -479,5 +356,4 @@ def decode_kernel(
                         OUT_STRIDE,
                         OUT_HEAD,
                         HEAD_LANES,
-                        AT_ONCE,
                     )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.attention_backends.triton.decode import decode_kernel, merge_kernel
+from frame.attention_backends.triton.decode import decode_kernel
 from frame.attention_backends.triton.launch import Operands, other, scales
+from frame.attention_backends.triton.merge import merge_kernel
 from frame.attention_backends.triton.prefixes import MIN_ROWS
 from frame.attention_backends.triton.schedule import Cut
 from frame.attention_backends.triton.tiles import DecodeSizes, Device, choose_decode
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
 
 MERGE_WARPS = 4
-SHARING_ROWS = 2 * MIN_ROWS  # smaller batches are not compiled for shared prefixes, and cut more finely
+SHARING_ROWS = 2 * MIN_ROWS  # smaller batches are not compiled for shared prefixes
 
 
 @dataclass(slots=True)
@@ -49,11 +50,11 @@ class Decodes:
     def run(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, plan: StepPlan) -> None:
         """All decode rows: row r is token r of queries and `out` [tokens, heads, value width]."""
         rows = plan.num_decodes
-        few = rows < SHARING_ROWS
-        key = (spec.layer, few, operands.layout)
+        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None
+        key = (spec.layer, shares, operands.layout)
         found = self._layers.get(key)
         if found is None or found[0] is not spec:
-            found = spec, self._kind(spec, operands, out, few), scales(spec, operands)
+            found = spec, self._kind(spec, operands, out, shares), scales(spec, operands)
             self._layers[key] = found
         kind = found[1]
         cut, parts, weights = kind.cut, kind.parts, kind.weights
@@ -68,17 +69,16 @@ class Decodes:
         if kind.merge is not None:
             kind.merge((cut.heads, rows, 1), (parts, weights, out, schedule), (cut.own_items,))
 
-    def _kind(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, few: bool) -> DecodeKind:
+    def _kind(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool) -> DecodeKind:
         """Of a layer that was not met before: that of the layers like it."""
         constants = operands.constants(spec, out)
         heads, kv_heads = operands.q1.shape[1], operands.k1.shape[1]
-        key = (few, spec.sliding_window, heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
+        key = (shares, spec.sliding_window, heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
         found = self._kinds.get(key)
         if found is not None:
             return found
         group = operands.group
-        sizes = choose_decode(group, operands.loaded, operands.q1.element_size(), self._facts.shared_memory, few)
-        shares = self._shares and not few and spec.sliding_window is None
+        sizes = choose_decode(group, operands.loaded, operands.q1.element_size(), self._facts.shared_memory)
         taken = min(group, sizes.tile.queries)
         blocks = kv_heads * -(-group // taken)
         tile_rows = sizes.tile_lanes // taken
@@ -106,10 +106,9 @@ class Decodes:
             "HEAD_LANES": power_of_2(min(group, tile.queries)),
             "NUM_HEADS": kind.cut.heads,
             "MERGES": not sizes.merges_apart,
-            "AT_ONCE": sizes.at_once,
         }
         if sizes.merges_apart:
-            names = ("NUM_HEADS", "VALUE", "BLOCK_VALUE", "TILE_ROWS", "OUT_STRIDE", "OUT_HEAD", "AT_ONCE")
+            names = ("NUM_HEADS", "VALUE", "BLOCK_VALUE", "TILE_ROWS", "OUT_STRIDE", "OUT_HEAD")
             wide = {name: constants[name] for name in names}
             kind.merge = Prepared(merge_kernel, (*example[6:8], out, example[9], kind.cut.own_items), wide, self._device, MERGE_WARPS)
         kind.launch = Prepared(decode_kernel, example, constants, self._device, tile.warps)

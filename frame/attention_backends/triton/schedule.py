@@ -43,13 +43,12 @@ class Cut:
         return rows // self.tile_rows + rows // MIN_ROWS if self.tile_rows else 0
 
     def pieces(self, rows: int) -> tuple[int, int, int]:
-        """Into how many pieces the keys of all rows are cut, about: rows of similar lengths; rows of very different ones; and most items
-        besides one a row. Few rows get the places of one round of programs: a second round would not be full. More rows that are alike
-        are best left whole, since they keep the memory busy; long ones among short ones are cut finely, so that little is left at the
-        end."""
+        """Into how many pieces the keys of all rows are cut, about, and into how many where tiles of rows share prefixes, which work longer
+        on each key; and most items besides one a row. Few rows get the places of one round of programs: a second round would not be
+        full. More rows are cut so finely that little is left at the end."""
         if 2 * rows <= self.target:
             return self.target - rows, self.target - rows, self.target - rows
-        return max(1, self.target // 2), 2 * self.target, max(2 * self.target, self.tiles(rows) + self.target)
+        return 2 * self.target, self.target, max(2 * self.target, self.tiles(rows) + self.target)
 
     def items(self, rows: int) -> int:
         """Most items: every row has one, and each tile and each piece beyond takes a share of the rest."""
@@ -72,7 +71,7 @@ def pieces_of(keys, split, BLOCK_KEYS: tl.constexpr):
     return tl.cdiv(keys, length), length
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "even_pieces", "uneven_pieces", "most_pieces"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "pieces", "tiled_pieces", "most_pieces"])
 def schedule_kernel(
     schedule,
     seq_lens,
@@ -81,8 +80,8 @@ def schedule_kernel(
     num_rows,
     capacity,
     max_items,
-    even_pieces,
-    uneven_pieces,
+    pieces,
+    tiled_pieces,
     most_pieces,  # and tiles of shared prefixes
     BLOCK_ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -107,13 +106,10 @@ def schedule_kernel(
     row_part = schedule + HEADER + rows * ROW
     item_part = schedule + HEADER + capacity * ROW
     num_shared = 0
-    pieces = even_pieces
     if TILE_ROWS > 0:
         begin = tl.load(prefixes + rows, mask=valid, other=0)
     own = seq_len - begin
     total = tl.sum(own, 0)
-    if tl.max(own, 0) * num_rows > 3 * (total // 2):  # uneven rows
-        pieces = uneven_pieces
     split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
     if TILE_ROWS > 0:
         place = tl.load(prefixes + capacity + rows, mask=valid, other=0)
@@ -123,8 +119,8 @@ def schedule_kernel(
         leads = (begin > 0) & (within == 0)
         total += tl.sum(tl.where(leads, begin, 0), 0)
         num_tiles = tl.sum(leads.to(tl.int32), 0)
-        if num_tiles > 0:  # a tile works longer on each key, for many rows
-            pieces = tl.minimum(2 * even_pieces, most_pieces - num_tiles)
+        if num_tiles > 0:
+            pieces = tl.minimum(tiled_pieces, most_pieces - num_tiles)
         split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
         count, length = pieces_of(begin, split, BLOCK_KEYS)
         counts = tl.where(leads, count, 0)

@@ -88,7 +88,6 @@ class DecodeSizes:
     tile_keys: int  # keys at once that they read
     programs: int  # a processor, about
     min_keys: int  # of one program; shorter runs spend more on their merge than they gain
-    at_once: int  # parts merged at once
     merges_apart: bool = False  # in a kernel of their own
 
 
@@ -100,11 +99,8 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
     return choose_tile(max(16, min(64, wanted)), columns, itemsize, shared_memory)
 
 
-def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, few: bool) -> DecodeSizes:
-    """Sizes for `group` heads that share keys of these padded widths; `few`: for a handful of rows.
-
-    The merge of many heads' parts takes as long as hundreds of keys do, so that short rows are left whole, but for lone ones of few heads.
-    """
+def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
+    """Sizes for `group` heads that share keys of these padded widths."""
     queries = max(16, min(64, power_of_2(group)))
     tile = choose_tile(queries, columns, itemsize, shared_memory)
     value = columns[2] or columns[0]
@@ -112,12 +108,11 @@ def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shar
         programs = 1
         if queries <= 32 and (queries + 3 * 32) * sum(columns) * itemsize <= shared_memory:
             tile, programs = Tile(queries, 32, 4, 3), 2
-        return DecodeSizes(tile, 32, 32, programs, min_keys=128, at_once=max(1, 4096 // value), merges_apart=True)
+        return DecodeSizes(tile, 32, 32, programs, min_keys=128, merges_apart=True)
     return DecodeSizes(
         tile,
         tile_lanes=64,
         tile_keys=min(32, tile.keys),
-        programs=2 if few else 3,
-        min_keys=(64 if group <= 4 else 256) if few else 320,
-        at_once=max(1, min(16, 8192 // (power_of_2(min(group, queries)) * value))),
+        programs=3,
+        min_keys=64,
     )

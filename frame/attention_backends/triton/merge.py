@@ -1,0 +1,211 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""The merge of what the items of a decode row give, by the last program to end or in a kernel of its own. Knows no keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from frame.attention_backends.triton.schedule import HEADER, ROW
+
+
+@triton.jit
+def part_line(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
+    """Where a row and head's `part`-th part lies: parts of shared prefixes (by item, row of the tile, head) behind own ones."""
+    own = (own_first + part) * NUM_HEADS + head
+    if TILE_ROWS > 0:
+        shared = own_lines + ((shared_first + part - own_count) * TILE_ROWS + within) * NUM_HEADS + head
+        return tl.where(part < own_count, own, shared).to(tl.int64)
+    else:
+        return own.to(tl.int64)
+
+
+@triton.jit
+def load_part(
+    parts_pointer,
+    weights_pointer,
+    own_first,  # [N], as all of the following
+    own_count,
+    shared_first,
+    shared_count,
+    within,
+    part,  # one number, as the next
+    own_lines,
+    head,
+    valid,
+    NUM_HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """-> (logarithm of its sum of weights [N], -inf where a row has no such part; 1 or 0 [N]; its result [N, value])."""
+    columns = tl.arange(0, BLOCK_VALUE)
+    used = valid & (part < own_count + shared_count)
+    line = part_line(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS, NUM_HEADS)
+    # other programs wrote them while this one ran: not from the first-level cache
+    weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
+    mask = used[:, None] & (columns < VALUE)[None, :]
+    value = tl.load(parts_pointer + line[:, None] * VALUE + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return weight, used.to(tl.float32), value
+
+
+@triton.jit
+def combine(top, total, acc, other_top, other_total, other_acc):
+    """Two running softmaxes as one."""
+    new_top = tl.maximum(top, other_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade, share = tl.exp2(top - base), tl.exp2(other_top - base)
+    return new_top, total * fade + other_total * share, acc * fade[:, None] + other_acc * share[:, None]
+
+
+@triton.jit
+def merge_parts(
+    parts_pointer,
+    weights_pointer,
+    out_pointer,
+    own_first,  # [N], as all of the following
+    own_count,
+    shared_first,
+    shared_count,
+    within,
+    own_lines,  # one number
+    row,
+    head,
+    valid,
+    NUM_HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Weighs the parts of rows and heads and writes their result. Four parts are on their way at once, and what is done with them is
+    done by the thread that loaded them."""
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
+    for part in range(0, tl.max(tl.where(valid, own_count + shared_count, 0), 0), 4):
+        top0, total0, acc0 = load_part(
+            parts_pointer,
+            weights_pointer,
+            own_first,
+            own_count,
+            shared_first,
+            shared_count,
+            within,
+            part,
+            own_lines,
+            head,
+            valid,
+            NUM_HEADS,
+            VALUE,
+            BLOCK_VALUE,
+            TILE_ROWS,
+        )
+        top1, total1, acc1 = load_part(
+            parts_pointer,
+            weights_pointer,
+            own_first,
+            own_count,
+            shared_first,
+            shared_count,
+            within,
+            part + 1,
+            own_lines,
+            head,
+            valid,
+            NUM_HEADS,
+            VALUE,
+            BLOCK_VALUE,
+            TILE_ROWS,
+        )
+        top2, total2, acc2 = load_part(
+            parts_pointer,
+            weights_pointer,
+            own_first,
+            own_count,
+            shared_first,
+            shared_count,
+            within,
+            part + 2,
+            own_lines,
+            head,
+            valid,
+            NUM_HEADS,
+            VALUE,
+            BLOCK_VALUE,
+            TILE_ROWS,
+        )
+        top3, total3, acc3 = load_part(
+            parts_pointer,
+            weights_pointer,
+            own_first,
+            own_count,
+            shared_first,
+            shared_count,
+            within,
+            part + 3,
+            own_lines,
+            head,
+            valid,
+            NUM_HEADS,
+            VALUE,
+            BLOCK_VALUE,
+            TILE_ROWS,
+        )
+        top0, total0, acc0 = combine(top0, total0, acc0, top1, total1, acc1)
+        top2, total2, acc2 = combine(top2, total2, acc2, top3, total3, acc3)
+        top0, total0, acc0 = combine(top0, total0, acc0, top2, total2, acc2)
+        top, total, acc = combine(top, total, acc, top0, total0, acc0)
+    columns = tl.arange(0, BLOCK_VALUE)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
+    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
+
+
+@triton.jit(do_not_specialize=["own_items"])
+def merge_kernel(
+    parts_pointer,
+    weights_pointer,
+    out_pointer,
+    schedule,
+    own_items,
+    NUM_HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (heads, rows). For shapes whose parts are too much for the one program that would merge them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.zeros([1], tl.int32) + tl.program_id(1)
+    info = schedule + HEADER + row * ROW
+    own_count = tl.load(info + 1)
+    shared_count = tl.load(info + 3)
+    if tl.sum(own_count + shared_count, 0) > 1:
+        merge_parts(
+            parts_pointer,
+            weights_pointer,
+            out_pointer,
+            tl.load(info),
+            own_count,
+            tl.load(info + 2),
+            shared_count,
+            tl.load(info + 4),
+            own_items * NUM_HEADS,
+            row,
+            tl.zeros([1], tl.int32) + tl.program_id(0),
+            own_count > 0,
+            NUM_HEADS,
+            VALUE,
+            BLOCK_VALUE,
+            TILE_ROWS,
+            OUT_STRIDE,
+            OUT_HEAD,
+            1,
+        )

@@ -1,0 +1,59 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Copies of rows with every number finite, for kernels in which zero times a number has to be zero.
+
+Reference: `torch.nan_to_num` with the largest number in place of what is none; several times as fast on rows with gaps between them.
+Knows no attention.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels import INTERPRETED
+from frame.kernels.launch import Prepared, begin, blocks_of, wait_for_previous
+
+_ROWS = 64 if INTERPRETED else 8  # of a program
+_COLUMNS = 1024  # at once
+
+
+def finite_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, size], rows with any stride -> contiguous [rows, size]; what is not finite becomes the largest number of the type."""
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        grid = blocks_of(rows, _ROWS), blocks_of(size, _COLUMNS), 1
+        _prepared(size, x.stride(0), x.dtype, x.device)(grid, (x, out), (rows,))
+    return out
+
+
+@lru_cache(maxsize=64)
+def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device) -> Prepared:
+    constants = {"SIZE": size, "STRIDE": stride, "MOST": torch.finfo(dtype).max, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    return Prepared(_finite_kernel, (dtype, dtype, 0), constants, device, 4)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _finite_kernel(
+    x,
+    out,
+    rows,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (columns < SIZE)
+    row = row.to(tl.int64)
+    wait_for_previous(PDL)
+    values = tl.load(x + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
+    values = tl.where(tl.abs(values) <= MOST, values, MOST)  # false for what is not a number
+    tl.store(out + row * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
