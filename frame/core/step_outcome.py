@@ -116,30 +116,34 @@ class StepOutcome:
         special = self._table.arrays.special[sampled.slots]
         if not special.any():
             return
-        for i in np.flatnonzero(special).tolist():
-            slot, flags = int(sampled.slots[i]), int(special[i])
+        rows = np.flatnonzero(special)
+        columns = [each[rows].tolist() for each in (sampled.slots, special, sampled.tokens, sampled.fresh)]
+        for i, slot, flags, token, is_fresh in zip(rows.tolist(), *columns, strict=True):  # lists: reading arrays one by one is slow
             request = self._table.request(slot)
-            if flags & FIRST:
-                request.is_reported = True
-                request.first_token = self._clock()
-                _report_start(request, i, message)
-            if flags & PROMPT_LOGPROBS:
-                message.prompt_logprobs[i] = _prompt_logprobs(request)
-                request.wants_prompt_logprobs, request.prompt_logprobs = False, []
-            self._table.arrays.special[slot] = flags & ~(FIRST | PROMPT_LOGPROBS)
+            if flags & (FIRST | PROMPT_LOGPROBS):
+                self._add_first(request, flags, i, message)
             if i in sampled.broken:
                 continue
             if flags & LOGPROBS and result.logprobs is not None:
                 entry = int(sampled.entries[i])
-                message.logprobs[i] = _token_logprobs(request, int(sampled.tokens[i]), float(result.logprobs[entry]), entry, result)
+                message.logprobs[i] = _token_logprobs(request, token, float(result.logprobs[entry]), entry, result)
             if request.unsent:
-                message.token_ids[i][:0] = request.unsent
-                if not sampled.fresh[i]:
-                    message.token_ids[i].pop()
+                message.token_ids[i] = request.unsent + [token] * is_fresh
                 self.num_generated += len(request.unsent)
                 request.unsent = []
-            if request.grammar is not None and i not in sampled.finishes and sampled.fresh[i]:
-                _advance_grammar(request.grammar, int(sampled.tokens[i]), i, sampled)
+            if request.grammar is not None and i not in sampled.finishes and is_fresh:
+                _advance_grammar(request.grammar, token, i, sampled)
+
+    def _add_first(self, request: Request, flags: int, i: int, message: Tokens) -> None:
+        """What comes with a request's first token only."""
+        if flags & FIRST:
+            request.is_reported = True
+            request.first_token = self._clock()
+            _report_start(request, i, message)
+        if flags & PROMPT_LOGPROBS:
+            message.prompt_logprobs[i] = _prompt_logprobs(request)
+            request.wants_prompt_logprobs, request.prompt_logprobs = False, []
+        self._table.arrays.special[request.slot] = flags & ~(FIRST | PROMPT_LOGPROBS)
 
     def _share_prefilled(self, sampled: Sampled, record: InFlight) -> None:
         """Offer the prompts that were completed in this step to the prefix cache, so that siblings find them while these run."""
