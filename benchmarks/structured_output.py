@@ -1,10 +1,11 @@
-"""What constrained output costs: `python benchmarks/structured_output.py masks|throughput` prints one JSON object.
+"""What constrained output costs: `python benchmarks/structured_output.py masks|throughput|jump` prints one JSON object.
 
 masks: microseconds of CPU for one token of one of 32 requests: its mask (`MaskFiller`) and the sampled token (`advance`), on a random walk
 through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
 every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
 throughput: output tokens a second of the offline engine, 32 requests, free and constrained in turn, greedy, of equal length;
 also by the process's CPU seconds, which hold where others use the machine.
+jump: CPU microseconds an output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by requests.
 """
 
 from __future__ import annotations
@@ -199,9 +200,34 @@ def throughput(rounds: int, length: int, backends: Sequence[str]) -> dict[str, A
     return found
 
 
+def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
+    """Microseconds a token, steps and tokens jumped over; medians of `rounds` after one that is thrown away."""
+    schema = json.dumps({"type": "array", "minItems": 1000, "items": PERSON})
+    found: dict[str, Any] = {}
+    for name, fewest in ((name, fewest) for name in backends for fewest in (0, 2)):
+        settings: dict[str, Any] = {"grammar_backend": name, "grammar_jump_forward": fewest, "sampling_grammar_workers": 0}
+        options = {f"grammar/{name}": {"any_whitespace": False}}
+        with Engine(max_running_requests=BATCH, dtype="bfloat16", threads=1, plugins_options=options, **settings) as engine:
+            for count in (1, 8, BATCH):
+                figures = []
+                for number in range(rounds + 1):
+                    prompts = [[5 + (number * 997 + i * 7 + j * 3) % 1900 for j in range(64)] for i in range(count)]
+                    asked = [SamplingParams(max_tokens=length, seed=100 * number + i, json_schema=schema) for i in range(count)]
+                    before, busy = engine.control("server_info"), time.process_time()
+                    outputs = engine.generate(prompts, asked)
+                    busy, after = time.process_time() - busy, engine.control("server_info")
+                    tokens = sum(len(output.token_ids) for output in outputs)
+                    differences = [after[key] - before[key] for key in ("step", "jumped_tokens")]
+                    figures.append((busy / tokens * 1e6, *differences))
+                medians = [round(statistics.median(column), 1) for column in zip(*figures[1:], strict=True)]
+                names = ("us_per_token", "steps", "jumped_tokens")
+                found[f"{name}, jump_forward {fewest}, {count} requests"] = dict(zip(names, medians, strict=True))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("masks", "throughput"))
+    parser.add_argument("what", choices=("masks", "throughput", "jump"))
     parser.add_argument("--steps", type=int, default=200, help="batches of each walk")
     parser.add_argument("--threads", type=int, default=2, help="that make every other step's masks")
     parser.add_argument("--large", action="store_true", help="masks of the larger vocabulary alone")
@@ -214,6 +240,8 @@ def main() -> None:
         machine["threads"] = options.threads
         tiny = {} if options.large else {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048)}
         found = masks(options.steps, options.threads, {**tiny, "made": (MadeTokenizer(LARGE), LARGE)}, options.backends)
+    elif options.what == "jump":
+        found = jump(options.rounds, options.length, options.backends)
     else:
         found = throughput(options.rounds, options.length, options.backends)
     print(json.dumps({"what": options.what, "batch": BATCH, "machine": machine, "rows": found}, indent=1))

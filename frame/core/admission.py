@@ -22,7 +22,8 @@ class SchedulerConfig:
     `growth_reserve` is how many tokens of growth are kept free at first for each running request when another is admitted:
     it doubles with every retraction and halves in calm times, down to half of what it was. With `pools` a request ends when its
     prompt is computed, and yields a vector instead of tokens; with `whole_prompts` a prompt is computed in one step.
-    `jump_forward` is the fewest tokens forced by a grammar that are computed at once (0: all are drawn).
+    `jump_forward` is the fewest tokens forced by a grammar that are computed at once (0: all are drawn), and at least one for
+    each `jump_rows` rows of the step (0: whatever rows it has).
     """
 
     page_size: int
@@ -42,6 +43,7 @@ class SchedulerConfig:
     short_prompt_share: float = 0.5
     preemption: bool = True
     jump_forward: int = 0
+    jump_rows: int = 0
 
     @property
     def short_budget(self) -> int:

@@ -202,7 +202,7 @@ class SamplingSection(Section):
     grammar_cache: int = setting(256 << 20, "Bytes of compiled grammars that are kept for the next request with the same.", ge=0)
     jump_forward: Annotated[int | None, Auto] = setting(
         None,
-        "Fewest tokens in a row that a grammar must force for them to be computed in one step instead of drawn one by one; 0: never.",
+        "Fewest tokens in a row that a grammar must force for them to be computed in one step instead of drawn one by one; 0: no run is.",
         flag="grammar-jump-forward",
         ge=0,
         le=256,

@@ -105,12 +105,14 @@ class ForeseeingGrammar:
 
 
 class JumpForward:
-    """Gives running requests their forced tokens. `fewest`: length of a run that is worth it; 0: no run is."""
+    """Gives running requests their forced tokens. `fewest`: length of a run that is worth it; 0: no run is. A step with a longer row may
+    cost its other rows something: then a run must have a token for each `rows` of them; 0: it costs them nothing."""
 
-    def __init__(self, running: RunningSet, fewest: int) -> None:
+    def __init__(self, running: RunningSet, fewest: int, rows: int = 0) -> None:
         self.num_tokens = 0  # that no step had to draw
         self._running = running
         self._fewest = fewest
+        self._rows = rows
 
     def watch(self, grammar: Grammar | None, params: SamplingParams) -> Grammar | None:
         """The grammar that a request is to have. One that wants log-probabilities has its tokens drawn, which is where those come from."""
@@ -123,14 +125,14 @@ class JumpForward:
         draws the first token of its run, which is known by then."""
         if not self._fewest:
             return
-        table = self._running.table
+        table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
         a = table.arrays
         for slot in slots[(a.special[slots] & GRAMMAR) != 0].tolist():
             request = table.requests[slot]  # None: it has ended
             if request is None or not isinstance(request.grammar, ForeseeingGrammar) or not request.grammar.forced:
                 continue
             most = request.max_total - 1 - int(a.known[slot])  # the last token is drawn, which ends the request
-            run = request.grammar.take(self._fewest, most, request.stop_ids)
+            run = request.grammar.take(fewest, most, request.stop_ids)
             if run:
                 self._running.extend(request, run)
                 self.num_tokens += len(run) - 1

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from frame.core.resolved import Resolved
     from frame.plugins.registry import Registry
 
+ROWS_A_TOKEN = 4  # of a step without CUDA graphs, which is slower for all its rows when one of them is longer
+
 
 def build_scheduler(
     resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
@@ -43,5 +45,6 @@ def build_scheduler(
         pools=resolved.pooling is not None,
         whole_prompts=resolved.computes_whole_prompts,
         jump_forward=resolved.jump_forward,
+        jump_rows=0 if resolved.cuda_graph_max_bs else ROWS_A_TOKEN,
     )
     return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)

@@ -63,6 +63,16 @@ def test_runs_take_one_step(overlap: bool, budget: int) -> None:
         assert (steps[0] - steps[2], steps[0] - steps[4]) == (6, 5)
 
 
+def test_large_steps_want_longer_runs() -> None:
+    for others, jumped in ((0, 6), (11, 5), (27, 0)):
+        made = rig(max_running=32, num_pages=600, token_budget=300, jump_rows=4)
+        for i in range(others):
+            made.add([i % VOCAB, 1], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+        ask(made, RUN)
+        made.run()
+        assert made.scheduler.load()["jumped_tokens"] == jumped
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_runs_stop_where_the_request_does(overlap: bool) -> None:
     whole = rig()

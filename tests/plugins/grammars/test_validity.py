@@ -108,7 +108,7 @@ def test_jumps_change_no_token(backend: str) -> None:
             grammar_jump_forward=fewest,
             scheduler_overlap=overlap,
             max_total_tokens=tokens,
-            max_running_requests=16,
+            max_running_requests=8,
             dtype="float32",
         ) as engine:
             outputs = engine.generate(prompts, asked)
