@@ -1,9 +1,8 @@
 """How fast our backends were, by name: what `auto` goes by on cards of which it is known. Plain data.
 
-Written from `benchmarks/results/2026-11-21-attention-backends-h200-2.json` (`benchmarks/attention_backends.py`): geometric means over the
-batches, TB/s of decodes and TFLOP/s of extends. A backend that is not here, or a card, is judged by rank. Multi-head decodes are not here:
-FlashInfer's kernels alone are a little faster, but its plans cost the host more than that in every step of a small model, and rows that
-share a prefix are not decoded together.
+Written from `benchmarks/results/2026-11-21-attention-backends-h200-4.json` (`benchmarks/attention_backends.py`): geometric means over the
+batches, TB/s of decodes and TFLOP/s of extends; Triton's latent extends from `-2.json`, with the tile that they have again. A backend
+that is not here, or a card, is judged by rank.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ H200 = (9, 0)
 MEASURED: Mapping[str, tuple[Measured, ...]] = MappingProxyType(
     {
         "triton": (
-            Measured(H200, "mha", "extend", 283),
+            Measured(H200, "mha", "extend", 338),
+            Measured(H200, "mha", "decode", 2.15),
             Measured(H200, "mla", "extend", 222),
-            Measured(H200, "mla", "decode", 0.36),
+            Measured(H200, "mla", "decode", 0.77),
         ),
         "flashinfer": (
-            Measured(H200, "mha", "extend", 379),
-            Measured(H200, "mla", "extend", 198),
-            Measured(H200, "mla", "decode", 1.09),
+            Measured(H200, "mha", "extend", 408),
+            Measured(H200, "mha", "decode", 1.88),
+            Measured(H200, "mla", "extend", 194),
+            Measured(H200, "mla", "decode", 1.08),
         ),
     }
 )

@@ -96,6 +96,8 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
     wanted = power_of_2(longest * group)
     if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
         return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a processor
+    if columns[1] and not gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
+        return Tile(128, 64, 8, 3)  # keys in two parts, as those made of latents
     return choose_tile(max(16, min(64, wanted)), columns, itemsize, shared_memory)
 
 
