@@ -28,7 +28,6 @@ from frame.core.messages import (
     Ready,
     Text,
     Tokenized,
-    TokenLogprobs,
     Tokens,
 )
 from frame.core.request import TIMED_OUT
@@ -37,6 +36,7 @@ from frame.entrypoints.admission import generate_of, watch_of
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client_stats import ClientStats
 from frame.entrypoints.controls import Controls
+from frame.entrypoints.feed import Feed
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
 from frame.entrypoints.readmission import Readmission
 from frame.entrypoints.tracing import TRACE
@@ -63,7 +63,6 @@ class EngineClient:
     def __init__(self, link: Link, limits: ClientLimits, detokenizer: Detokenizer | None = None, remote_text: bool = False) -> None:
         self.link = link
         self.limits = limits
-        self.stats = ClientStats()
         self.load: Heartbeat | None = None
         self.dead: str | None = None  # why, for good
         self.on_notice: Callable[[Ready | Heartbeat | Fatal], None] | None = None  # else a Fatal is the end
@@ -72,10 +71,15 @@ class EngineClient:
         self._remote_text = remote_text
         self._sequences: dict[str, Stream] = {}  # by their names in the engine
         self._rids: set[str] = set()
+        self._feed = Feed(self._sequences, ClientStats(), self._end)
         self._readmission = Readmission(self._admit, self._withdraw)
         self._random = random.Random(limits.seed)
         self._controls = Controls(link.send)
         self._reserved = 0
+
+    @property
+    def stats(self) -> ClientStats:
+        return self._feed.stats
 
     # submit --------------------------------------------------------------------------------------------------------
 
@@ -226,14 +230,14 @@ class EngineClient:
             self._readmission.look()
 
     def _take(self, message: AnyMessage, touched: list[Answer]) -> None:
+        if isinstance(message, Tokens) and self._detokenizer is not None:
+            message = self._detokenizer.process(message)
         if isinstance(message, Text):
-            self._feed(message, message.texts, touched)
+            self._feed.take(message, message.texts, touched)
+            if message.stopped:
+                self.link.send(Abort(rids=[message.rids[place] for place in message.stopped], reason="stop"))
         elif isinstance(message, Tokens):
-            if self._detokenizer is not None:
-                text = self._detokenizer.process(message)
-                self._feed(text, text.texts, touched)
-            else:
-                self._feed(message, None, touched)
+            self._feed.take(message, None, touched)
         else:
             self._take_other(message)
 
@@ -252,65 +256,6 @@ class EngineClient:
                 self.on_tokenized(message)
         else:
             raise TypeError(f"the client does not take {type(message).__name__}")
-
-    def _feed(self, message: Text | Tokens, texts: list[str] | None, touched: list[Answer]) -> None:
-        sequences, token_ids, now = self._sequences, message.token_ids, time.perf_counter()
-        latencies, count = self.stats.inter_token, 0
-        for place, rid in enumerate(message.rids):
-            sequence = sequences.get(rid)
-            if sequence is None:  # abandoned meanwhile
-                continue
-            ids = token_ids[place]
-            if ids:
-                times = sequence.times
-                if times.last:
-                    latencies.append((now - times.last) / len(ids))
-                else:
-                    self.stats.first_token.append(now - sequence.answer.created)
-                    times.first = now
-                times.last = now
-                sequence.token_ids += ids
-                sequence.standing.output.extend(ids)
-                count += len(ids)
-            if texts is not None:
-                sequence.texts.append(texts[place])
-            if not sequence.changed:
-                sequence.changed = True
-                answer = sequence.answer
-                if not answer.changed:
-                    touched.append(answer)
-                answer.changed.append(sequence)
-            else:
-                sequence.answer.pile_up(sequence, len(ids))
-        self.stats.generated_tokens += count
-        self._feed_rest(message, now)
-
-    def _feed_rest(self, message: Text | Tokens, now: float) -> None:
-        """What concerns a few of the requests only."""
-        rids, sequences = message.rids, self._sequences
-        for place, cached in message.cached.items():
-            if (sequence := sequences.get(rids[place])) is not None:
-                sequence.cached = cached
-                self.stats.cached_tokens += cached
-        for place, waited in message.waited.items():
-            if (sequence := sequences.get(rids[place])) is not None:
-                sequence.times.waited = waited
-                self.stats.waited(sequence, waited, now)
-        for place, logprobs in message.logprobs.items():
-            if (sequence := sequences.get(rids[place])) is not None:
-                sequence.logprobs.append(logprobs)
-        for place, logprobs in message.prompt_logprobs.items():
-            if (sequence := sequences.get(rids[place])) is not None:
-                sequence.prompt_logprobs = _joined(sequence.prompt_logprobs, logprobs)
-        if isinstance(message, Tokens):
-            for place, vector in message.pooled.items():
-                if (sequence := sequences.get(rids[place])) is not None:
-                    sequence.answer.vectors[sequence.index] = vector
-        for place, finish in message.finishes.items():
-            if (sequence := sequences.pop(rids[place], None)) is not None:
-                self._end(sequence, finish, now)
-        if isinstance(message, Text) and message.stopped:
-            self.link.send(Abort(rids=[rids[place] for place in message.stopped], reason="stop"))
 
     def _end(self, sequence: Stream, finish: Finish, now: float) -> None:
         sequence.finish = finish
@@ -402,10 +347,3 @@ class EngineClient:
                 number += 1
             sequence.standing.name = name
             self._sequences[name] = sequence
-
-
-def _joined(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs:
-    """Prompt logprobs come a chunk at a time."""
-    if first is None:
-        return second
-    return TokenLogprobs(first.token_ids + second.token_ids, first.logprobs + second.logprobs, first.top + second.top)
