@@ -1,7 +1,7 @@
 """The two products of a mixture of experts and their sum, as functions of tensors: `experts` kernels with their strides and grids.
 
-Weights of all experts are [experts, outputs, inputs], inputs contiguous; float8 ones come with `scale`, float32 [experts, blocks of
-outputs, blocks of inputs], of blocks of 128 x 128. Knows neither routing nor the choice of tiles.
+Weights of all experts are [experts, outputs, inputs], inputs contiguous; float8 ones come with `scale`, float32 [experts, outputs] or
+[experts, blocks of outputs, blocks of inputs], of blocks of 128 x 128. Knows neither routing nor the choice of tiles.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignm
     outputs, inputs, top = values.shape[1] // 2 if gated else values.shape[1], values.shape[2], pairs.ids.shape[1]
     types = tuple(each.dtype for each in (x, values, out.values, x_scale, w_scale, out_scale))
     strides = x.stride(0), values.stride(0), values.stride(1)
-    launch = _prepared_experts(gated, outputs, inputs, top, weights.scale is not None, tile, types, strides, x.device)
+    scales = 0 if weights.scale is None else weights.scale.dim()
+    launch = _prepared_experts(gated, outputs, inputs, top, scales, tile, types, strides, x.device)
     w: Any = values
     if tile.tma:
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
@@ -137,7 +138,7 @@ def _prepared_experts(
     outputs: int,
     inputs: int,
     top: int,
-    scaled: bool,
+    scales: int,  # dimensions of the weights' scales
     tile: Tile,
     types: tuple[torch.dtype, ...],
     strides: tuple[int, ...],
@@ -146,8 +147,9 @@ def _prepared_experts(
     x, w, out, x_scale, w_scale, out_scale = types
     weights = _descriptor(w, tile.bn, tile.bk, device) if tile.tma else w
     example = x, weights, out, torch.float32, torch.int32, torch.int32, torch.int32, x_scale, w_scale, out_scale, 0, 0, 0, *strides
-    constants = {"N": outputs, "K": inputs, "TOP": top, "GATED": gated, "SCALED": scaled, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
-    constants |= {"TMA": tile.tma, "SWAP": tile.swap, "HALVES": tile.halves, "UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
+    constants = {"N": outputs, "K": inputs, "TOP": top, "GATED": gated, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
+    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "TMA": tile.tma, "SWAP": tile.swap, "HALVES": tile.halves}
+    constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
     return Prepared(experts_kernel, example, constants, device, tile.warps)
 
 

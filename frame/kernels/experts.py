@@ -2,8 +2,8 @@
 """Kernels that multiply tokens with their experts: [SiLU(gate) * up], then the weighted way down.
 
 `experts_kernel` takes blocks of rows of one expert, sorted beforehand, to the tensor cores. The `vector` kernels take one pair each to
-the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128; then rows are float8
-with a scale for every 128 columns. Knows neither routing nor the choice of tiles (`expert_tiles`).
+the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128 or for each output; then
+rows are float8 with a scale for every 128 columns. Knows neither routing nor the choice of tiles (`expert_tiles`).
 """
 
 from __future__ import annotations
@@ -50,15 +50,23 @@ def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.conste
 
 
 @triton.jit
-def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr):
+def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr):
     """Of the weights, of the ups, and of the rows [BM], for one block of inputs; numbers without meaning where there are none."""
-    scale, up_scale, row_scale = 0.0, 0.0, 0.0
+    scale, up_scale, row_scale = 1.0, 1.0, 0.0
     if SCALED:
-        scale = tl.load(scales + step)
         row_scale = tl.load(x_scale + step * stride + source)
-        if GATED:
-            up_scale = tl.load(scales + up_offset + step)
+        if not BY_OUTPUT:
+            scale = tl.load(scales + step)
+            if GATED:
+                up_scale = tl.load(scales + up_offset + step)
     return scale, up_scale, row_scale
+
+
+@triton.jit
+def _by_output(acc, scales, rows, SWAP: tl.constexpr):
+    """A product [BM, BN], or [BN, BM] if `SWAP`, times the scales of its outputs."""
+    scale = tl.load(scales + rows)
+    return acc * (scale[:, None] if SWAP else scale[None, :])
 
 
 @triton.jit
@@ -93,6 +101,7 @@ def _block(
     TOP: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -123,10 +132,10 @@ def _block(
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     acc = tl.zeros(shape, tl.float32)
     up_acc = tl.zeros(shape, tl.float32)
-    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED)
+    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
     for k in range(0, K, BK):
         ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK  # scales are read a step early: nothing else hides how long that takes
-        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED)
+        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
         inputs = k + tl.arange(0, BK)
         if K % BK == 0:
             tile = tl.load(x_rows + inputs[None, :])
@@ -141,6 +150,11 @@ def _block(
             up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED)
         scale, up_scale, row_scale = following
     inside = (columns < N)[None, :]
+    if BY_OUTPUT:
+        output_scales = w_scale + expert.to(tl.int64) * WEIGHT_ROWS
+        acc = _by_output(acc, output_scales, rows, SWAP)
+        if GATED:
+            up_acc = _by_output(up_acc, output_scales + N, rows, SWAP)
     if GATED:
         acc = acc * tl.sigmoid(acc) * up_acc
     else:
@@ -167,7 +181,7 @@ def experts_kernel(
     experts_of,
     used,
     x_scale,  # float32 [K / 128, tokens or rows]
-    w_scale,  # float32 [experts, blocks of weight rows, K / 128]
+    w_scale,  # float32 [experts, blocks of weight rows, K / 128], or if BY_OUTPUT [experts, rows of weights]
     out_scale,  # float32 [N / 128, rows]
     num_pairs,
     x_scale_stride,
@@ -180,6 +194,7 @@ def experts_kernel(
     TOP: tl.constexpr,
     GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
     SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
+    BY_OUTPUT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -205,12 +220,12 @@ def experts_kernel(
     if is_half:
         _block(
             x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
-            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
     else:
         _block(
             x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
-            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BM, BN, BK, TMA, SWAP, UPCAST,
+            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
 
 
@@ -234,7 +249,8 @@ def lasting_down_kernel(
     UPCAST: tl.constexpr,
 ):
     """Grid: PROGRAMS. The second product by programs that stay for one block after the other, so that the first tiles of the next are
-    read while the last one's results are written: with K as short as here that is much of the time."""
+    read while the last one's results are written: with K as short as here that is much of the time. Nothing may be carried from block to
+    block: of two loops that it makes one, Triton 3.6 gives the inner steps of this block what was meant for the next one."""
     wait_for_previous(PDL)
     begin(PDL)
     blocks: tl.constexpr = (N + BN - 1) // BN

@@ -25,6 +25,8 @@ from frame.quantization.none import PlainExperts, PlainLinear
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from frame.core.interfaces.moe import Fp8Scale
+
 
 class Fp8(QuantizationMethod):
     """fp8 for linear layers and experts: those that the checkpoint stores so, or, of a plain one, all that the option `ignore` spares."""
@@ -122,9 +124,8 @@ class RoundedLinear(Fp8Linear):
 
 
 class Fp8Experts:
-    """`gate_up` and `down` in e4m3, with `gate_up_block_scale` and `down_block_scale` float32 by blocks of 128 x 128, where the layer's
-    runner takes them: scales by block or by tensor. Others, and of sizes that are no multiples of 128, are made plain once they are
-    loaded."""
+    """`gate_up` and `down` in e4m3, with `gate_up_fp8_scale` and `down_fp8_scale` float32, by blocks of 128 x 128 or by output, where the
+    layer's runner takes them. Others, and of sizes that are no multiples of 128, are made plain once they are loaded."""
 
     def __init__(self, stored: Fp8Format) -> None:
         self._stored = stored
@@ -146,12 +147,11 @@ class Fp8Experts:
         if weights[0].dtype != FP8:
             return
         scales = [self._scales(layer, name) for name in ("gate_up", "down")]
-        if self._stays(layer):
-            first, second = (_by_blocks(weight, scale) for weight, scale in zip(weights, scales, strict=True))
-            if first is not None and second is not None:
-                _keep(layer, "gate_up_block_scale", first)
-                _keep(layer, "down_block_scale", second)
-                return
+        kept = self._kept(layer, scales)
+        if kept is not None:
+            for name, values in zip(("gate_up", "down"), kept, strict=True):
+                _keep(layer, f"{name}_fp8_scale", values)
+            return
         dtype: torch.dtype = layer.plain_dtype  # type: ignore[assignment]
         for weight, scale in zip(weights, scales, strict=True):
             dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -168,12 +168,18 @@ class Fp8Experts:
         return Scales(scale.data, scale.rule.output_step, scale.rule.input_step)
 
     @staticmethod
-    def _stays(layer: nn.Module) -> bool:
-        """Whether the layer's runner takes fp8, on this device and of these sizes."""
+    def _kept(layer: nn.Module, scales: Sequence[Scales]) -> list[torch.Tensor] | None:
+        """The scales in a form that the layer's runner takes; None if it takes none, on this device and of these sizes."""
         down: torch.Tensor = layer.down  # type: ignore[assignment]
-        if any(size % BLOCK for size in down.shape[1:]) or not getattr(layer, "takes_fp8", False):
-            return False
-        return kernels.usable(down.device) and kernels.converts_fp8(down.device)
+        takes: tuple[Fp8Scale, ...] = getattr(layer, "takes_fp8", ())
+        if any(size % BLOCK for size in down.shape[1:]) or not (kernels.usable(down.device) and kernels.converts_fp8(down.device)):
+            return None
+        weights: list[torch.Tensor] = [layer.gate_up, down]  # type: ignore[list-item]
+        blocks = [_by_blocks(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+        found = [each for each in blocks if each is not None]
+        if "block" in takes and len(found) == len(scales):
+            return found
+        return [scale.values for scale in scales] if "output" in takes and not any(scale.columns for scale in scales) else None
 
 
 class RoundedExperts(Fp8Experts):

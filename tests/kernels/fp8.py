@@ -183,9 +183,10 @@ def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Fp8Experts(Fp8Format("block", "weight_scale_inv")),
         Fp8Experts(Fp8Format("block")),
         Fp8Experts(Fp8Format("tensor")),
+        Fp8Experts(Fp8Format("channel")),
         RoundedExperts(),
     ],
-    ids=["blocks", "blocks of compressed tensors", "tensors", "rounded"],
+    ids=["blocks", "blocks of compressed tensors", "tensors", "outputs", "rounded"],
 )
 def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> None:
     torch.manual_seed(0)
@@ -207,12 +208,14 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> No
                     parameter.load(f"{name}.{expert}", part)
                     continue
                 stored = method._stored
-                rounded, scale = (quantize_blocks if stored.sharing == "block" else by_tensor)(part.to(DEVICE))
+                quantize = {"block": quantize_blocks, "tensor": by_tensor, "channel": quantize_outputs}[stored.sharing]
+                rounded, scale = quantize(part.to(DEVICE))
                 parameter.load(f"{name}.{expert}", rounded)
-                layer.get_parameter(name + stored.scale.removeprefix("weight")).data[expert] = scale
+                kept = layer.get_parameter(name + stored.scale.removeprefix("weight")).data
+                kept[expert] = scale.view(kept[expert].shape)
         method.finish(layer)
         method.finish(layer)
-        assert (layer.gate_up.dtype == FP8) == runner.takes_fp8
+        assert (layer.gate_up.dtype == FP8) == bool(runner.takes_fp8)
         outs[type(runner).__name__] = runner.run(Dispatched(x, ids, weights), layer)
     check(outs["Triton"], outs["TorchNative"].double(), 0.08)  # a runner may round activations too
 

@@ -188,7 +188,7 @@ def test_float8_experts_are_close_to_plain_ones() -> None:
     experts = PlainExperts(*plain, hidden_first=False)
     for name, (made, _) in zip(("gate_up", "down"), map(rounded, plain), strict=True):
         setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
-        setattr(experts, f"{name}_block_scale", made.scale)
+        setattr(experts, f"{name}_fp8_scale", made.scale)
     got, want = Triton(CONTEXT).run(Dispatched(x, ids, weights), experts).double(), reference(x, ids, weights, *plain)
     assert (got - want).norm() < 0.08 * want.norm()
 
@@ -250,7 +250,7 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, plain in (("gate_up", first), ("down", second)):
             made, numbers = rounded(plain)
             setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
-            setattr(experts, f"{name}_block_scale", made.scale)
+            setattr(experts, f"{name}_fp8_scale", made.scale)
             plain.copy_(numbers)
     want = reference(x, ids, weights, first, second)
     error = runner.run(Dispatched(x, ids, weights), experts).double() - want

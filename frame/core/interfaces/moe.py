@@ -24,6 +24,8 @@ DISPATCHER_API = "moe_dispatcher/1"
 # standard: tokens × hidden with expert ids; batched: experts × capacity × hidden
 ActivationFormat = Literal["standard", "batched"]
 
+Fp8Scale = Literal["block", "output"]  # what has one scale: 128 x 128 weights, or an output
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
@@ -78,10 +80,10 @@ class MoERunner(ABC):
     """Runs experts over dispatched tokens. Laws: the result is the weighted sum over each token's experts, before any reduction
     over ranks; `experts` holds `gate_up` and `down` as its `ExpertsMethod` created them; activation is SiLU(gate) * up.
 
-    `takes_fp8`: they may be e4m3, with `gate_up_block_scale` and `down_block_scale`, float32 [experts, outputs / 128, inputs / 128], beside
-    them. Otherwise, and of other scales, methods make them plain."""
+    `takes_fp8`: they may be e4m3, with `gate_up_fp8_scale` and `down_fp8_scale` beside them, float32, of these forms: "block",
+    [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. What a runner does not take, methods make plain."""
 
-    takes_fp8: ClassVar[bool] = False
+    takes_fp8: ClassVar[tuple[Fp8Scale, ...]] = ()
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         self.context = context

@@ -54,7 +54,7 @@ class Experts(nn.Module):
             raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
         inner = share(context, "inner values of an expert", sizes.inner)
         self.num_experts = sizes.num_experts
-        self.takes_fp8 = context.moe_runner is not None and context.moe_runner.takes_fp8  # what a method may leave as it is
+        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()  # what a method may leave as it is
         self.method = context.quantization.experts(prefix)
         self.method.create(self, sizes.num_experts, sizes.hidden, inner.size, context.dtype)
         gate, up, down = sizes.names

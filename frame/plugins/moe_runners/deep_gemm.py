@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class DeepGemm(MoERunner):
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], plain or with `_block_scale` by blocks of 128 x 128."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], plain or with `_fp8_scale` by blocks of 128 x 128."""
 
-    takes_fp8 = True
+    takes_fp8 = ("block",)
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -56,7 +56,7 @@ def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tensor, ...]:
     """Rows as they are multiplied with these weights: plain, or float8 (as bytes, which can be gathered) with their scales."""
-    if getattr(experts, f"{name}_block_scale", None) is None:
+    if getattr(experts, f"{name}_fp8_scale", None) is None:
         return (x,)
     values, scale = quantize_groups(x)
     return values.view(torch.uint8), scale.contiguous()
@@ -70,5 +70,5 @@ def _product(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners:
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x[0], weights, out, owners)
     else:
         left = x[0].view(torch.float8_e4m3fn), x[1]
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (weights, getattr(experts, f"{name}_block_scale")), out, owners)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (weights, getattr(experts, f"{name}_fp8_scale")), out, owners)
     return out

@@ -28,10 +28,10 @@ _CPU_MEMORY = 1 << 20  # of the interpreter, which has no limit
 
 
 class Triton(MoERunner):
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous; float8 ones with `_block_scale`
-    float32 by blocks of 128 x 128, and sizes that are multiples of 128: then tokens are rounded too."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous; float8 ones with `_fp8_scale`
+    float32 by blocks of 128 x 128 or by output, and sizes that are multiples of 128: then tokens are rounded too."""
 
-    takes_fp8 = True
+    takes_fp8 = ("block", "output")
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -88,7 +88,7 @@ class Triton(MoERunner):
 
 def _weights(experts: nn.Module, name: str) -> Weights:
     values: torch.Tensor = getattr(experts, name)
-    return Weights(values, getattr(experts, f"{name}_block_scale") if values.dtype == torch.float8_e4m3fn else None)
+    return Weights(values, getattr(experts, f"{name}_fp8_scale") if values.dtype == torch.float8_e4m3fn else None)
 
 
 def _shared_memory(device: torch.device) -> int:
