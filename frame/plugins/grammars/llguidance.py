@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars import ebnf
 from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, TooMuchWorkError, Vocabulary
+from frame.plugins.grammars.closed_schema import closed
 from frame.plugins.grammars.options import GrammarOptions
 from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
@@ -170,7 +171,8 @@ class LLGuidanceBackend(GrammarBackend):
             overrides: Any = {"whitespace_flexible": False}
             if self._options.any_whitespace:
                 overrides = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{self._options.max_whitespace}}}"}
-            return LLMatcher.grammar_from_json_schema(source or '{"type": "object"}', overrides=overrides)
+            schema = json.dumps(closed(json.loads(source))) if kind == "json_schema" else '{"type": "object"}'
+            return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
         if kind == "choice":
             return grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False))
         if kind in _FORMATS:

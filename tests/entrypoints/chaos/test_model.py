@@ -21,11 +21,13 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer", "maximum": 150}},
     "required": ["name", "age"],
 }
+FORCED = "([a-z]{3} = 0x1F4A9_DEADBEEF; ){8}"  # most of it is jumped over
 BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": TEXT, "max_tokens": 150, "temperature": 0, "ignore_eos": True},
     {"prompt": TEXT * 8, "max_tokens": 150, "temperature": 0.9, "seed": 5, "ignore_eos": True, "logprobs": 2},
     {"prompt": TEXT, "max_tokens": 150, "temperature": 0.8, "seed": 6, "ignore_eos": True, "frequency_penalty": 0.5, "min_tokens": 100},
-    {"prompt": "A person: ", "max_tokens": 150, "temperature": 0.7, "seed": 7, "json_schema": json.dumps(SCHEMA)},
+    {"prompt": TEXT, "temperature": 0.7, "seed": 8, "repetition_penalty": 1.2, "max_tokens": 250, "regex": FORCED},
+    {"prompt": "A person: ", "max_tokens": 400, "temperature": 0.7, "seed": 7, "json_schema": json.dumps(SCHEMA)},
 )
 
 
@@ -68,7 +70,7 @@ def test_a_real_engine_dies_and_comes_again(server: RunningServer) -> None:
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one rank", "two ranks"])
 def tiny(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     flags = ("--dtype", "float32", "--tp", request.param, "--heartbeat-timeout", "10", "--max-restarts", "1000")
-    with RunningServer(find_model("frame-tiny"), *flags, "--grammar-backend", "xgrammar", fake=False) as running:
+    with RunningServer(find_model("frame-tiny"), *flags, "--grammar-backend", "combined", fake=False) as running:
         yield running
 
 
@@ -77,7 +79,7 @@ def tiny(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_kind_of_answer_survives(tiny: RunningServer, how: signal.Signals) -> None:
     calm = answers(tiny)
-    assert set(json.loads(calm[-1]["text"])) == {"name", "age"}
+    assert set(json.loads(calm[-1]["text"])) == {"name", "age"} and calm[-2]["text"].count("DEADBEEF") == 8
     for victim in processes(tiny):
         family = psutil.Process(tiny.process.pid).children(recursive=True)
         before = restarts(tiny)

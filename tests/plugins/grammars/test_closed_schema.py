@@ -1,0 +1,36 @@
+"""Objects have the properties that are named; what is put together of several schemas stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frame.plugins.grammars.closed_schema import closed
+
+ONE = {"properties": {"a": {}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (ONE, {**ONE, "additionalProperties": False}),
+        ({"items": ONE, "enum": [ONE]}, {"items": {**ONE, "additionalProperties": False}, "enum": [ONE]}),
+        ({"anyOf": [ONE, {}], "$defs": {"x": True}}, {"anyOf": [{**ONE, "additionalProperties": False}, {}], "$defs": {"x": True}}),
+        # a property that has the name of a keyword
+        ({"properties": {"properties": {"enum": [1]}}}, {"properties": {"properties": {"enum": [1]}}, "additionalProperties": False}),
+    ],
+)
+def test_objects_are_closed(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected and closed(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True, {}, {"type": "object"}, {**ONE, "additionalProperties": True}, {**ONE, "patternProperties": {"b": {}}},
+        {"allOf": [ONE, {"properties": {"b": {}}}]}, {**ONE, "anyOf": [{"required": ["b"]}]}, {"items": {**ONE, "$ref": "#/x"}},
+    ],
+)  # fmt: skip
+def test_others_are_left(schema: Any) -> None:
+    assert closed(schema) == schema
