@@ -87,73 +87,21 @@ def merge_parts(
     acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
     for part in range(0, tl.max(tl.where(valid, own_count + shared_count, 0), 0), 4):
         top0, total0, acc0 = load_part(
-            parts_pointer,
-            weights_pointer,
-            own_first,
-            own_count,
-            shared_first,
-            shared_count,
-            within,
-            part,
-            own_lines,
-            head,
-            valid,
-            NUM_HEADS,
-            VALUE,
-            BLOCK_VALUE,
-            TILE_ROWS,
-        )
+            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part,
+            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
+        )  # fmt: skip
         top1, total1, acc1 = load_part(
-            parts_pointer,
-            weights_pointer,
-            own_first,
-            own_count,
-            shared_first,
-            shared_count,
-            within,
-            part + 1,
-            own_lines,
-            head,
-            valid,
-            NUM_HEADS,
-            VALUE,
-            BLOCK_VALUE,
-            TILE_ROWS,
-        )
+            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 1,
+            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
+        )  # fmt: skip
         top2, total2, acc2 = load_part(
-            parts_pointer,
-            weights_pointer,
-            own_first,
-            own_count,
-            shared_first,
-            shared_count,
-            within,
-            part + 2,
-            own_lines,
-            head,
-            valid,
-            NUM_HEADS,
-            VALUE,
-            BLOCK_VALUE,
-            TILE_ROWS,
-        )
+            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 2,
+            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
+        )  # fmt: skip
         top3, total3, acc3 = load_part(
-            parts_pointer,
-            weights_pointer,
-            own_first,
-            own_count,
-            shared_first,
-            shared_count,
-            within,
-            part + 3,
-            own_lines,
-            head,
-            valid,
-            NUM_HEADS,
-            VALUE,
-            BLOCK_VALUE,
-            TILE_ROWS,
-        )
+            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 3,
+            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
+        )  # fmt: skip
         top0, total0, acc0 = combine(top0, total0, acc0, top1, total1, acc1)
         top2, total2, acc2 = combine(top2, total2, acc2, top3, total3, acc3)
         top0, total0, acc0 = combine(top0, total0, acc0, top2, total2, acc2)
