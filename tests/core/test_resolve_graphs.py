@@ -33,9 +33,9 @@ LLAMA_8B = ModelFacts(
 H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 << 30),) * 2)
 
 
-def resolved(facts: ModelFacts = LLAMA_8B, **execution: Any) -> Any:
+def resolved(facts: ModelFacts = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
     records = load_registry(installed=False).all_records()
-    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "execution": execution})
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "execution": execution})
     return resolve(config, H200, facts, records)
 
 
@@ -56,6 +56,11 @@ def test_what_is_left_open_follows_from_model_and_machine() -> None:
     assert "launch" in found.reasons["execution.prompt_graph_max_tokens"]
     assert resolved(device="cuda", prompt_graph_max_tokens=0).prompt_graph_max_tokens == 0
     assert resolved(device="cuda", prompt_graph_max_tokens=777).prompt_graph_max_tokens == 777
+
+
+def test_steps_of_several_ranks_are_captured_too() -> None:
+    found = resolved(device="cuda", tp=2)
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (256, 256)
 
 
 @pytest.mark.parametrize(
