@@ -23,10 +23,11 @@ from typing import Any
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import ModelFacts
 from frame.core.model_facts import find_model, read_facts
-from frame.entrypoints.bench.floors import H200, ModelCost, floor_seconds
+from frame.entrypoints.bench.floors import H200, Ceilings, ModelCost, floor_seconds
 from frame.entrypoints.bench.reference import Workload, reference_workloads
 
 PEERS = Path(__file__).with_name("peers_h200.json")
+CARD = Path(__file__).with_name("card_ceilings.py")
 ORDER = ("single", "batch8", "prefix", "prefill", "longctx", "mixed256")  # the longest last
 SPARE = 5.0  # seconds that a process gets to end by itself
 
@@ -164,7 +165,18 @@ def _passed_on(arguments: argparse.Namespace) -> list[str]:
     return passed + (["--only", arguments.only] if arguments.only else [])
 
 
-def compared(facts: ModelFacts, model: str, found: dict[str, Any], arguments: argparse.Namespace) -> None:
+def card() -> dict[str, Any]:
+    """What the card reaches at best, read in this run."""
+    done = subprocess.run([sys.executable, CARD], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    found: dict[str, Any] = json.loads(done.stdout)
+    print(
+        f"read {found['read'] / 1e12:.2f} TB/s, copy {found['copy'] / 1e12:.2f} TB/s, products {found['operations'] / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    return found
+
+
+def compared(facts: ModelFacts, model: str, found: dict[str, Any], arguments: argparse.Namespace, ceilings: Ceilings) -> None:
     """Adds to each row the peers' figures, goal and floor, and how the row stands to them. Quantized weights have no floor here."""
     peers = _peers(model)
     cost = None if any(setting.startswith("quantization") for setting in arguments.set) else ModelCost.of(facts)
@@ -173,7 +185,7 @@ def compared(facts: ModelFacts, model: str, found: dict[str, Any], arguments: ar
         if arguments.shrink == 1:
             row |= peers.get("workloads", {}).get(name, {})
         if cost is not None:
-            floor = floor_seconds(cost, H200, [len(prompt) for prompt in workload.prompts], workload.outputs, workload.shared)
+            floor = floor_seconds(cost, ceilings, [len(prompt) for prompt in workload.prompts], workload.outputs, workload.shared)
             row |= {"floor_seconds": round(floor, 4), "share_of_floor": round(floor / row["seconds"], 3)}
         if row.get("peers"):
             row["to_best_peer"] = round(row["tokens_per_s"] / max(row["peers"].values()), 3)
@@ -219,6 +231,9 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=16_384, help="longest request; 0: the model's own")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a keyword of frame.Engine")
     parser.add_argument("--shrink", type=int, default=1, help="divide requests and lengths by this, for small machines")
+    parser.add_argument(
+        "--ceilings", choices=("measured", "h200"), default="measured", help="what floors are reckoned with: read first, or known"
+    )
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -232,13 +247,20 @@ def main() -> None:
         return
     from frame.entrypoints.bench.report import report
 
+    read = card() if arguments.ceilings == "measured" else {}
+    ceilings = Ceilings(read["read"], read["operations"], read["copy"]) if read else H200
     deadline, models = time.monotonic() + arguments.budget, dict[str, dict[str, Any]]()
     for number, model in enumerate(arguments.models):
         share = (deadline - time.monotonic()) / (len(arguments.models) - number)
         models[Path(model).name] = found = measure(model, arguments, max(1.0, share - SPARE))
-        compared(facts[number], model, found, arguments)
+        compared(facts[number], model, found, arguments, ceilings)
         if arguments.json:  # after each model: what is measured is kept
-            about = {"settings": arguments.set, "shrink": arguments.shrink, "peers": json.loads(PEERS.read_text())["about"]}
+            about = {
+                "settings": arguments.set,
+                "shrink": arguments.shrink,
+                "ceilings": read,
+                "peers": json.loads(PEERS.read_text())["about"],
+            }
             arguments.json.write_text(json.dumps(report("h200-table", models, **about), indent=2) + "\n")
     show(models)
 
