@@ -23,7 +23,7 @@ from frame.core.compiled import Forward, keep_out
 from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
 from frame.core.errors import ConfigurationError
 from frame.core.host_memory import keep_freed_memory
-from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.batch import ScheduledBatch, WantedTokens
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
 from frame.core.model_parts import Parts, build_context, build_processors
@@ -168,25 +168,32 @@ class TorchModelRunner(ModelRunner):
         plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, counts, self.sampling))
         if self.graphs is not None and plans.prompts is None and self._are_decodes(self.graphs, batch, counts):
             return self._replay(self.graphs, batch, counts, plans)
-        forward_batch, tensors, hidden = self._pass(batch, counts, _riders(plans))
+        tensors, hidden = self._pass(batch, counts, _riders(plans))
         prompts = None
         if plans.prompts is not None:
-            own = hidden.index_select(0, forward_batch.logits_indices[sampling.num_rows :])
+            own = hidden[sampling.num_rows :]
             prompts = PromptScores(plans.prompts, own, tensors["prompt_targets"], self.model.logits, self.vocab_size)
-        logits = self._logits(hidden, forward_batch, sampling.num_rows)
-        tensors.setdefault("sampling_slots", forward_batch.request_slots)
+        logits = self.model.logits(hidden[: sampling.num_rows]) if sampling.num_rows else None
         return self._finish(batch, logits, plans, tensors, prompts)
 
     def _pass(
         self, batch: ScheduledBatch, counts: RowCounts, riders: dict[str, np.ndarray]
-    ) -> tuple[ForwardBatch, dict[str, torch.Tensor], torch.Tensor]:
-        """Build a step's batch and compute its hidden states, through graphs where they are large enough."""
-        graphs = self.prompt_graphs
-        if graphs is None or counts.query_starts[-1] > graphs.most:
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Build a step's batch and compute the hidden states of the tokens whose logits are wanted, through graphs where they are large
+        enough. The `riders` come back as tensors, with the slots of the sampling rows."""
+        graphs, tokens, wanted = self.prompt_graphs, int(counts.query_starts[-1]), len(counts.logits_indices)
+        are_these = len(counts.sampling) == tokens  # every token is a decode that samples, in order
+        if graphs is not None and tokens <= graphs.most:
+            forward_batch, tensors = self.builder.build(batch, counts, riders, graphs)
+            hidden = graphs.run(forward_batch)
+        else:
             forward_batch, tensors = self.builder.build(batch, counts, riders)
-            return forward_batch, tensors, self.forward(forward_batch)
-        forward_batch, tensors = self.builder.build(batch, counts, riders, graphs)
-        return forward_batch, tensors, graphs.run(forward_batch)
+            if self.model.narrows and 2 * wanted <= tokens:
+                are_these = True
+                forward_batch = replace(forward_batch, extensions={WantedTokens: WantedTokens(forward_batch.logits_indices)})
+            hidden = self.forward(forward_batch)
+        tensors.setdefault("sampling_slots", forward_batch.request_slots)
+        return tensors, hidden if are_these else hidden.index_select(0, forward_batch.logits_indices)
 
     def _are_decodes(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts) -> bool:
         """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over few keys, or where there is
@@ -246,14 +253,6 @@ class TorchModelRunner(ModelRunner):
         if batch.mask_follows and self._tp.rank == 0:  # whose tokens are everybody's
             return MaskedStep(finish)
         return finish(None)
-
-    def _logits(self, hidden: torch.Tensor, batch: ForwardBatch, rows: int) -> torch.Tensor | None:
-        """Of the sampling rows; None when there are none."""
-        if not rows:
-            return None
-        if rows != batch.num_tokens:  # else every token is a decode that samples, in order
-            hidden = hidden.index_select(0, batch.logits_indices[:rows])
-        return self.model.logits(hidden)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
         """Draw and remember the tokens. `tensors` hold the plans' arrays, and the slots of the sampling rows."""

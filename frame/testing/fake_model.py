@@ -7,7 +7,7 @@ Knows no scheduler; `frame.testing.fake_runner` is a whole runner without torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.batch import ForwardBatch, WantedTokens
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelFacts
 
@@ -66,6 +66,8 @@ class FakeModel(nn.Module, CausalLM):
     vocabulary; the logit falls by 1 for each step away from the peak, upwards and around.
     """
 
+    narrows: ClassVar[bool] = True
+
     def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
         super().__init__()
         self.vocab_size = facts.vocab_size
@@ -79,6 +81,8 @@ class FakeModel(nn.Module, CausalLM):
         per_token = torch.repeat_interleave(rows, batch.query_lens.long(), dim=0, output_size=batch.num_tokens)
         seen = torch.arange(rows.shape[1], device=rows.device) <= batch.positions.unsqueeze(1)
         sums = torch.where(seen, _checksum(per_token[..., 0], per_token[..., 1]), 0).sum(-1)
+        wanted = batch.get(WantedTokens)
+        sums = sums if wanted is None else sums[wanted.indices]
         return (sums % self.vocab_size).float().unsqueeze(-1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -89,9 +89,11 @@ def setup(slot, ids, prompt_len=None, seed=0, **params):
     return SlotSetup(slot, SamplingParams(**params), seed, len(ids) if prompt_len is None else prompt_len, np.array(ids, np.int32))
 
 
+@pytest.mark.parametrize("narrows", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size):
+def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size, narrows):
     script = Script(make_runner(page_size), page_size)
+    script.runner.model.narrows = narrows
     prompts = {0: [3, 1, 4, 1, 5], 2: [9, 2, 6], 5: list(range(30))}
     outputs = {slot: [] for slot in prompts}
     first = script.run(extends=[(2, prompts[2]), (0, prompts[0])], setups=[setup(s, prompts[s]) for s in (0, 2)])
@@ -129,8 +131,10 @@ def test_a_request_comes_back_in_another_slot():
     assert tokens == continuation(prompt, len(tokens), VOCAB)
 
 
-def test_an_inner_chunk_yields_nothing_and_needs_no_logits():
+@pytest.mark.parametrize("narrows", [True, False])
+def test_an_inner_chunk_yields_nothing_and_needs_no_logits(narrows):
     runner = make_runner()
+    runner.model.narrows = narrows
     script = Script(runner)
     result = script.run(extends=[(0, [1, 2, 3])], setups=[setup(0, [1, 2, 3, 4])], samples=[False])
     assert result.token_ids.shape == (0,)

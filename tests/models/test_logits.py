@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from frame.core.interfaces.batch import ForwardBatch, WantedTokens
 from frame.core.model_facts import EMBEDDED, find_model
 from tests.models.harness import Session, open_session
 
@@ -107,6 +109,27 @@ def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[...
     distance = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert distance.median() < 0.03
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.85
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_narrowed_passes_give_the_wanted_tokens_and_fill_the_cache(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """The hidden states of some tokens, in the order asked for, or of none; the next step finds everybody's keys."""
+    folder = checkpoint(architecture)
+    rows, indices = [(0, prompt(20, 8)), (1, prompt(9, 9))], torch.tensor([28, 3, 19])
+    whole, narrow = open_session(folder), open_session(folder)
+    batch = narrow.batch(rows, 0)
+    got = [_forward(narrow, replace(batch, extensions={WantedTokens: WantedTokens(some)})) for some in (indices[:0], indices)]
+    assert got[0].shape == (0, whole.facts.hidden_size)
+    torch.testing.assert_close(got[1], _forward(whole, whole.batch(rows, 0))[indices], atol=1e-5, rtol=1e-5)
+    for session in (narrow, whole):
+        session.computed = {slot: len(tokens) for slot, tokens in rows}
+    for mine, want in zip(narrow.step([(0, [7]), (1, [8])]), whole.step([(0, [7]), (1, [8])]), strict=True):
+        torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def _forward(session: Session, batch: ForwardBatch) -> torch.Tensor:
+    return session.model.forward(batch)
 
 
 def test_folded_weights_decode_alike() -> None:

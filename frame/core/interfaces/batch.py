@@ -121,6 +121,13 @@ class TokenTypes:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Extension of a batch for models that narrow: whose hidden states to return, in this order. int64 [n], where n may be 0."""
+
+    indices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionOut:
     """Extension of a batch: where `AttentionBackend.run` may leave its result, which saves a copy to there, [tokens, heads, v_head_dim]."""
 

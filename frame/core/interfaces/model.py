@@ -157,7 +157,8 @@ class Model(ABC):
     """A model, built on the meta device from facts and a build context, which also holds the task that it is built for.
 
     Laws:
-    - `forward` reads nothing but the batch and its own parameters, and returns hidden states after the final norm.
+    - `forward` reads nothing but the batch and its own parameters, and returns hidden states after the final norm: of all tokens, or
+      if the model `narrows`, of the batch's `WantedTokens` where it has them.
     - `logits` is called with the rows that need logits only. A decoder that generates (or is asked for label tokens) returns the full
       vocabulary on every rank, a sequence classifier its labels. A model for embeddings is not asked.
     - `load_weights` consumes every (name, tensor) it is given and returns the names of parameters it set, so that the loader
@@ -166,13 +167,14 @@ class Model(ABC):
     """
 
     ignored: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are left out on purpose
+    narrows: ClassVar[bool] = False  # leaves out of the last layer what only other tokens than the wanted ones have use for
 
     def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
         super().__init__()
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """-> hidden states [tokens, hidden_size]."""
+        """-> hidden states [tokens or wanted tokens, hidden_size]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], of a sequence classifier [n, labels]."""

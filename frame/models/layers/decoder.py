@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from frame.core.interfaces.batch import WantedTokens
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear
@@ -41,10 +42,20 @@ class DecoderLayer(nn.Module):
         self._joins_norm = isinstance(mlp, MoE)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | None, batch: ForwardBatch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        batch: ForwardBatch,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`wanted`: the tokens to return; of the others only keys and values are of use. int64 [n]; None for all."""
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, rows, batch)
+        if wanted is not None:
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+            if not len(wanted):
+                return x, residual
         if self._joins_norm:
             joined: tuple[torch.Tensor, torch.Tensor] = self.mlp.behind(self.post_norm, x, residual)  # type: ignore[operator]
             return joined
@@ -55,6 +66,7 @@ class DecoderLayer(nn.Module):
 class Decoder(CausalLM, nn.Module):
     """A causal decoder of `facts.num_layers` equal places. Subclasses give `attention` and `mlp` for each layer."""
 
+    narrows: ClassVar[bool] = True
     mlp_name: ClassVar[str] = "mlp"  # how the checkpoint calls the feed-forward part of a layer
 
     def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
@@ -89,9 +101,12 @@ class Decoder(CausalLM, nn.Module):
         # None: each layer's kernel reads the table by position
         rows = None if self.rotary.fused and not torch.compiler.is_compiling() else self.rotary.rows(batch.positions)
         x, residual = self.embed_tokens(batch.token_ids), None
-        for layer in self.layers:
+        *body, last = self.layers
+        for layer in body:
             x, residual = layer(x, residual, rows, batch)
-        return self.norm.add(x, residual)[0]
+        wanted = batch.get(WantedTokens)
+        x, residual = last(x, residual, rows, batch, None if wanted is None else wanted.indices)
+        return self.norm.add(x, residual)[0] if len(x) else x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
