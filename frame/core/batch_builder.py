@@ -55,6 +55,7 @@ class TokenRows:
     positions: np.ndarray
     sources: np.ndarray  # where in the last-token table a row's id is
     drawn: np.ndarray  # where the token goes that is drawn for it
+    kv_slots: np.ndarray  # where its K and V go
     num_sampling: int
 
 
@@ -133,7 +134,8 @@ class BatchBuilder:
         """The step's tokens one by one; those of extends are where `stage` puts them."""
         slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, counts.sampling
         if decodes == len(slots) == len(sampling):
-            return TokenRows(slots, batch.num_computed.astype(np.int64), slots, slots, decodes)
+            positions = batch.num_computed.astype(np.int64)
+            return TokenRows(slots, positions, slots, slots, self._places(batch, slots, positions), decodes)
         table, lens, total = self.table, batch.num_scheduled, int(counts.query_starts[-1])
         every = np.repeat(slots, lens)
         positions = np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
@@ -145,18 +147,22 @@ class BatchBuilder:
         order = np.concatenate((last, np.flatnonzero(is_inner)))
         drawn = np.full(total, table.padding_slot, np.int64)
         drawn[: len(last)] = slots[sampling]
-        return TokenRows(every[order], positions[order], sources[order], drawn, len(last))
+        return TokenRows(every[order], positions[order], sources[order], drawn, self._places(batch, every, positions)[order], len(last))
 
-    def places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where the K and V of a token go, by request slot and position. All int64 [tokens]."""
+    def _places(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the K and V of the step's tokens go, by request slot and position, all int64 [tokens]: to page 0, which is nobody's, where
+        the cache has them already."""
         size = self.table.page_size
         if size == 1:
-            return self.table.host_pages[slots, positions].astype(np.int64)
-        column = positions // size
-        places = self.table.host_pages[slots, column].astype(np.int64)
-        places -= column
-        places *= size  # (page - column) * size + position = page * size + position % size
-        places += positions
+            places: np.ndarray = self.table.host_pages[slots, positions].astype(np.int64)
+        else:
+            column = positions // size
+            places = self.table.host_pages[slots, column].astype(np.int64)
+            places -= column
+            places *= size  # (page - column) * size + position = page * size + position % size
+            places += positions
+        if batch.cached is not None:
+            places[np.repeat(batch.cached, batch.num_scheduled)] = 0
         return places
 
     def _put(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -182,7 +188,7 @@ class BatchBuilder:
         return {
             "token_ids": token_ids,
             "positions": positions,
-            "kv_slots": self.places(token_slots, positions),
+            "kv_slots": self._places(batch, token_slots, positions),
             "request_slots": slots,
             "logits_indices": counts.logits_indices,
             "seq_lens": counts.seq_lens.astype(np.int32),

@@ -164,7 +164,7 @@ class DecodeGraphs:
             "token_slots": tokens.sources,
             "drawn_slots": tokens.drawn,
             "positions": tokens.positions,
-            "kv_slots": self._builder.places(tokens.slots, tokens.positions),
+            "kv_slots": tokens.kv_slots,
             "seq_lens": tokens.positions + 1,
             **draws,
         }

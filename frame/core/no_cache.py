@@ -20,7 +20,7 @@ class NoCache(PrefixCache):
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
 
-    def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match:
+    def match(self, tokens: np.ndarray, namespace: str = "") -> Match:
         return Match(0, _NONE, None)
 
     def lock(self, handle: Any) -> None: ...

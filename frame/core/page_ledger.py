@@ -44,10 +44,11 @@ class PageLedger:
         return self.allocator.alloc(num_pages)
 
     def lock_prefix(self, request: Request) -> np.ndarray:
-        """Find and lock the longest cached prefix of `request.tokens`; its last token is always left to compute. -> pages."""
-        if request.wants_prompt_logprobs:  # every prompt token's logits are needed, so every token is computed
+        """Find and lock the longest cached prefix of `request.tokens`, which may be all of them. -> pages."""
+        # where every prompt token's logits are needed, every token is computed, and a single one always is
+        if request.wants_prompt_logprobs or len(request.tokens) == 1:
             return np.empty(0, np.int32)
-        match = self.cache.match(request.tokens, request.namespace, limit=len(request.tokens) - 1)
+        match = self.cache.match(request.tokens, request.namespace)
         self.cache.lock(match.handle)
         request.handle = match.handle
         return match.pages
@@ -57,11 +58,12 @@ class PageLedger:
         request.handle = None
 
     def enter(self, request: Request, pages: np.ndarray) -> None:
-        """Start the row of a request that has a slot with the pages that `lock_prefix` found."""
+        """Start the row of a request that has a slot with the pages that `lock_prefix` found. The last token is computed in any case,
+        for its logits."""
         a, slot = self._table.arrays, request.slot
         self._write_row(slot, 0, pages)
         a.num_pages[slot] = a.num_shared[slot] = len(pages)
-        a.computed[slot] = len(pages) * self.page_size
+        a.computed[slot] = min(len(pages) * self.page_size, len(request.tokens) - 1)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
         """Make the row long enough for `num_tokens`; False when there are too few pages (nothing changes then)."""

@@ -76,10 +76,8 @@ class RadixCache(PrefixCache):
 
     # the laws ---------------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match:
-        length = len(tokens) if limit is None else min(len(tokens), limit)
-        key = self._key(tokens[: max(length, 0)])
-        path, last = self._walk(key, namespace)
+    def match(self, tokens: np.ndarray, namespace: str = "") -> Match:
+        path, last = self._walk(self._key(tokens), namespace)
         if not path:
             return Match(0, _NO_PAGES, None)
         pages = np.concatenate([*(node.pages for node in path[:-1]), path[-1].pages[:last]])

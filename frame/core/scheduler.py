@@ -219,7 +219,7 @@ class Scheduler:
         num_computed = a.computed[slots] - 1
         num_scheduled = np.ones(num_decodes, np.int32)
         samples = np.ones(num_decodes, np.bool_)
-        token_ids, prompt_logprobs = _NO_TOKENS, None
+        token_ids, prompt_logprobs, cached = _NO_TOKENS, None, None
         if rows.chunks:
             slots = np.concatenate((slots, [request.slot for request, _, _ in rows.chunks]))
             num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in rows.chunks], np.int32)))
@@ -229,6 +229,8 @@ class Scheduler:
             token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in rows.chunks])
             asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
             prompt_logprobs = asks if asks.any() else None
+            rereads = a.num_shared[slots] * self.config.page_size > num_computed
+            cached = rereads if rereads.any() else None
         # what a grammar allows depends on its last token, which a step in flight may be about to yield
         waits = bool(running.in_flight) and bool((a.special[slots[samples]] & GRAMMAR).any())
         batch = ScheduledBatch(
@@ -243,6 +245,7 @@ class Scheduler:
             setups=running.take_setups(),
             released=running.take_released(),
             prompt_logprobs=prompt_logprobs,
+            cached=cached,
             grammar_mask=None if waits else self._masks(slots[samples]),
             mask_follows=waits,
         )

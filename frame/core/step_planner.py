@@ -195,8 +195,7 @@ class StepPlanner:
         window = self._queue.head(MATCH_WINDOW if self._policy.needs_matches else WINDOW)
         if self._policy.needs_matches:
             for request in window:
-                tokens = request.all_tokens()
-                request.match = self._ledger.cache.match(tokens, request.namespace, limit=len(tokens) - 1)
+                request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
         ordered = list(self._policy.order(window, self._view(now)))
         for request in window:
             request.match = None  # good for the moment only, and it would keep nodes alive
@@ -210,9 +209,9 @@ class StepPlanner:
         return [request for request in self._running.requests if (num_shared[request.slot] + 1) * size <= request.prompt_len]
 
     def _uncached(self, request: Request) -> int:
-        """Tokens of a waiting request that are not in the prefix cache."""
+        """Tokens of a waiting request that must be computed."""
         tokens = request.all_tokens()
-        return len(tokens) - self._ledger.cache.match(tokens, request.namespace, limit=len(tokens) - 1).num_tokens
+        return max(1, len(tokens) - self._ledger.cache.match(tokens, request.namespace).num_tokens)
 
     def _enter(self, request: Request, reserved: int, now: float) -> int | None:
         """Put a request on the device if its whole prompt and the growth of all fit. -> pages it still needs, None: no room."""
@@ -223,11 +222,11 @@ class StepPlanner:
             self._ledger.unlock_prefix(request)
             return None
         self._queue.remove(request)
+        self._running.enter(request, cached)
         if request.cached_tokens < 0:
-            request.cached_tokens = min(len(cached) * self._config.page_size, request.prompt_len)
+            request.cached_tokens = min(int(self._running.table.arrays.computed[request.slot]), request.prompt_len)
             self.num_cached_tokens += request.cached_tokens
             request.admitted = now
-        self._running.enter(request, cached)
         return need
 
     def _pages_for(self, request: Request) -> int:

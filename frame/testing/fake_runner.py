@@ -6,6 +6,7 @@ runner says which position of which slot was wrong. `continuation` gives what an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ class FakeRunner(ModelRunner):
             if row >= batch.num_decodes:
                 self._check_chunk(batch, row, batch.token_ids[offset : offset + count])
                 offset += count
-            prefix = self._compute(slot, int(batch.num_computed[row]), count)
+            prefix = self._compute(slot, int(batch.num_computed[row]), count, stores=not _is_cached(batch, row))
             if batch.samples[row]:
                 prefixes.append((slot, prefix))
 
@@ -149,23 +150,28 @@ class FakeRunner(ModelRunner):
             raise FakeRunnerError(f"slot {slot}: `samples` is wrong for the chunk at {start}")
 
     def _check_writes(self, batch: ScheduledBatch) -> dict[int, int]:
-        """No two rows of a step may write the same page. -> the slot that writes each page."""
+        """No row of a step may write a page that another one reads. -> the slot that writes each page."""
         if len(set(batch.slots.tolist())) != len(batch.slots):
             raise FakeRunnerError("a slot has two rows in one step")
         written: dict[int, int] = {}
+        readers: Counter[int] = Counter()
         for row, slot in enumerate(batch.slots.tolist()):
             first = int(batch.num_computed[row]) // self.page_size
             last = (int(batch.num_computed[row] + batch.num_scheduled[row]) - 1) // self.page_size
-            pages = set(self._table[slot, first : last + 1].tolist())
+            pages = self._table[slot, : last + 1].tolist()
             if _RESERVED_PAGE in pages:
-                raise FakeRunnerError(f"slot {slot} has no page for a position that it computes")
-            if written.keys() & pages:
-                raise FakeRunnerError(f"pages {sorted(written.keys() & pages)} are written by two rows of one step")
-            written.update(dict.fromkeys(pages, slot))
+                raise FakeRunnerError(f"slot {slot} has no page for a position that it reads")
+            readers.update(pages)
+            if not _is_cached(batch, row):
+                written.update(dict.fromkeys(pages[first:], slot))
+        disputed = sorted(page for page in written if readers[page] > 1)
+        if disputed:
+            raise FakeRunnerError(f"pages {disputed} are written by a row while another row of the step has them")
         return written
 
-    def _compute(self, slot: int, start: int, count: int) -> int:
-        """Read positions [0, start), write [start, start + count); returns the hash of them all, as read back."""
+    def _compute(self, slot: int, start: int, count: int, *, stores: bool) -> int:
+        """Read positions [0, start), write [start, start + count), unless they are there already; returns the hash of them all, as read
+        back."""
         state = self._slots[slot]
         end = start + count
         if end > len(state.tokens):
@@ -174,8 +180,9 @@ class FakeRunner(ModelRunner):
         pages, offsets = self._table[slot, positions // self.page_size], positions % self.page_size
         tokens = np.array(state.tokens[:end], np.int64)
         before = self._hash[pages[start - 1], offsets[start - 1]] if start else np.uint64(0)
-        self._token[pages[start:], offsets[start:]] = tokens[start:]
-        self._hash[pages[start:], offsets[start:]] = before + _hashes(tokens, start)
+        if stores:
+            self._token[pages[start:], offsets[start:]] = tokens[start:]
+            self._hash[pages[start:], offsets[start:]] = before + _hashes(tokens, start)
         wrong = np.flatnonzero(self._token[pages, offsets] != tokens)
         if wrong.size:
             raise FakeRunnerError(f"slot {slot} reads a wrong token at position {wrong[0]} (page {pages[wrong[0]]})")
@@ -240,6 +247,10 @@ def continuation(
         if grammar is not None and grammar.is_finished():
             break
     return known[len(tokens) :]
+
+
+def _is_cached(batch: ScheduledBatch, row: int) -> bool:
+    return batch.cached is not None and bool(batch.cached[row])
 
 
 def _allowed(mask: np.ndarray, vocab_size: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -121,6 +122,17 @@ def test_a_decode_step_of_64_rows_is_cheap(page_size):
             builder.build(batch, count_rows(batch), {})
             best = min(best, time.perf_counter() - start)
     assert best < 200e-6  # aimed at 100 µs; twice that for a busy machine
+
+
+def test_what_is_cached_is_not_stored_again():
+    builder, _ = make(4)
+    rows = [(3, 9, 1, True), (1, 7, 1, True), (0, 7, 2, True)]
+    pages = [(3, 2, 4), (1, 1, 6), (0, 1, 5), (0, 2, 7)]
+    batch = msgspec.structs.replace(scheduled(rows, 1, pages, [50, 60, 61]), cached=np.array([False, True, False]))
+    forward, _ = builder.build(batch, count_rows(batch), {})
+    assert forward.kv_slots.tolist() == [17, 0, 23, 28]
+    found = builder.token_rows(batch, count_rows(batch))
+    assert list(zip(found.slots, found.positions, found.kv_slots, strict=True)) == [(3, 9, 17), (1, 7, 0), (0, 8, 28), (0, 7, 23)]
 
 
 def test_tokens_one_by_one_begin_with_those_that_are_sampled():

@@ -19,12 +19,14 @@ from frame.core.model_runner import TorchModelRunner
 from frame.core.no_cache import NoCache
 from frame.core.parallel import LocalGroup
 from frame.core.processors import Processors
+from frame.core.radix_cache import RadixCache
 from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
 from frame.testing.local_loop import LocalLoop
+from frame.testing.scheduler_rig import OldestFirst
 
 VOCAB, ROWS, PAGES = 97, 12, 300
 CPU = torch.device("cpu")
@@ -50,7 +52,7 @@ def test_inputs_are_padded_and_stay_where_they_are():
     assert addresses == {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
 
 
-def make_loop(captured, *, overlap=True, eos=()):
+def make_loop(captured, *, overlap=True, eos=(), cache=None):
     facts = fake_facts(VOCAB, 128, eos)
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
     context = dataclasses.replace(context, attention=FakeAttention(context))
@@ -63,7 +65,7 @@ def make_loop(captured, *, overlap=True, eos=()):
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
-    return LocalLoop(Scheduler(config, NoCache(4), PagedAllocator(PAGES), Fcfs()), runner)
+    return LocalLoop(Scheduler(config, cache or NoCache(4), PagedAllocator(PAGES), Fcfs()), runner)
 
 
 @pytest.mark.parametrize("captured", [1, 5, ROWS])
@@ -112,6 +114,18 @@ def test_short_prompts_are_decodes_whose_tokens_are_known(overlap, temperature):
     kinds = {(sampled > 0, sampled < rows, given > 0) for rows, sampled, given in steps}
     assert (True, True, True) in kinds and (True, False, False) in kinds
     assert max(given for *_, given in steps) <= 64
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_is_wholly_cached_is_one_decode(overlap):
+    loop = make_loop(8, overlap=overlap, cache=RadixCache(4, OldestFirst()))
+    prompts = [[(7 * row + place) % VOCAB for place in range(40)] for row in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    expected = [continuation(prompt, 6, VOCAB) for prompt in prompts]
+    assert loop.generate(prompts, params) == expected
+    steps = watch(loop)
+    assert loop.generate([*prompts, prompts[0]], params) == [*expected, expected[0]]
+    assert steps[0] == (4, 4, 4)
 
 
 def test_a_chunk_that_is_not_the_last_samples_nothing():

@@ -7,6 +7,7 @@ kernels' interpreter needs a process of its own, which runs `interpreted_greedy.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import queue
@@ -55,6 +56,14 @@ def test_plain_and_from_the_prefix_cache(case):
     assert loop.stats["cached"] == 0
     run(loop, case)  # now every prompt's whole pages are cached
     assert loop.stats["cached"] >= sum((len(prompt) - 1) // 16 * 16 for prompt in case.prompts)
+
+
+def test_prompts_that_are_wholly_cached(case):
+    whole = dataclasses.replace(case, prompts=[prompt[: len(prompt) // 16 * 16] for prompt in case.prompts if len(prompt) >= 16][:5])
+    loop = make_loop(case.folder)
+    for _ in range(2):
+        greedy.run(loop, whole, greedy.greedy(5))
+    assert loop.stats["cached"] == sum(len(prompt) - 1 for prompt in whole.prompts)
 
 
 @pytest.mark.parametrize("chunk", [16, 64])

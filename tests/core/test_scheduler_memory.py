@@ -37,9 +37,9 @@ def test_the_answer_is_cached_too_and_the_last_token_is_always_computed() -> Non
     while not made.scheduler.is_idle:
         made.step()
     assert made.requests[turn].cached == 16  # 17 tokens, 16 of them computed
-    assert made.requests[whole].cached == 4  # 8 are cached, but one token must be computed and pages are whole
+    assert made.requests[whole].cached == 7  # 8 are, but the last one must be computed
     assert made.requests[elsewhere].cached == 0
-    assert made.scheduler.load()["cached_tokens"] == 20
+    assert made.scheduler.load()["cached_tokens"] == 23
     made.check()
 
 
@@ -65,7 +65,24 @@ def test_flush_keeps_what_is_in_use() -> None:
     made.step()
     assert made.scheduler.flush_cache() == 4  # the prompt that nobody uses; the other's 4 pages are locked
     made.run()
-    assert made.requests[running].cached == 12
+    assert made.requests[running].cached == 15
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_of_a_prompt_that_is_wholly_cached_one_token_is_computed_and_none_is_stored(overlap: bool, page_size: int) -> None:
+    made = rig(overlap=overlap, page_size=page_size)
+    made.add(prompt(16), params(max_tokens=9))
+    while not made.scheduler.is_idle:
+        made.step()
+    again = [made.add(prompt(16), params(max_tokens=9)) for _ in range(3)]  # which read one page in one step
+    computed = made.runner.num_tokens
+    made.step()
+    assert made.runner.num_tokens == computed + 3
+    assert made.scheduler.load()["used_pages"] == 16 // page_size
+    made.run()
+    assert [made.requests[rid].cached for rid in again] == [15, 15, 15]
+
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -94,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace=st.sampled_from(["", "", "tenant"]),
         deadline=st.none() | st.integers(1, 20),
         script=st.none() | st.lists(st.sampled_from([1, 1, 1, 2, 5]), min_size=1, max_size=12),
+        again=st.booleans(),
     )
     def add(
         self,
@@ -109,6 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace: str,
         deadline: int | None,
         script: list[int] | None,
+        again: bool,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -119,6 +121,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
         )
         tokens = [(stem * 11 + i) % VOCAB for i in range(stem_len)] + tail
+        if again and self.rig.requests:  # whole pages of what may be in the cache, all of it
+            earlier = self.rig.requests[max(self.rig.requests)]
+            known, size = [*earlier.message.token_ids, *earlier.got][:23], self.rig.config.page_size
+            tokens = known[: len(known) // size * size] or tokens
         grammar = None if script is None else lambda: Script(script, VOCAB)
         self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline), grammar)
 

@@ -68,11 +68,11 @@ def test_prefixes_are_compared_by_token() -> None:
     cache = RadixCache(2, OldestFirst())
     for number, tokens in enumerate(([1, 4], [4, 1], [2, 3], [2**31 - 1, 0])):
         given = np.array(tokens, np.int32)
-        found = cache.match(given, "", limit=2)
+        found = cache.match(given)
         assert found.num_tokens == 0
         cache.insert(given, np.array([number + 1], np.int32), "")
-        assert cache.match(given, "", limit=2).num_tokens == 2
-        assert cache.match(given, "another", limit=2).num_tokens == 0
+        assert cache.match(given).num_tokens == 2
+        assert cache.match(given, "another").num_tokens == 0
 
 
 PARTS: list[dict[str, Any]] = [

@@ -116,5 +116,24 @@ def test_it_notices_two_rows_that_write_one_page() -> None:
         new_pages=np.concatenate((one.new_pages, two.new_pages)),
         setups=[*one.setups, *two.setups],
     )
-    with pytest.raises(FakeRunnerError, match=r"pages \[5\] are written by two rows"):
+    with pytest.raises(FakeRunnerError, match=r"pages \[5\] are written by a row while another"):
         runner().launch(both)
+
+
+def test_what_is_cached_is_read_and_not_written() -> None:
+    fake, prompt = runner(), [3, 1, 4, 1]
+    (token,) = fake.launch(extend(0, 0, prompt, [5, 2])).wait().token_ids.tolist()
+    again = extend(1, 1, prompt, [5, 2], 3)
+    both = msgspec.structs.replace(
+        again,
+        num_decodes=1,
+        slots=np.array([0, 1], np.int32),
+        num_computed=np.array([4, 3], np.int32),
+        num_scheduled=np.ones(2, np.int32),
+        samples=np.ones(2, np.bool_),
+        new_pages=np.array([(0, 2, 6), *again.new_pages.tolist()], np.int32),
+        cached=np.array([False, True]),
+    )
+    assert fake.launch(both).wait().token_ids.tolist()[1] == token
+    with pytest.raises(FakeRunnerError, match="reads a wrong token at position 1"):
+        fake.launch(msgspec.structs.replace(extend(2, 1, [3, 2], [5], 1, released=[1]), cached=np.array([True])))

@@ -47,7 +47,8 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids` are the ids of the extend rows, flattened; a decode row's one id is read from the device's last-token table
     (it may have been sampled by a step that is still in flight). `samples[r]` says whether row r yields a token
     (a prompt's inner chunk does not). `new_pages` are page-table writes, int32 [n, 3] of (slot, index in the row, page).
-    `prompt_logprobs[r]` asks for the log-probabilities of row r's own tokens.
+    `prompt_logprobs[r]` asks for the log-probabilities of row r's own tokens. `cached[r]` says that K and V of the tokens computed now are
+    in the cache too, where others may read them: only the logits are wanted, and nothing is stored.
     """
 
     step: int
@@ -61,6 +62,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     setups: list[SlotSetup] = []
     released: list[int] = []  # slots whose request left since the last step
     prompt_logprobs: np.ndarray | None = None  # bool [rows]
+    cached: np.ndarray | None = None  # bool [rows]; None: no row's are
     grammar_mask: np.ndarray | None = None  # int32 [sampling rows, ceil(vocab / 32)]; bit set = allowed
     mask_follows: bool = False  # the mask depends on tokens in flight: it comes by `UnsampledStep.sample`
 

@@ -55,8 +55,7 @@ class PrefixCache(ABC):
     its `match` finds nothing and its `insert` calls every page a duplicate.
 
     Laws:
-    - `match` changes nothing that another caller can see but recency; it never returns the whole sequence it was asked for when
-      `limit` forbids it (the last token's logits must be computed).
+    - `match` changes nothing that another caller can see but recency; it may find the whole sequence.
     - A locked handle's pages, and those of all its ancestors, are not evicted; `lock` and `unlock` nest.
     - `insert` takes ownership of the pages past `num_cached`; only whole pages are kept; tokens beyond the last whole page
       stay the caller's.
@@ -70,7 +69,7 @@ class PrefixCache(ABC):
     reuses: ClassVar[bool] = True
 
     @abstractmethod
-    def match(self, tokens: np.ndarray, namespace: str = "", limit: int | None = None) -> Match: ...
+    def match(self, tokens: np.ndarray, namespace: str = "") -> Match: ...
 
     @abstractmethod
     def lock(self, handle: Any) -> None: ...
