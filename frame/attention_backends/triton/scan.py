@@ -12,6 +12,9 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
+# products of float32 numbers: three on the tensor cores, of parts that together hold all but the last bits (arXiv 2203.03341). On the other
+# cores they are exact, and unrolled to so much code that a wide tile compiles for minutes.
+PRECISION = tl.constexpr("tf32x3")
 # which scores a scan takes out: none, those past the last key, or those that a query's position or window hides as well
 NONE, TAIL, CAUSAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -34,9 +37,9 @@ def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASK
 
 @triton.jit
 def matched(queries, keys_pointer, UPCAST: tl.constexpr):
-    """Queries as keys of this type are multiplied with: float16 for an fp8 cache, whose numbers become that in one instruction, and
-    bfloat16 in several."""
-    if keys_pointer.dtype.element_ty.primitive_bitwidth == 8 and not UPCAST:
+    """Queries as keys of this type are multiplied with: bfloat16 ones become float16 for an fp8 cache, whose numbers become that in one
+    instruction, and bfloat16 in several."""
+    if keys_pointer.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype.primitive_bitwidth == 16 and not UPCAST:
         return queries.to(tl.float16)
     else:
         return queries
@@ -129,10 +132,10 @@ def scan_keys(
             places = places.to(tl.int64)
         row = key_start + start
         keys1 = load_keys(k1, k1_column, row, places, K1_STRIDE, columns1, WIDTH1, DESCRIBED, UPCAST).to(q1.dtype)
-        scores = tl.dot(q1, tl.trans(keys1), input_precision="ieee")
+        scores = tl.dot(q1, tl.trans(keys1), input_precision=PRECISION)
         if WIDTH2 > 0:
             keys2 = load_keys(k2, k2_column, row, places, K2_STRIDE, columns2, WIDTH2, DESCRIBED, UPCAST).to(q1.dtype)
-            scores = tl.dot(q2, tl.trans(keys2), scores, input_precision="ieee")
+            scores = tl.dot(q2, tl.trans(keys2), scores, input_precision=PRECISION)
         if SOFT_CAP > 0:
             scores = soft_capped(scores * scale, SOFT_CAP)
         if MASK == TAIL:
@@ -156,7 +159,7 @@ def scan_keys(
             values = load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, DESCRIBED, UPCAST).to(q1.dtype)
             if DESCRIBED and MASK != NONE:  # a box may reach into another row's values, which may be anything
                 values = tl.where((keys < last)[:, None], values, 0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
     return top, total, acc
 

@@ -63,6 +63,13 @@ def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shar
     return Tile(queries, 16, warps, 1)
 
 
+def most_queries(columns: tuple[int, int, int], itemsize: int) -> int:
+    """Of one tile. In float32 a product is three, of numbers split in two, and what is held for them is as much more."""
+    if itemsize == 2:
+        return 64
+    return 32 if max(columns) <= 256 else 16
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """What tile and split sizes depend on."""
@@ -98,12 +105,13 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
         return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a processor
     if columns[1] and not gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
         return Tile(128, 64, 8, 3)  # keys in two parts, as those made of latents
-    return choose_tile(max(16, min(64, wanted)), columns, itemsize, shared_memory)
+    return choose_tile(max(16, min(most_queries(columns, itemsize), wanted)), columns, itemsize, shared_memory)
 
 
 def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
     """Sizes for `group` heads that share keys of these padded widths."""
-    queries = max(16, min(64, power_of_2(group)))
+    most = most_queries(columns, itemsize)
+    queries = max(16, min(most, power_of_2(group)))
     tile = choose_tile(queries, columns, itemsize, shared_memory)
     value = columns[2] or columns[0]
     if value > 256:
@@ -113,7 +121,7 @@ def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shar
         return DecodeSizes(tile, 32, 32, programs, min_keys=128, merges_apart=True)
     return DecodeSizes(
         tile,
-        tile_lanes=64,
+        tile_lanes=most,
         tile_keys=min(32, tile.keys),
         programs=3,
         min_keys=64,
