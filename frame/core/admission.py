@@ -11,6 +11,7 @@ from frame.core.grammar_masks import replay
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
 from frame.core.request import Request
+from frame.core.token_ids import as_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Admission:
     def accept(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
         """The request, or why there is none."""
         try:
-            tokens = np.array(message.token_ids, np.int32)
+            tokens = as_array(message.token_ids)
         except OverflowError:
             tokens = np.array([-1], np.int32)  # beyond any vocabulary
         problem = self._problem(message, tokens)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from frame.core.sampling_params import SamplingParams
+from frame.core.token_ids import as_array
 
 
 class QueueFullError(Exception):
@@ -81,7 +82,12 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
 
 
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+    try:
+        ids = as_array(prompt)
+        is_known = ids.min() >= 0 and ids.max() < limits.vocab_size
+    except OverflowError:
+        is_known = False
+    if not is_known:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
 
 

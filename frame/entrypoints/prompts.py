@@ -49,13 +49,14 @@ def _without_arrays(value: Any) -> Any:
 
 def token_ids_of(prompt: Sequence[Any]) -> list[int]:
     """The prompt as plain integers. Raises InvalidRequestError."""
-    if set(map(type, prompt)) == {int}:  # long prompts come often, and in this form
-        return list(prompt)
-    ids = [_without_arrays(token) for token in prompt]
-    wrong = next((token for token in ids if type(token) is not int), None)
-    if wrong is not None:
-        raise _not_a_prompt(wrong)
-    return ids
+    try:
+        return msgspec.convert(prompt, list[int])  # long prompts come often, and in this form
+    except msgspec.ValidationError:
+        ids = [_without_arrays(token) for token in prompt]
+        wrong = [token for token in ids if type(token) is not int]
+        if wrong:
+            raise _not_a_prompt(wrong[0]) from None
+        return ids
 
 
 def _not_a_prompt(value: Any) -> InvalidRequestError:
