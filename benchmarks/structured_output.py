@@ -1,10 +1,10 @@
-"""What constrained output costs: `python benchmarks/structured_output.py masks|throughput|jump` prints one JSON object.
+"""What constrained output costs: `python benchmarks/structured_output.py masks|jump` prints one JSON object.
+
+`structured_throughput.py` tells what it costs an engine.
 
 masks: microseconds of CPU for one token of one of 32 requests: its mask (`MaskFiller`) and the sampled token (`advance`), on a random walk
 through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
 every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
-throughput: output tokens a second of the offline engine, 32 requests, free and constrained in turn, greedy, of equal length;
-also by the process's CPU seconds, which hold where others use the machine.
 jump: CPU microseconds an output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by requests.
 """
 
@@ -14,19 +14,13 @@ import argparse
 import json
 import os
 import platform
-import random
-import re
 import statistics
-import sysconfig
 import time
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
 from frame.core.grammar_masks import MaskFiller, advance
@@ -57,29 +51,6 @@ GRAMMARS = {
     "counted": ("regex", "[a-z]{1,50}"),
     "ebnf": ("ebnf", 'root ::= expr\nexpr ::= term (("+" | "-") term)*\nterm ::= [0-9]+ | "(" expr ")" | [a-z]+'),
 }
-
-
-class MadeTokenizer:
-    """Byte-level, with the commonest pieces of the standard library's text as its tokens."""
-
-    def __init__(self, size: int) -> None:
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        pieces: Counter[str] = Counter()
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*/*.py"))[:600]:
-            pieces.update(re.findall(r" ?[^\W\d_]+| ?\d{1,3}| ?[^\s\w]+|\s+|_+", path.read_text(errors="ignore")))
-        words = [piece for piece, _ in pieces.most_common() if 1 < len(piece) <= 24 and piece.isascii()]
-        spelt = [word.replace(" ", "Ġ").replace("\n", "Ċ").replace("\t", "ĉ") for word in words]
-        stems = [word for word in spelt if word.strip("Ġ").isalpha() and len(word) <= 8]
-        numbers = random.Random(0)
-        made = (numbers.choice(stems) + numbers.choice(stems).strip("Ġ")[:5].lower() for _ in iter(int, 1))  # iter(int, 1) never ends
-        vocabulary = dict.fromkeys(["<eos>", *letters, *spelt])
-        while len(vocabulary) < size:
-            vocabulary[next(made)] = None
-        self.backend = Backend(models.BPE({token: i for i, token in enumerate(list(vocabulary)[:size])}, []))
-        self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.backend.decoder = decoders.ByteLevel()
-        self.backend.add_special_tokens(["<eos>"])
-        self.eos_token_ids = (0,)
 
 
 def backend_of(name: str, tokenizer: Any, vocab_size: int) -> GrammarBackend:
@@ -159,47 +130,6 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
     }
 
 
-def throughput(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
-    """Tokens a second, free and constrained; medians of `rounds` after one that is thrown away."""
-    long = {"type": "array", "minItems": 1000, "items": PERSON}
-    grammars: dict[str, dict[str, Any]] = {
-        "free": {},
-        "schema": {"json_schema": json.dumps(long)},
-        "regex": {"regex": r"[a-z]+([ ,.][a-z]+)*!"},
-        "counted": {"regex": r"([a-z]+ ){4000}"},  # xgrammar counts at run time
-    }
-    found: dict[str, Any] = {}
-    for name in backends:
-        with Engine(grammar_backend=name, sampling_grammar_workers=0, max_running_requests=BATCH, dtype="bfloat16", threads=1) as engine:
-            figures: dict[str, list[tuple[float, float]]] = {label: [] for label in grammars}
-            for number in range(rounds + 1):
-                for turn, (label, grammar) in enumerate(grammars.items()):
-                    params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, **grammar)
-                    prompts = [[5 + (number * 997 + turn * 131 + i * 7 + j * (turn + 3)) % 1900 for j in range(64)] for i in range(BATCH)]
-                    if not number:
-                        engine.generate(prompts[:1], SamplingParams(max_tokens=2, **grammar))  # compiled, and kept
-                    began, busy = time.perf_counter(), time.process_time()
-                    outputs = engine.generate(prompts, params)
-                    seconds, busy = time.perf_counter() - began, time.process_time() - busy
-                    tokens = sum(len(output.token_ids) for output in outputs)
-                    assert tokens == BATCH * length, (label, tokens, outputs[0].error)
-                    if number:
-                        figures[label].append((tokens / seconds, tokens / busy))
-        wall = {label: statistics.median(value for value, _ in values) for label, values in figures.items()}
-        cpu = {label: statistics.median(value for _, value in values) for label, values in figures.items()}
-        found[name] = {
-            label: {
-                "tokens_per_second": round(wall[label], 1),
-                "loss_percent": round(100 * (1 - wall[label] / wall["free"]), 1),
-                "tokens_per_cpu_second": round(cpu[label], 1),
-                "cpu_loss_percent": round(100 * (1 - cpu[label] / cpu["free"]), 1),
-                "all": [(round(one, 1), round(two, 1)) for one, two in figures[label]],
-            }
-            for label in grammars
-        }
-    return found
-
-
 def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
     """Microseconds a token, steps and tokens jumped over; medians of `rounds` after one that is thrown away."""
     schema = json.dumps({"type": "array", "minItems": 1000, "items": PERSON})
@@ -227,7 +157,7 @@ def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("masks", "throughput", "jump"))
+    parser.add_argument("what", choices=("masks", "jump"))
     parser.add_argument("--steps", type=int, default=200, help="batches of each walk")
     parser.add_argument("--threads", type=int, default=2, help="that make every other step's masks")
     parser.add_argument("--large", action="store_true", help="masks of the larger vocabulary alone")
@@ -240,10 +170,8 @@ def main() -> None:
         machine["threads"] = options.threads
         tiny = {} if options.large else {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048)}
         found = masks(options.steps, options.threads, {**tiny, "made": (MadeTokenizer(LARGE), LARGE)}, options.backends)
-    elif options.what == "jump":
-        found = jump(options.rounds, options.length, options.backends)
     else:
-        found = throughput(options.rounds, options.length, options.backends)
+        found = jump(options.rounds, options.length, options.backends)
     print(json.dumps({"what": options.what, "batch": BATCH, "machine": machine, "rows": found}, indent=1))
 
 
