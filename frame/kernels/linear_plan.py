@@ -35,9 +35,7 @@ class Plan:
     chunks: int = 4  # of 32 inputs, that a warp (or a program of 64 outputs and more) multiplies at a time; not for vectors
 
 
-def plans(
-    outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED, streams: bool = False
-) -> tuple[Plan | None, ...]:
+def plans(outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED, streams: bool = False) -> tuple[Plan | None, ...]:
     """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast, or the plan needs more bytes of shared
     memory than a program gets. `streams`: whether the device has what the kernel `stream` needs (`frame.kernels.streams`)."""
     found = [None, *(plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.regular import Language, Node, form_of, rebuilt
+from frame.plugins.grammars.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
 from frame.plugins.grammars.vocabulary_tree import VocabularyTree
 
 if TYPE_CHECKING:
@@ -20,13 +22,9 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.sampling import Grammar
 
-MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
 MOST_FORCED = 64  # bytes
-KEPT_BYTES = 32 << 20  # of masks
-
-
-class TooMuchWorkError(ValueError):
-    """A mask whose automaton is too large."""
+MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
+KEPT_BYTES = 64 << 20  # of masks
 
 
 class Vocabulary:
@@ -36,6 +34,31 @@ class Vocabulary:
         self.tree = VocabularyTree(texts)
         self.stops = stops
         self.tokenize = tokenize
+        self.repetitions = Repetitions.none(self.tree.num_nodes)
+        self._lock = threading.Lock()
+
+    def prepare(self, node: Node) -> None:
+        """Find out what masks of a language will need, but for its states."""
+        seen, waiting = {node}, [node]
+        while waiting:
+            each = waiting.pop()
+            if is_run(each):
+                self._learn(each.parts[0])
+            waiting += [part for part in each.parts if part not in seen]
+            seen.update(each.parts)
+
+    def _learn(self, part: Node) -> None:
+        form = form_of(part)
+        if form in self.repetitions:
+            return
+        needs, language = None, Language()
+        with suppress(TooMuchWorkError):
+            table, nodes = States(language).table(language.repeat(rebuilt(language, part), 0, None))
+            if not any(node.is_nullable for node in nodes[2:]):  # a part's end must be certain where it comes
+                needs = self.tree.repetitions(table)
+        with self._lock:
+            known = self.repetitions if len(self.repetitions) < MOST_RUNS else Repetitions.none(self.tree.num_nodes)
+            self.repetitions = known.plus(form, needs)
 
 
 class Masks:
@@ -47,30 +70,31 @@ class Masks:
         self._kept: OrderedDict[Node, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, language: Language, node: Node) -> np.ndarray:
+    def of(self, states: States, node: Node) -> np.ndarray:
         """The allowed tokens, int32 [words]; not to be written to. Raises ValueError where there are none, or they take too much work."""
-        language.forget()
-        state = language.clamp(node, self.vocabulary.tree.longest)
+        states.language.forget()
+        state = states.language.clamp(node, self.vocabulary.tree.longest)
         with self._lock:
             found = self._kept.get(state)
             if found is not None:
                 self._kept.move_to_end(state)
                 return found
-        found = self._make(language, state)
+        found = self._make(states, state)
         with self._lock:
             self._kept[state] = found
             if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         return found
 
-    def _make(self, language: Language, state: Node) -> np.ndarray:
-        token = self._forced(language, state)
+    def _make(self, states: States, state: Node) -> np.ndarray:
+        token = self._forced(states.language, state)
         if token is not None:
             mask = np.zeros(self.vocabulary.tree.words, np.int32)
             mask.view(np.uint32)[token // 32] = 1 << token % 32
             return mask
         also = [*self.vocabulary.stops] if state.is_nullable else []
-        mask = self.vocabulary.tree.mask(1, _Walk(language, state).step, also)
+        with states.lock:
+            mask = self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also)
         if not mask.any():
             raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
         return mask
@@ -79,7 +103,7 @@ class Masks:
         """The first token of the text that must follow, where the tokenizer would not join it with what comes after."""
         text = bytearray()
         while len(text) < MOST_FORCED and not state.is_nullable:
-            byte = only_byte(language, state)
+            byte = only_byte(state)
             if byte is None:
                 break
             text.append(byte)
@@ -91,39 +115,6 @@ class Masks:
         if len(tokens) < 2 and state is not language.empty:  # the last may go on
             return None
         return tokens[0] if tokens and b"".join(texts[token] for token in tokens) == text else None
-
-
-class _Walk:
-    """The automaton from one state on, as numbers: 0 is the end of all, 1 the state."""
-
-    def __init__(self, language: Language, state: Node) -> None:
-        self._language = language
-        self._nodes = [language.none, state]
-        self._numbers = {language.none: 0, state: 1}
-        self._table = np.full(64 * 256, -1, np.intp)
-        self._table[:256] = 0
-        self._most_work = language.num_derived + MOST_WORK
-
-    def step(self, pairs: np.ndarray) -> np.ndarray:
-        """See `VocabularyTree.mask`."""
-        found = self._table.take(pairs)
-        unknown = np.flatnonzero(found < 0)
-        if unknown.size:
-            for pair in np.unique(pairs[unknown]).tolist():
-                self._work_out(pair)
-            found = self._table.take(pairs)
-        return found
-
-    def _work_out(self, pair: int) -> None:
-        if self._language.num_derived > self._most_work:
-            raise TooMuchWorkError("the grammar needs more work for a token than its backend allows; simplify it")
-        node = self._language.derive(self._nodes[pair // 256], pair % 256)
-        target = self._numbers.setdefault(node, len(self._nodes))
-        if target == len(self._nodes):
-            self._nodes.append(node)
-            if 256 * target == len(self._table):
-                self._table = np.concatenate((self._table, np.full_like(self._table, -1)))
-        self._table[pair] = target
 
 
 class AutomatonGrammar:
@@ -146,7 +137,7 @@ class AutomatonGrammar:
             mask[...] = -1
             return False
         try:
-            mask[:] = self._masks.of(self._language, self._node)
+            mask[:] = self._masks.of(self._compiled.states, self._node)
         except TooMuchWorkError:
             self._compiled.is_hard = True
             self._other = self._compiled.otherwise()
@@ -186,34 +177,14 @@ class AutomatonCompiled:
         if node is language.none:
             raise ValueError("the grammar allows no text at all")
         self.language = language
+        self.states = States(language)
         self.node = node
         self.masks = masks
         self.otherwise = otherwise
         self.is_hard = False  # whether a mask of it was too much work
         self.num_bytes = 1 << 20  # a guess: what states take; masks are the backend's
-        masks.of(language, node)
+        masks.vocabulary.prepare(node)
+        masks.of(self.states, node)
 
     def start(self) -> Grammar:
         return self.otherwise() if self.is_hard else AutomatonGrammar(self)
-
-
-def only_byte(language: Language, node: Node) -> int | None:
-    """The byte that every text of a node begins with."""
-    first = first_bytes(node)
-    return first.bit_length() - 1 if first and not first & (first - 1) else None
-
-
-def first_bytes(node: Node) -> int:
-    """The set of bytes that texts of a node begin with, as bits."""
-    found = 0
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        found |= each.members
-        if each.kind == "cat":
-            waiting.append(each.parts[0])
-            if each.parts[0].is_nullable:
-                waiting.append(each.parts[1])
-        else:
-            waiting.extend(each.parts)
-    return found

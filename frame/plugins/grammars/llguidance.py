@@ -18,12 +18,13 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, TooMuchWorkError, Vocabulary
+from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.closed_schema import closed
 from frame.plugins.grammars.options import GrammarOptions
 from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
 from frame.plugins.grammars.sources import check_source, one_sentence
+from frame.plugins.grammars.states import TooMuchWorkError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -34,6 +34,7 @@ class Language:
     _nodes: dict[tuple[object, ...], Node] = field(default_factory=dict)
     _derivatives: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _clamped: dict[tuple[Node, int], Node] = field(default_factory=dict)
+    _passes: dict[tuple[Node, Node], bytes] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -96,9 +97,17 @@ class Language:
 
     def follow(self, node: Node, text: bytes) -> Node:
         """What may follow `text`."""
-        known = self._derivatives
-        for byte in text:
-            node = known.get((node, byte)) or self.derive(node, byte)
+        known, at, end = self._derivatives, 0, len(text)
+        while at < end:
+            if node.kind == "cat" and (repeat := node.parts[0]).kind == "repeat":
+                rest = text[at:].lstrip(self._passed(repeat.parts[0], node.parts[1]))
+                count = end - at - len(rest)
+                if count > 1:
+                    count = count if repeat.most is None else min(count, repeat.most)
+                    node, at = self._after(node, count), at + count
+                    continue
+            byte = text[at]
+            node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
         return node
 
     def clamp(self, node: Node, longest: int) -> Node:
@@ -114,7 +123,28 @@ class Language:
     def forget(self) -> None:
         """Drop what was found out, when it is much. Nodes in use stay good; equal ones made later are others."""
         if len(self._nodes) + len(self._derivatives) > MOST_NODES:
-            self._nodes, self._derivatives, self._clamped = {}, {}, {}
+            self._nodes, self._derivatives, self._clamped, self._passes = {}, {}, {}, {}
+
+    def _passed(self, part: Node, after: Node) -> bytes:
+        """The bytes that are one repetition of a part where something else may come after it."""
+        key = part, after
+        found = self._passes.get(key)
+        if found is None:
+            alone = self._passes.get((part, self.none))
+            if alone is None:
+                alone = bytes(byte for byte in range(256) if self.derive(part, byte) is self.empty)
+                self._passes[part, self.none] = alone
+            others = first_sets(after)
+            found = self._passes[key] = bytes(byte for byte in alone if not any(members >> byte & 1 for members in others))
+        return found
+
+    def _after(self, node: Node, count: int) -> Node:
+        """A sequence that begins with something repeated, so many repetitions on."""
+        repeat, after = node.parts
+        if not repeat.least and repeat.most is None:
+            return node
+        most = None if repeat.most is None else repeat.most - count
+        return self.cat(self.repeat(repeat.parts[0], max(0, repeat.least - count), most), after)
 
     def _node(
         self,
@@ -161,3 +191,44 @@ class Language:
             most = None if node.most is None else min(node.most, far)
             return self.repeat(self.clamp(node.parts[0], longest), min(node.least, far), most)
         return node
+
+
+def first_sets(node: Node) -> set[int]:
+    """The sets of bytes, as bits, that the parts begin with that a node's texts may begin with."""
+    found = set()
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if each.members:
+            found.add(each.members)
+        if each.kind == "cat":
+            waiting.append(each.parts[0])
+            if each.parts[0].is_nullable:
+                waiting.append(each.parts[1])
+        else:
+            waiting.extend(each.parts)
+    return found
+
+
+Form = tuple[str, int, tuple["Form", ...], int, int | None]
+
+
+def form_of(node: Node) -> Form:
+    """What a node says, the same for equal expressions of all languages."""
+    parts = tuple(form_of(part) for part in node.parts)
+    parts = tuple(sorted(parts, key=repr)) if node.kind == "alt" else parts
+    return node.kind, node.members, parts, node.least, node.most
+
+
+def rebuilt(language: Language, node: Node) -> Node:
+    """The same expression as a node of another language."""
+    parts = [rebuilt(language, part) for part in node.parts]
+    if node.kind == "cat":
+        return language.cat(*parts)
+    if node.kind == "alt":
+        return language.alt(parts)
+    if node.kind == "repeat":
+        return language.repeat(parts[0], node.least, node.most)
+    if node.kind == "bytes":
+        return language.one_byte(node.members)
+    return language.empty if node.kind == "empty" else language.none

@@ -1,57 +1,128 @@
-"""A vocabulary as a tree of bytes in arrays, so that an automaton is run over all its tokens at once, level by level. Knows no grammar."""
+"""A vocabulary as a tree of bytes in arrays, so that an automaton is run over all its tokens at once, level by level. Knows no grammar.
+
+Of a level only those nodes are looked at that the automaton reaches. Where it repeats one thing there (letters, a string's characters),
+all that is below is often known to be allowed by how often it repeats that, which is found out once for each such thing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 LONGEST = 256  # bytes; longer tokens are in no mask
+NEVER = 1 << 14  # more often than any token repeats a thing
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """The tree's nodes at one depth, and the tokens that end there."""
+class Automaton(Protocol):
+    """States are numbers; 0 is the end of all."""
 
-    parent: np.ndarray  # intp [nodes]; in the level above
-    byte: np.ndarray  # intp [nodes]
-    tokens: np.ndarray  # intp [tokens]
-    token_nodes: np.ndarray  # intp [tokens]
+    def step(self, pairs: np.ndarray) -> np.ndarray:
+        """The states after pairs of state and byte, 256 * state + byte. intp [n] -> intp [n]."""
+        ...
+
+    def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """Whether a state is known to take all that is below a node. intp [n] twice -> bool [n]."""
+        ...
 
 
 class VocabularyTree:
-    """`texts[i]` is token i's bytes; tokens without any are in no mask."""
+    """`texts[i]` is token i's bytes; tokens without any are in no mask. Nodes are numbered level by level, 0 is the root."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
         self.words = -(-len(texts) // 32)
-        self.levels: list[Level] = []
         tokens = np.array(sorted((i for i, text in enumerate(texts) if 0 < len(text) <= LONGEST), key=texts.__getitem__), np.intp)
         lengths = np.array([len(texts[i]) for i in tokens.tolist()], np.intp)
         self.longest = int(lengths.max(initial=0))
         flat = np.frombuffer(b"".join(texts[i] for i in tokens.tolist()), np.uint8)
         starts = np.cumsum(lengths) - lengths
+        places = np.arange(len(tokens))
         above = np.zeros(len(tokens), np.intp)  # each token's node in the level above
+        self._rank = np.full(len(texts), len(tokens), np.intp)  # each token's place; those without text come last
+        self._rank[tokens] = places
+        node_of = np.zeros(len(texts), np.intp)  # 0: none
+        levels = [(np.zeros(1, np.intp), np.zeros(1, np.intp), np.zeros(1, np.intp), np.array([len(tokens)]))]
+        self._levels = [0, 1]  # where each begins, and the last ends
         for depth in range(self.longest):
             goes_on = lengths > depth
-            tokens, lengths, starts, above = tokens[goes_on], lengths[goes_on], starts[goes_on], above[goes_on]
+            tokens, lengths, starts, places, above = (each[goes_on] for each in (tokens, lengths, starts, places, above))
             byte = flat[starts + depth].astype(np.intp)
             is_new = np.ones(len(tokens), np.bool_)  # tokens are sorted, so those of one node are neighbours
             is_new[1:] = (above[1:] != above[:-1]) | (byte[1:] != byte[:-1])
             nodes, ends = np.cumsum(is_new) - 1, lengths == depth + 1
-            self.levels.append(Level(above[is_new], byte[is_new], tokens[ends], nodes[ends]))
-            above = nodes
+            levels.append((byte[is_new], above[is_new], places[is_new], places[is_new] + np.bincount(nodes)))
+            above = nodes + self._levels[-1]
+            node_of[tokens[ends]] = above[ends]
+            self._levels.append(self._levels[-1] + len(levels[-1][0]))
+        self.num_nodes = self._levels[-1]
+        self._byte, parent, self._first_token, self._last_token = (np.concatenate(each) for each in zip(*levels, strict=True))
+        self._num_children = np.bincount(parent[1:], minlength=len(parent))
+        self._first_child = np.cumsum(self._num_children) - self._num_children + 1
+        self._token, self._twins = self._tokens_of_nodes(node_of)
 
-    def mask(self, start: int, step: Callable[[np.ndarray], np.ndarray], also: Sequence[int] = ()) -> np.ndarray:
-        """The bits of the tokens that an automaton can take, int32 [words]. State 0 is the end of all, `start` is where it stands; `step`
-        gives the states after pairs of state and byte, 256 * state + byte, both intp [n]. `also` are further tokens."""
-        allowed = np.zeros(32 * self.words, np.uint8)
-        states = np.array([start], np.intp)
-        for level in self.levels:
-            states = step(states.take(level.parent) * 256 + level.byte)
-            if not states.any():
-                break
-            allowed[level.tokens] = states.take(level.token_nodes) > 0
+    def mask(self, start: int, automaton: Automaton, also: Sequence[int] = ()) -> np.ndarray:
+        """The bits of the tokens that an automaton can take, int32 [words]. `start` is where it stands, and `also` are further tokens."""
+        reached, covered = self._walk(start, automaton)
+        allowed = np.zeros(32 * self.words + 1, np.uint8)  # the last is for nodes where no token ends
+        if covered.size:
+            self._in_order(covered).take(self._rank, out=allowed[: len(self._rank)], mode="clip")
+        allowed[self._token.take(reached)] = 1
+        for token, same in self._twins:
+            allowed[token] = allowed[same]
         allowed[list(also)] = 1
-        return np.packbits(allowed, bitorder="little").view(np.int32)
+        return np.packbits(allowed[:-1], bitorder="little").view(np.int32)
+
+    def repetitions(self, table: np.ndarray) -> np.ndarray:
+        """How often at most a thing is begun below each node, where it begins anew after the node; NEVER and above: what is below does not
+        consist of it. uint16 [nodes]. table intp [states, 256]: the states after each byte; 1 is that between two of the thing."""
+        count = len(table)
+        found = np.zeros((len(self._byte), count), np.uint16)
+        begun = (np.arange(count) == 1).astype(np.uint16)
+        for depth in reversed(range(self.longest)):
+            first, middle, last = self._levels[depth : depth + 3]
+            after = table[:, self._byte[middle:last]].T  # [nodes, states]
+            needs = np.take_along_axis(found[middle:last], after, 1)
+            needs += begun
+            needs[after == 0] = NEVER
+            inner = np.flatnonzero(self._num_children[first:middle]) + first
+            found[inner] = np.maximum.reduceat(needs, self._first_child[inner] - middle, axis=0)
+        return np.ascontiguousarray(found[:, 1])
+
+    def _walk(self, start: int, automaton: Automaton) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes that an automaton reaches, and those that it covers with all that is below, which are left out of the first."""
+        nodes, states = np.zeros(1, np.intp), np.array([start], np.intp)
+        reached, covered = [nodes[:0]], [nodes[:0]]
+        while True:  # methods of arrays: numpy's functions take twice as long to begin
+            whole = automaton.covers(nodes, states)
+            if whole.any():
+                covered.append(nodes[whole])
+                rest = (~whole).nonzero()[0]
+                nodes, states = nodes.take(rest), states.take(rest)
+            reached.append(nodes)
+            counts = self._num_children.take(nodes)
+            ends = counts.cumsum()
+            if not ends.size or not ends[-1]:
+                return np.concatenate(reached), np.concatenate(covered)
+            children = (self._first_child.take(nodes) - ends + counts).repeat(counts) + np.arange(ends[-1])
+            after = automaton.step((256 * states).repeat(counts) + self._byte.take(children))
+            alive = after.nonzero()[0]
+            nodes, states = children.take(alive), after.take(alive)
+
+    def _in_order(self, nodes: np.ndarray) -> np.ndarray:
+        """Whether the tokens in their order are below one of the nodes, none of which is below another. uint8 [tokens and one more]"""
+        edges = np.empty(2 * len(nodes) + 2, np.intp)
+        edges[0], edges[-1] = 0, self._last_token[0] + 1
+        edges[1:-1:2], edges[2:-1:2] = np.sort(self._first_token.take(nodes)), np.sort(self._last_token.take(nodes))
+        is_below = np.zeros(len(edges) - 1, np.uint8)
+        is_below[1::2] = 1
+        return is_below.repeat(edges[1:] - edges[:-1])
+
+    def _tokens_of_nodes(self, node_of: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """The token that ends at each node; and of several with one text, the others beside that one."""
+        found = np.full(len(self._byte), 32 * self.words, np.intp)
+        tokens = np.flatnonzero(node_of)
+        found[node_of[tokens]] = tokens
+        twins = tokens[found[node_of[tokens]] != tokens]
+        return found, [(int(token), int(found[node_of[token]])) for token in twins]

@@ -10,9 +10,10 @@ import pytest
 
 from frame.core.grammar_masks import advance
 from frame.core.interfaces.sampling import Grammar
-from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, TooMuchWorkError, Vocabulary, only_byte
+from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, complement, literal, read
+from frame.plugins.grammars.states import TooMuchWorkError, only_byte
 from tests.core.scripted_grammar import Script
 from tests.plugins.grammars import random_grammars
 
@@ -116,7 +117,7 @@ def test_masks_hold_the_tokens_that_can_go_on() -> None:
             free = [t for t, text in enumerate(texts) if text and language.follow(node, text) is not language.none]
             if len(allowed) == 1 and len(free) > 1:
                 forced += 1
-                assert allowed[0] in free and only_byte(language, node) == texts[allowed[0]][0]
+                assert allowed[0] in free and only_byte(node) == texts[allowed[0]][0]
             else:
                 assert allowed == [0] * node.is_nullable + free
             refused = rng.randrange(1, len(texts))
@@ -165,7 +166,7 @@ def test_too_much_work_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> Non
     grammar = compiled.start()
     a, mask = known.tree.texts.index(b"a"), np.empty(known.tree.words, np.int32)
     assert grammar.fill(mask) and grammar.accept(a) and grammar.fill(mask)
-    monkeypatch.setattr("frame.plugins.grammars.automaton.MOST_WORK", 20)
+    monkeypatch.setattr("frame.plugins.grammars.states.MOST_WORK", 2)
     monkeypatch.setattr(Script, "accept", lambda self, token: self.taken.append(token) is None)
     assert grammar.accept(a) and grammar.fill(mask)
     assert not grammar.is_finished() and np.unpackbits(mask.view(np.uint8)).sum() == 1

@@ -1,0 +1,159 @@
+"""A regular language's states as numbers, with what follows each byte in a table: an automaton over arrays. Knows no vocabulary."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from frame.plugins.grammars.regular import Form, Language, Node, first_sets, form_of
+from frame.plugins.grammars.vocabulary_tree import NEVER
+
+MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
+MOST_WHOLE = 40  # states of an automaton that is looked at as a whole
+MOST_PARTS = 100  # of what is repeated
+LEAST_RUN = 4  # repetitions that are looked for
+MOST_STATES = 2048  # until all are forgotten; a kilobyte each
+
+
+class TooMuchWorkError(ValueError):
+    """A mask whose automaton is too large."""
+
+
+class Repetitions:
+    """How often tokens repeat things, each thing a row; never changed. Row 0 is of what is repeated by no token."""
+
+    def __init__(self, rows: dict[Form, int], needs: np.ndarray) -> None:
+        self._rows = rows
+        self.needs = needs  # uint16 [rows, nodes]; `VocabularyTree.repetitions`
+
+    @classmethod
+    def none(cls, num_nodes: int) -> Repetitions:
+        return cls({}, np.full((1, num_nodes), NEVER, np.uint16))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, part: Form) -> bool:
+        return part in self._rows
+
+    def plus(self, part: Form, needs: np.ndarray | None) -> Repetitions:
+        """These and one more; None: it has none."""
+        if needs is None:
+            return Repetitions({**self._rows, part: 0}, self.needs)
+        return Repetitions({**self._rows, part: len(self.needs)}, np.concatenate((self.needs, needs[None])))
+
+    def of(self, node: Node) -> tuple[int, int]:
+        """Row, and how often the thing may come where a text is at this node."""
+        repeat = node.parts[0] if node.kind == "cat" else node
+        if not is_run(repeat):
+            return 0, 0
+        most = NEVER - 1 if repeat.most is None else min(repeat.most, NEVER - 1)
+        return self._rows.get(form_of(repeat.parts[0]), 0), most
+
+
+class States:
+    """0 is the state that nothing follows (`vocabulary_tree.Automaton`). Rows of the table are worked out when they are first needed.
+    Numbers are for those that hold `lock`, and hold as long as that is held."""
+
+    def __init__(self, language: Language) -> None:
+        self.language = language
+        self.lock = threading.Lock()
+        self._begin(Repetitions.none(1))
+
+    def begin(self, node: Node, repetitions: Repetitions | None = None) -> int:
+        """The number of a state to start from; the work of a mask begins here."""
+        repetitions = self._repetitions if repetitions is None else repetitions
+        if len(self._nodes) > MOST_STATES or repetitions is not self._repetitions:
+            self._begin(repetitions)
+        self._most_work = self.language.num_derived + MOST_WORK
+        return self._number(node)
+
+    def step(self, pairs: np.ndarray) -> np.ndarray:
+        """See `Automaton`. Raises TooMuchWorkError."""
+        found = self._table.take(pairs)
+        unknown = (found < 0).nonzero()[0]  # as a method, which begins sooner
+        if unknown.size:
+            for number in np.unique(pairs[unknown] // 256).tolist():
+                self._work_out(number)
+            found = self._table.take(pairs)
+        return found
+
+    def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """See `Automaton`."""
+        return self._needs.take(self._row.take(states) + nodes) <= self._most.take(states)
+
+    def table(self, node: Node) -> tuple[np.ndarray, list[Node]]:
+        """All states that may follow a node, which is 1: what follows each byte, intp [states, 256], and their nodes."""
+        self.begin(node)
+        number = 1
+        while number < len(self._nodes):
+            if number > MOST_WHOLE:
+                raise TooMuchWorkError("the automaton has too many states to be looked at as a whole")
+            self._work_out(number)
+            number += 1
+        return self._table[: 256 * number].reshape(-1, 256), self._nodes
+
+    def _begin(self, repetitions: Repetitions) -> None:
+        self._repetitions, self._needs = repetitions, repetitions.needs.ravel()
+        self._nodes = [self.language.none]
+        self._numbers = {self.language.none: 0}
+        self._table = np.full(64 * 256, -1, np.intp)
+        self._table[:256] = 0
+        self._row: np.ndarray = np.zeros(64, np.intp)  # where a state's row of needs begins
+        self._most: np.ndarray = np.zeros(64, np.uint16)
+
+    def _number(self, node: Node) -> int:
+        number = self._numbers.setdefault(node, len(self._nodes))
+        if number == len(self._nodes):
+            self._nodes.append(node)
+            if 256 * number == len(self._table):
+                self._table = np.concatenate((self._table, np.full_like(self._table, -1)))
+                self._row, self._most = (np.concatenate((each, np.zeros_like(each))) for each in (self._row, self._most))
+            row, self._most[number] = self._repetitions.of(node)
+            self._row[number] = row * self._repetitions.needs.shape[1]
+        return number
+
+    def _work_out(self, number: int) -> None:
+        row = np.zeros(256, np.intp)
+        for members in classes(self._nodes[number]):
+            if self.language.num_derived > self._most_work:
+                raise TooMuchWorkError("the grammar needs more work for a token than its backend allows; simplify it")
+            target = self._number(self.language.derive(self._nodes[number], (members & -members).bit_length() - 1))
+            row[np.unpackbits(np.frombuffer(members.to_bytes(32, "little"), np.uint8), bitorder="little").view(np.bool_)] = target
+        self._table[256 * number : 256 * number + 256] = row
+
+
+def classes(node: Node) -> list[int]:
+    """The bytes that texts of a node begin with, as sets in bits; what may follow does not depend on which of a set it was."""
+    found: list[int] = []
+    for members in first_sets(node):
+        split = []
+        for each in found:
+            both = each & members
+            split += [part for part in (both, each ^ both) if part]
+            members ^= both
+        found = [*split, members] if members else split
+    return found
+
+
+def only_byte(node: Node) -> int | None:
+    """The byte that every text of a node begins with."""
+    first = 0
+    for members in first_sets(node):
+        first |= members
+    return first.bit_length() - 1 if first and not first & (first - 1) else None
+
+
+def is_run(node: Node) -> bool:
+    """Whether a node repeats something like a character, often enough for masks to make use of it."""
+    if node.kind != "repeat" or (node.most is not None and node.most < LEAST_RUN):
+        return False
+    waiting, count = list(node.parts), 0
+    while waiting and count < MOST_PARTS:
+        each = waiting.pop()
+        if each.kind == "repeat":
+            return False
+        waiting += each.parts
+        count += 1
+    return not waiting
