@@ -17,6 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from frame.core.errors import CheckpointError
+from frame.core.named_file import read_named
 from frame.core.tools_as_text import as_plain_messages
 
 LARGEST_TEXT = 64 * 1024 * 1024  # characters that a template may make
@@ -56,7 +58,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it."""
+    """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. Raises CheckpointError where it is none."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
@@ -67,7 +69,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the chat template does not compile: {error}; give another with --chat-template") from error
+            raise CheckpointError(f"the chat template does not compile: {error}; give another with --chat-template") from error
         self._special_tokens = dict(special_tokens or {})
         self._has_developer = "developer" in source
         self._has_tools = "tool" in source
@@ -131,16 +133,25 @@ def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool
 
 
 def find_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The source of a checkpoint's template: `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`."""
-    plain = folder / "chat_template.jinja"
-    if plain.is_file():
-        return plain.read_text(encoding="utf-8")
-    boxed = folder / "chat_template.json"
-    template = json.loads(boxed.read_text(encoding="utf-8")).get("chat_template") if boxed.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", next(iter(named.values()), None))
+    """The source of a checkpoint's template: `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`, whose content
+    `config` is. Raises CheckpointError where it cannot be read."""
+    plain, boxed = folder / "chat_template.jinja", folder / "chat_template.json"
+    file = next((file for file in (plain, boxed) if file.is_file()), folder / "tokenizer_config.json")
+    try:
+        if file == plain:
+            return plain.read_text(encoding="utf-8")
+        template = (json.loads(boxed.read_text(encoding="utf-8")) if file == boxed else config).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default", next(iter(named.values()), None))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} holds no chat template that can be read ({error}); give another with --chat-template") from error
     return template
+
+
+def read_template(file: str) -> str:
+    """The source of the template that `text.chat_template` names. Raises ConfigError where it cannot be read."""
+    return read_named("text.chat_template", file, "name a file with a Jinja template")
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

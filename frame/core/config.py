@@ -85,7 +85,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """What is served and how its weights are read."""
 
-    path: str = setting("frame-tiny", "Folder of a checkpoint in Hugging Face layout, or the embedded frame-tiny.", flag="model")
+    path: str = setting(
+        "frame-tiny", "Folder of a checkpoint in Hugging Face layout, or the embedded frame-tiny.", flag="model", min_length=1
+    )
     served_name: str | None = setting(None, "The model's name in the API; the folder's name when not set.", flag="served-model-name")
     tokenizer: str | None = setting(None, "Folder of the tokenizer; the model's own when not set.", flag="tokenizer")
     skip_tokenizer_init: bool = setting(False, "Serve token ids only: no tokenizer is loaded.", flag="skip-tokenizer-init")
@@ -106,7 +108,7 @@ class ModelSection(Section):
     implementation: Annotated[str | None, Auto] = setting(
         None, "Model plugin by name, instead of the best for the architecture.", flag="model-impl"
     )
-    seed: int = setting(0, "Seed of dummy weights and of requests that bring none.", flag="seed")
+    seed: int = setting(0, "Seed of dummy weights and of requests that bring none.", flag="seed", ge=-(1 << 63), lt=1 << 63)
 
 
 class ParallelSection(Section):
@@ -170,7 +172,7 @@ class ExecutionSection(Section):
     """Where and how steps are executed."""
 
     device: Annotated[Literal["cpu", "cuda"] | None, Auto] = setting(None, "Where the model runs.", flag="device")
-    threads: Annotated[int | None, Auto] = setting(None, "Threads of one rank on the CPU.", flag="threads", ge=1)
+    threads: Annotated[int | None, Auto] = setting(None, "Threads of one rank on the CPU.", flag="threads", ge=1, le=1024)
     torch_compile: bool = setting(False, "Compile the model with torch.compile.", flag="enable-torch-compile")
     torch_compile_max_bs: int = setting(32, "Largest batch that is compiled.", flag="torch-compile-max-bs", ge=1)
     cuda_graph_max_bs: Annotated[int | None, Auto] = setting(
@@ -232,7 +234,7 @@ class TextSection(Section):
 class ServerSection(Section):
     """The HTTP server."""
 
-    host: str = setting("127.0.0.1", "Address to listen on.", flag="host")
+    host: str = setting("127.0.0.1", "Address to listen on.", flag="host", min_length=1)
     port: int = setting(30000, "Port to listen on; 0 takes a free one.", flag="port", ge=0, le=65535)
     api_key: str | None = setting(None, "Key that every request must bring (Authorization: Bearer, or x-api-key).", flag="api-key")
     api_keys: str | None = setting(None, "File of further keys: one a line, plain or sha256:HEX.", flag="api-keys")
@@ -258,7 +260,7 @@ class ServerSection(Section):
     grpc_port: int | None = setting(
         None, "Port of the gRPC service, on the same address; 0 takes a free one, not set: none.", flag="grpc-port", ge=0, le=65535
     )
-    admin_host: str = setting("127.0.0.1", "Address of the admin listener.", flag="admin-host")
+    admin_host: str = setting("127.0.0.1", "Address of the admin listener.", flag="admin-host", min_length=1)
     admin_port: int | None = setting(
         None, "Port of operators' routes, which then are nowhere else; 0 takes a free one.", flag="admin-port", ge=0, le=65535
     )

@@ -124,9 +124,8 @@ class _Solver:
             sizes[key.partition(".")[2]] = self._value(key, given, value, why)
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
-        tokenizer = (
-            None if config.model.skip_tokenizer_init else self._value("model.tokenizer", config.model.tokenizer, path, "the model's own")
-        )
+        named = config.model.tokenizer and str(find_model(config.model.tokenizer))
+        tokenizer = None if config.model.skip_tokenizer_init else self._value("model.tokenizer", named, path, "the model's own")
         plugins = {kind: [plugin_choice(s.record, config, self.records) for s in found] for kind, found in self.chosen.selected.items()}
         return Resolved(
             user=config,

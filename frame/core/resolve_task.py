@@ -8,7 +8,21 @@ from frame.core.selection import ResolveError
 
 
 def choose_task(config: FrameConfig, facts: ModelFacts) -> tuple[Task, str]:
-    """The task, and why when the user left it open. Raises ResolveError for one that the checkpoint has no head for."""
+    """The task, and why when the user left it open. Raises ResolveError for one that the checkpoint has no head for, and for settings
+    that mean nothing to it."""
+    task, why = _task(config, facts)
+    takes_labels = task == "classify" and not is_classifier(facts.architecture)
+    for key, value, taken, without in (
+        ("pooling", config.model.pooling, task != "generate", "auto"),
+        ("label_tokens", ",".join(config.model.label_tokens), takes_labels, "[]"),
+    ):
+        if value and not taken:
+            sentence = f"model.{key} is {value}, which means nothing to {facts.architecture} when its task is {task}."
+            raise ResolveError(sentence, change=f"model.{key}: {without}")
+    return task, why
+
+
+def _task(config: FrameConfig, facts: ModelFacts) -> tuple[Task, str]:
     possible, wanted = checkpoint_tasks(facts.architecture), config.model.task
     if wanted is not None:
         if wanted not in possible:

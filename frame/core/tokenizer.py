@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frame.core.chat_template import ChatTemplate, ChatTemplateError, find_template
+from frame.core.chat_template import ChatTemplate, ChatTemplateError, find_template, read_template
 from frame.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's. Raises CheckpointError."""
+        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's. Raises ConfigurationError."""
         folder = Path(path)
-        config = _read_json(folder / "tokenizer_config.json")
-        template = Path(chat_template).read_text(encoding="utf-8") if chat_template else find_template(folder, config)
+        config = read_settings(folder)
+        template = read_template(chat_template) if chat_template else find_template(folder, config)
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(_load_backend(folder), config, template, eos_ids)
@@ -172,6 +172,11 @@ def _token_text(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """A folder's `tokenizer_config.json`; empty where there is none. Raises CheckpointError where it is no JSON."""
+    return _read_json(folder / "tokenizer_config.json")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -197,7 +202,7 @@ def _load_backend(folder: Path) -> Backend:
     try:
         from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
+        slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True, local_files_only=True)
         return slow.backend_tokenizer
     except Exception as error:
         raise CheckpointError(

@@ -107,8 +107,9 @@ class _Layers:
         loc = [str(part) for part in error["loc"]]
         key = ".".join(loc[:2])
         source = next((s for k, s in self.sources.items() if k == key or k.startswith(key + ".")), "default")
-        said = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ").replace("a valid tuple", "a list")
-        return f"{source}: {key} is {error['input']!r}; it should be {said}."
+        _, _, asked = error["msg"].partition(" should ")
+        said = asked.partition(", unable to")[0].replace("a valid tuple", "a list") or "be " + error["msg"].removeprefix("Value error, ")
+        return f"{source}: {key} is {error['input']!r}; it should {said}."
 
 
 def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
-from frame.core.errors import ConfigurationError
+from frame.core.named_file import read_named
 
 DEFAULT = "default"
 
@@ -45,10 +44,7 @@ def read_policy(value: str | None) -> str | None:
         return None
     if value == DEFAULT:
         return "\n".join(f"- {name}: {meaning}" for name, meaning in CATEGORIES.items())
-    try:
-        return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"text.moderation_policy {value!r} cannot be read ({error}); name a text file, or {DEFAULT}") from error
+    return read_named("text.moderation_policy", value, f"name a text file, or {DEFAULT}")
 
 
 def verdict_form(policy: str) -> str:

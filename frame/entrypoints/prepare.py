@@ -5,22 +5,23 @@ The one place where the pure solver meets the world; loads no plugin and no weig
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from frame.core.chat_template import find_template
+from frame.core.chat_template import ChatTemplate, find_template, read_template
 from frame.core.config import FrameConfig
-from frame.core.errors import PluginError
+from frame.core.errors import ConfigError, PluginError
 from frame.core.hardware import Hardware
 from frame.core.model_facts import find_model, read_facts
 from frame.core.resolve import resolve
 from frame.core.resolved import Resolved
 from frame.core.selection import UnknownPluginError
+from frame.core.tokenizer import read_settings
 from frame.entrypoints.hardware import probe
 from frame.entrypoints.keys import check_exposure
+from frame.entrypoints.moderation import read_policy
+from frame.entrypoints.relevance import read_score_prompt
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
@@ -52,6 +53,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     for name in registry.unmatched:
         _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
     facts = replace(read_facts(config.model.path), chat_template=_chat_template(config))
+    read_policy(config.text.moderation_policy)
+    read_score_prompt(config.text.score_prompt)
     try:
         resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), facts, registry.all_records())
     except UnknownPluginError as error:
@@ -61,16 +64,17 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
 
 
 def _chat_template(config: FrameConfig) -> str:
-    """The chat template's source; nothing where there is none, or where it cannot be read, which loading the tokenizer will say."""
-    folder = find_model(config.model.tokenizer or config.model.path)
-    try:
-        if config.text.chat_template:
-            return Path(config.text.chat_template).read_text(encoding="utf-8")
-        file = folder / "tokenizer_config.json"
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return find_template(folder, settings) or ""
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    """The chat template's source; nothing where there is none. Raises ConfigurationError where it cannot be read or is no template."""
+    if config.model.skip_tokenizer_init:
         return ""
+    folder = find_model(config.model.tokenizer or config.model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.tokenizer {config.model.tokenizer!r} is no folder; give one that holds a tokenizer.json")
+    named = config.text.chat_template
+    source = read_template(named) if named else find_template(folder, read_settings(folder))
+    if source:
+        ChatTemplate(source)
+    return source or ""
 
 
 def registry_of(config: FrameConfig) -> Registry:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from frame.core.errors import ConfigurationError
+from frame.core.named_file import read_named
 from frame.core.resolved import Resolved
 
 Form = Literal["vectors", "pair", "text", "chat"]
@@ -85,10 +85,7 @@ def read_score_prompt(path: str | None) -> str | None:
     """The file that `text.score_prompt` names. Raises ConfigurationError when it cannot be used."""
     if path is None:
         return None
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"text.score_prompt {path!r} cannot be read ({error}); name a text file") from error
+    text = read_named("text.score_prompt", path, "name a text file")
     missing = [name for name in ("query", "document") if f"{{{name}}}" not in text]
     if missing:
         raise ConfigurationError(f"text.score_prompt {path!r} has no {{{missing[0]}}}; put it where that text belongs")

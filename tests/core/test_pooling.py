@@ -217,6 +217,8 @@ def test_what_resolve_chooses(tmp_path: Path) -> None:
     [
         ("BertModel", {"model": {"task": "generate"}}, "can only embed"),
         ("LlamaForCausalLM", {"model": {"task": "classify"}}, "model.label_tokens"),
+        ("LlamaForCausalLM", {"model": {"pooling": "cls"}}, "model.pooling is cls, which means nothing"),
+        ("BertModel", {"model": {"label_tokens": ["no", "yes"]}}, "model.label_tokens is no,yes, which means nothing"),
         ("BertModel", {"scheduler": {"chunked_prefill_size": 64}}, "in one step"),
         ("BertModel", {"attention": {"backend": "triton"}}, "attends backwards only"),
     ],

@@ -140,7 +140,7 @@ def test_a_conversation_too_deep_to_print_is_the_client_s_fault() -> None:
 
 
 def test_a_broken_template_and_reserved_names() -> None:
-    with pytest.raises(ChatTemplateError, match="does not compile"):
+    with pytest.raises(CheckpointError, match="does not compile"):
         ChatTemplate("{% if %}")
     with pytest.raises(ChatTemplateError, match="may not set messages"):
         ChatTemplate("x").render(MESSAGES, arguments={"messages": []})
@@ -154,6 +154,9 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert find_template(tmp_path, {"chat_template": named}) == "d"
     (tmp_path / "chat_template.jinja").write_text("j")
     assert find_template(tmp_path, {"chat_template": "a"}) == "j"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="holds no chat template that can be read"):
+        find_template(tmp_path, {})
 
 
 def test_no_template_says_what_to_do() -> None:

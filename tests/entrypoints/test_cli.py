@@ -136,6 +136,12 @@ def test_config_check_says_what_would_run(model: Path) -> None:
         (("--quantization", "no-such"), "Unknown quantization_method 'no-such'"),
         (("--config", "no-such.yaml"), "no-such.yaml cannot be read"),
         (("--model", "no-such-folder"), "no-such-folder' is no folder"),
+        (("--model", ""), "flag --model: model.path is ''; it should have at least 1 character."),
+        (("--tokenizer", "no-such/folder"), "model.tokenizer 'no-such/folder' is no folder"),
+        (("--chat-template", "no-such.jinja"), "text.chat_template 'no-such.jinja' cannot be read (No such file or directory)"),
+        (("--moderation-policy", "no-such.txt"), "text.moderation_policy 'no-such.txt' cannot be read"),
+        (("--threads", "1000000"), "execution.threads is '1000000'; it should be less than or equal to 1024."),
+        (("--seed", str(1 << 63)), "model.seed is '9223372036854775808'; it should be less than"),
     ],
 )
 def test_configuration_errors_are_78_and_a_sentence(arguments: tuple[str, ...], words: str, model: Path) -> None:
@@ -143,6 +149,21 @@ def test_configuration_errors_are_78_and_a_sentence(arguments: tuple[str, ...], 
     assert result.exit_code == 78, result.output
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "words"),
+    [
+        ("--chat-template", b"{% if %}", "the chat template does not compile"),
+        ("--chat-template", b"\xff\xfe", "cannot be read (it is no text in UTF-8)"),
+        ("--score-prompt", b"{query}", "has no {document}"),
+    ],
+)
+def test_named_files_are_read_before_anything_starts(flag: str, content: bytes, words: str, model: Path) -> None:
+    (model / "named").write_bytes(content)
+    result = frame("config", "check", "--model", model, flag, model / "named")
+    assert result.exit_code == 78, result.output
+    assert words in result.output
 
 
 def test_explain_gives_value_source_reason_and_everyone_turned_down(model: Path, tmp_path: Path) -> None:

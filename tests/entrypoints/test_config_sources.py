@@ -88,7 +88,7 @@ def test_types_may_be_spelt_short(tmp_path: Path) -> None:
         ("cache:\n  policy: lru", "x.yaml:2: unknown key 'cache.policy'; did you mean scheduler.policy?"),
         ("cache:\n  page_size: 1\n  page_size: 2", "x.yaml:3: the key 'page_size' is given twice (first at x.yaml:2); keep one."),
         ("cache:\n  page_size: 1\ncache: {}", "x.yaml:3: the key 'cache' is given twice"),
-        ("cache:\n  page_size: many", "x.yaml:2: cache.page_size is 'many'; it should be a valid integer"),
+        ("cache:\n  page_size: many", "x.yaml:2: cache.page_size is 'many'; it should be a valid integer."),
         ("cache:\n  page_size: true", "x.yaml:2: cache.page_size is true; it is not a switch"),
         ("cache:\n  page_size: 0", "x.yaml:2: cache.page_size is 0; it should be greater than or equal to 1."),
         ("cache:\n  prefix: tree", "x.yaml:2: cache.prefix is 'tree'; it should be 'radix' or 'none'."),

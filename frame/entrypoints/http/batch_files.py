@@ -49,16 +49,21 @@ class NoRoomError(Exception):
     """The files may take no more; a sentence for the client."""
 
 
+def make_folder(folder: Path) -> None:
+    """The folder of `batches.folder`, for nobody else to read. Raises ConfigurationError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"batches.folder {folder} cannot be made ({error.strerror}); choose another") from error
+
+
 class FileStore:
     """The files of a folder, which it makes; those of an earlier run are there again."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"batches.folder {folder} cannot be made ({error.strerror}); choose another") from error
+        make_folder(folder)
         cards = read_all(folder, "file-*.json", _card_decoder)
         self._cards = {card.id: card for card in sorted(cards, key=lambda card: card.created_at)}
         for path in folder.glob("file-*.jsonl"):

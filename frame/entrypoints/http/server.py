@@ -12,8 +12,10 @@ import signal
 import socket
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frame.core.config import ServerSection
 from frame.core.detokenizer import Detokenizer
 from frame.core.errors import ConfigurationError
 from frame.core.resolved import Resolved
@@ -21,6 +23,7 @@ from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.admin_listener import AdminListener
 from frame.entrypoints.http.app import App
+from frame.entrypoints.http.batch_files import make_folder
 from frame.entrypoints.http.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.listening import HttpServer, address, bound_port
 from frame.entrypoints.http.metrics import ServerMetrics
@@ -59,6 +62,9 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     started = time.perf_counter()
     signal.signal(signal.SIGTERM, _give_up)  # until the server is up
     load_certificate(resolved.user.server)
+    check_grpc(resolved.user.server)
+    if (folder := resolved.user.batches.folder) is not None:
+        make_folder(Path(folder))
     admin = AdminListener(resolved.user.server)
     listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
     layout = layout or configured_layout(resolved)
@@ -125,13 +131,17 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     return services
 
 
+def check_grpc(server: ServerSection) -> None:
+    """Raise ConfigurationError where a port for gRPC is configured, and a library for it is not installed."""
+    if server.grpc_port is not None and any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
+        raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
+
+
 def open_grpc(services: Services) -> GrpcServer | None:
     """The gRPC server, where a port for it is configured. Raises ConfigurationError."""
     server = services.resolved.user.server
     if server.grpc_port is None:
         return None
-    if any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
-        raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
     from frame.entrypoints.grpc.server import GrpcServer
 
     return GrpcServer(services, server.host, server.grpc_port)
