@@ -133,21 +133,30 @@ class BatchBuilder:
     def token_rows(self, batch: ScheduledBatch, counts: RowCounts) -> TokenRows:
         """The step's tokens one by one; those of extends are where `stage` puts them."""
         slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, counts.sampling
-        if decodes == len(slots) == len(sampling):
-            positions = batch.num_computed.astype(np.int64)
-            return TokenRows(slots, positions, slots, slots, self._places(batch, slots, positions), decodes)
-        table, lens, total = self.table, batch.num_scheduled, int(counts.query_starts[-1])
-        every = np.repeat(slots, lens)
-        positions = np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
-        sources = every.copy()
-        sources[decodes:] = table.first_given + np.arange(total - decodes)
+        table, total = self.table, int(counts.query_starts[-1])
+        every, positions = self._tokens(batch, counts, slots)
+        sources = every
+        if decodes < total:
+            sources = every.copy()
+            sources[decodes:] = table.first_given + np.arange(total - decodes)
+        targets = self._places(batch, every, positions)
+        if total == len(sampling):
+            return TokenRows(every, positions, sources, every, targets, total)
         last = counts.query_starts[1:][sampling] - 1
         is_inner = np.ones(total, bool)
         is_inner[last] = False
         order = np.concatenate((last, np.flatnonzero(is_inner)))
         drawn = np.full(total, table.padding_slot, np.int64)
         drawn[: len(last)] = slots[sampling]
-        return TokenRows(every[order], positions[order], sources[order], drawn, self._places(batch, every, positions)[order], len(last))
+        return TokenRows(every[order], positions[order], sources[order], drawn, targets[order], len(last))
+
+    @staticmethod
+    def _tokens(batch: ScheduledBatch, counts: RowCounts, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slot and position of each of the step's tokens, int64 [tokens]."""
+        total, lens = int(counts.query_starts[-1]), batch.num_scheduled
+        if total == len(slots):
+            return slots, batch.num_computed.astype(np.int64)
+        return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
 
     def _places(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where the K and V of the step's tokens go, by request slot and position, all int64 [tokens]: to page 0, which is nobody's, where
@@ -179,12 +188,7 @@ class BatchBuilder:
         slots = batch.slots.astype(np.int64)
         token_ids = np.empty(total, np.int64)
         token_ids[decodes:] = batch.token_ids
-        if decodes == len(slots):
-            positions, token_slots = batch.num_computed.astype(np.int64), slots
-        else:
-            lens = batch.num_scheduled
-            positions = np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
-            token_slots = np.repeat(slots, lens)
+        token_slots, positions = self._tokens(batch, counts, slots)
         return {
             "token_ids": token_ids,
             "positions": positions,
