@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from frame.entrypoints.http.offers import PlainProtocol
 
 INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 FIRST_PROBE, LONGEST_PROBE = 0.02, 1.0  # seconds between two interim responses; doubles
 
 
-class HalfClosableProtocol(HttpToolsProtocol):
+class HalfClosableProtocol(PlainProtocol):
     """One connection."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
