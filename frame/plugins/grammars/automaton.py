@@ -15,7 +15,7 @@ import numpy as np
 
 from frame.plugins.grammars.regular import Language, Node, form_of, rebuilt
 from frame.plugins.grammars.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
-from frame.plugins.grammars.vocabulary_tree import VocabularyTree
+from frame.plugins.grammars.vocabulary_tree import NEVER, VocabularyTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar
 
 MOST_FORCED = 64  # bytes
+LEAST_RUN = 4  # repetitions that are worth a look at the whole vocabulary
 MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
 KEPT_BYTES = 64 << 20  # of masks
 
@@ -42,23 +43,23 @@ class Vocabulary:
         seen, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
-            if is_run(each):
+            if is_run(each) and (each.most is None or each.most >= LEAST_RUN):
                 self._learn(each.parts[0])
             waiting += [part for part in each.parts if part not in seen]
             seen.update(each.parts)
 
     def _learn(self, part: Node) -> None:
         form = form_of(part)
-        if form in self.repetitions:
+        if form in self.repetitions.rows:
             return
-        needs, language = None, Language()
+        needs, alone, language = None, None, Language()
         with suppress(TooMuchWorkError):
             table, nodes = States(language).table(language.repeat(rebuilt(language, part), 0, None))
             if not any(node.is_nullable for node in nodes[2:]):  # a part's end must be certain where it comes
-                needs = self.tree.repetitions(table)
+                needs, alone = self.tree.repetitions(table), self.tree.costs_alone(table)
         with self._lock:
-            known = self.repetitions if len(self.repetitions) < MOST_RUNS else Repetitions.none(self.tree.num_nodes)
-            self.repetitions = known.plus(form, needs)
+            known = self.repetitions if len(self.repetitions.rows) < MOST_RUNS else Repetitions.none(self.tree.num_nodes)
+            self.repetitions = known.plus(form, needs, alone)
 
 
 class Masks:
@@ -68,6 +69,8 @@ class Masks:
         self.vocabulary = vocabulary
         self._most = max(16, limit // (4 * vocabulary.tree.words))
         self._kept: OrderedDict[Node, np.ndarray] = OrderedDict()
+        self._most_costs = max(16, self._most // 32)  # which take as much again
+        self._costs: OrderedDict[tuple[Node, Node], np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, states: States, node: Node) -> np.ndarray:
@@ -92,12 +95,42 @@ class Masks:
             mask = np.zeros(self.vocabulary.tree.words, np.int32)
             mask.view(np.uint32)[token // 32] = 1 << token % 32
             return mask
-        also = [*self.vocabulary.stops] if state.is_nullable else []
-        with states.lock:
-            mask = self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also)
+        costs = self._costs_of(states, state)
+        if costs is not None:
+            mask = np.packbits(costs <= state.parts[0].most, bitorder="little").view(np.int32)
+        else:
+            also = [*self.vocabulary.stops] if state.is_nullable else []
+            with states.lock:
+                mask = self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also)
         if not mask.any():
             raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
         return mask
+
+    def _costs_of(self, states: States, state: Node) -> np.ndarray | None:
+        """Where a state may repeat something so many times before it goes on otherwise: what each token takes of that, uint16
+        [32 * words]. It is found out once for all such numbers. None elsewhere."""
+        if state.kind != "cat" or not is_run(state.parts[0]) or state.parts[0].least or state.parts[0].most is None:
+            return None
+        (part,), after, known = state.parts[0].parts, state.parts[1], self.vocabulary.repetitions
+        alone = known.alone[known.row(states.language, part)]
+        if alone is None or part.first & after.first:
+            return None
+        with self._lock:
+            found = self._costs.get((part, after))
+            if found is not None:
+                self._costs.move_to_end((part, after))
+                return found
+        first = np.unpackbits(np.frombuffer(part.first.to_bytes(32, "little"), np.uint8), bitorder="little").view(np.bool_)
+        tree, endless = self.vocabulary.tree, states.language.cat(states.language.repeat(part, 0, None), after)
+        found = np.full(32 * tree.words, NEVER, np.uint16)
+        with states.lock:
+            found[: len(alone)] = tree.costs(states.begin(endless, known), states, first, alone)
+        found[[*self.vocabulary.stops]] = 0 if after.is_nullable else NEVER
+        with self._lock:
+            self._costs[part, after] = found
+            if len(self._costs) > self._most_costs:
+                self._costs.popitem(last=False)
+        return found
 
     def _forced(self, language: Language, state: Node) -> int | None:
         """The first token of the text that must follow, where the tokenizer would not join it with what comes after."""

@@ -23,6 +23,7 @@ from frame.plugins.grammars.closed_schema import closed
 from frame.plugins.grammars.options import GrammarOptions
 from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
+from frame.plugins.grammars.schema_language import read_schema
 from frame.plugins.grammars.sources import check_source, one_sentence
 from frame.plugins.grammars.states import TooMuchWorkError
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _FORMATS = {"regex": "regex", "ebnf": "ebnf", "choice": "choice"}  # kind -> the library's name
 MOST_THREADS = min(8, os.cpu_count() or 1)  # that make masks at a time
+OWN = ("regex", "choice", "ebnf", "json_schema")  # kinds that may become automata of our own
 QUICK = 5e-3  # seconds; a grammar that takes longer to parse is parsed once
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 
@@ -120,7 +122,7 @@ class LLGuidanceBackend(GrammarBackend):
     def compile(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
-        if kind in ("regex", "choice", "ebnf"):
+        if kind in OWN:
             try:
                 return self._own(kind, source)
             except (NotReadError, TooMuchWorkError, RecursionError):
@@ -155,6 +157,8 @@ class LLGuidanceBackend(GrammarBackend):
                 return self._by_library(kind, source, ebnf.to_lark(rules))
         elif kind == "regex":
             node = read(language, source)
+        elif kind == "json_schema":
+            node = read_schema(language, closed(json.loads(source)), self._options.max_whitespace if self._options.any_whitespace else 0)
         else:
             node = language.alt([literal(language, text) for text in json.loads(source)])
         return AutomatonCompiled(language, node, self._loaded_masks(), lambda: self._by_library(kind, source).start())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+LARGE = 1 << 20
 MOST_NODES = 60_000  # nodes and derivatives of one language, until all that are not in use are forgotten
 
 
@@ -22,6 +23,8 @@ class Node:
     least: int = 0
     most: int | None = None  # of "repeat"; None: no bound
     is_nullable: bool = False  # whether the empty text is one of its texts
+    first: int = 0  # the bytes that its texts begin with; bit b is set for byte b
+    size: int = 1  # of parts in parts; LARGE where something is repeated
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Language:
     _nodes: dict[tuple[object, ...], Node] = field(default_factory=dict)
     _derivatives: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _clamped: dict[tuple[Node, int], Node] = field(default_factory=dict)
+    _forms: dict[Node, Form] = field(default_factory=dict)
     _passes: dict[tuple[Node, Node], bytes] = field(default_factory=dict)
 
     @property
@@ -87,6 +91,8 @@ class Language:
 
     def derive(self, node: Node, byte: int) -> Node:
         """What may follow `byte`."""
+        if not node.first >> byte & 1:
+            return self.none
         key = node, byte
         found = self._derivatives.get(key)
         if found is None:
@@ -110,6 +116,13 @@ class Language:
             node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
         return node
 
+    def form(self, node: Node) -> Form:
+        """`form_of`, remembered."""
+        found = self._forms.get(node)
+        if found is None:
+            found = self._forms[node] = form_of(node)
+        return found
+
     def clamp(self, node: Node, longest: int) -> Node:
         """A node that says the same of every text of up to `longest` bytes: whether it may begin so. Counts that such a text cannot come
         near are cut down to one that it cannot reach."""
@@ -123,7 +136,7 @@ class Language:
     def forget(self) -> None:
         """Drop what was found out, when it is much. Nodes in use stay good; equal ones made later are others."""
         if len(self._nodes) + len(self._derivatives) > MOST_NODES:
-            self._nodes, self._derivatives, self._clamped, self._passes = {}, {}, {}, {}
+            self._nodes, self._derivatives, self._clamped, self._passes, self._forms = {}, {}, {}, {}, {}
 
     def _passed(self, part: Node, after: Node) -> bytes:
         """The bytes that are one repetition of a part where something else may come after it."""
@@ -134,8 +147,7 @@ class Language:
             if alone is None:
                 alone = bytes(byte for byte in range(256) if self.derive(part, byte) is self.empty)
                 self._passes[part, self.none] = alone
-            others = first_sets(after)
-            found = self._passes[key] = bytes(byte for byte in alone if not any(members >> byte & 1 for members in others))
+            found = self._passes[key] = bytes(byte for byte in alone if not after.first >> byte & 1)
         return found
 
     def _after(self, node: Node, count: int) -> Node:
@@ -157,7 +169,16 @@ class Language:
         is_nullable: bool = False,
     ) -> Node:
         key = (kind, members, parts, least, most)
-        return self._nodes.setdefault(key, Node(kind, members, parts, least, most, is_nullable))
+        found = self._nodes.get(key)
+        if found is None:
+            first = members
+            for part in parts:
+                first |= part.first
+                if kind == "cat" and not part.is_nullable:
+                    break
+            size = LARGE if kind == "repeat" else min(LARGE, 1 + sum(part.size for part in parts))
+            found = self._nodes.setdefault(key, Node(kind, members, parts, least, most, is_nullable, first, size))
+        return found
 
     def _derive(self, node: Node, byte: int) -> Node:
         if node.kind == "bytes":
@@ -165,9 +186,9 @@ class Language:
         if node.kind == "cat":
             first, second = node.parts
             found = self.cat(self.derive(first, byte), second)
-            return self.alt((found, self.derive(second, byte))) if first.is_nullable else found
+            return self.alt((found, self.derive(second, byte))) if first.is_nullable and second.first >> byte & 1 else found
         if node.kind == "alt":
-            return self.alt([self.derive(part, byte) for part in node.parts])
+            return self.alt([self.derive(part, byte) for part in node.parts if part.first >> byte & 1])
         if node.kind == "repeat":
             part = node.parts[0]
             rest = self.repeat(part, max(0, node.least - 1), None if node.most is None else node.most - 1)

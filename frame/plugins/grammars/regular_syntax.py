@@ -7,7 +7,7 @@ Knows no vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from frame.plugins.grammars.regular import Language, Node
 
@@ -18,6 +18,7 @@ LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 
 Ranges = list[tuple[int, int]]  # of code points, both ends in
+Character = Callable[[Language, Ranges], Node]
 
 DIGITS: Ranges = [(48, 57)]
 WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -31,11 +32,11 @@ class NotReadError(ValueError):
     """An expression with something in it that this reader leaves to others."""
 
 
-def read(language: Language, pattern: str) -> Node:
-    """The texts that the expression matches as a whole. Raises NotReadError."""
+def read(language: Language, pattern: str, character: Character | None = None) -> Node:
+    """The texts that the expression matches as a whole. `character`: how one of some ranges is written. Raises NotReadError."""
     if len(pattern) > MOST_LENGTH:
         raise NotReadError(f"more than {MOST_LENGTH} characters")
-    reader = _Reader(language, pattern)
+    reader = _Reader(language, pattern, character or characters)
     node = reader.alternatives(0)
     if reader.at != len(pattern):
         raise NotReadError(f"{pattern[reader.at]!r} at {reader.at}")
@@ -71,8 +72,9 @@ def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 class _Reader:
     """Recursive descent; `at` is the next character's place."""
 
-    def __init__(self, language: Language, pattern: str) -> None:
+    def __init__(self, language: Language, pattern: str, character: Character) -> None:
         self.at = 0
+        self._character = character
         self._language = language
         self._pattern = pattern
 
@@ -107,17 +109,17 @@ class _Reader:
             self._expect(")")
             return node
         if char == "[":
-            return characters(self._language, self._class())
+            return self._character(self._language, self._class())
         if char == ".":
-            return characters(self._language, complement([(10, 10)]))
+            return self._character(self._language, complement([(10, 10)]))
         if char == "\\":
             escaped = self._escape()
-            return characters(self._language, escaped if isinstance(escaped, list) else [(escaped, escaped)])
+            return self._character(self._language, escaped if isinstance(escaped, list) else [(escaped, escaped)])
         if (char == "^" and self.at == 1) or (char == "$" and self.at == len(self._pattern)):
             return self._language.empty
         if char in "*+?{}]^$":
             raise NotReadError(f"{char!r} at {self.at - 1}")
-        return literal(self._language, char)
+        return self._character(self._language, [(ord(char), ord(char))])
 
     def _quantified(self, node: Node) -> Node:
         char = self._pattern[self.at : self.at + 1]

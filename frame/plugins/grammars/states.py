@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from frame.plugins.grammars.regular import Form, Language, Node, first_sets, form_of
+from frame.plugins.grammars.regular import Form, Language, Node, first_sets
 from frame.plugins.grammars.vocabulary_tree import NEVER
 
 MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
 MOST_WHOLE = 40  # states of an automaton that is looked at as a whole
 MOST_PARTS = 100  # of what is repeated
-LEAST_RUN = 4  # repetitions that are looked for
 MOST_STATES = 2048  # until all are forgotten; a kilobyte each
 
 
@@ -20,36 +20,26 @@ class TooMuchWorkError(ValueError):
     """A mask whose automaton is too large."""
 
 
+@dataclass(frozen=True, slots=True)
 class Repetitions:
     """How often tokens repeat things, each thing a row; never changed. Row 0 is of what is repeated by no token."""
 
-    def __init__(self, rows: dict[Form, int], needs: np.ndarray) -> None:
-        self._rows = rows
-        self.needs = needs  # uint16 [rows, nodes]; `VocabularyTree.repetitions`
+    needs: np.ndarray  # uint16 [rows, nodes]; `VocabularyTree.repetitions`
+    alone: tuple[np.ndarray | None, ...] = (None,)  # of each row, uint16 [tokens]; `VocabularyTree.costs_alone`
+    rows: dict[Form, int] = field(default_factory=dict)
 
     @classmethod
     def none(cls, num_nodes: int) -> Repetitions:
-        return cls({}, np.full((1, num_nodes), NEVER, np.uint16))
+        return cls(np.full((1, num_nodes), NEVER, np.uint16))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, part: Form) -> bool:
-        return part in self._rows
-
-    def plus(self, part: Form, needs: np.ndarray | None) -> Repetitions:
+    def plus(self, part: Form, needs: np.ndarray | None, alone: np.ndarray | None) -> Repetitions:
         """These and one more; None: it has none."""
         if needs is None:
-            return Repetitions({**self._rows, part: 0}, self.needs)
-        return Repetitions({**self._rows, part: len(self.needs)}, np.concatenate((self.needs, needs[None])))
+            return Repetitions(self.needs, self.alone, {**self.rows, part: 0})
+        return Repetitions(np.concatenate((self.needs, needs[None])), (*self.alone, alone), {**self.rows, part: len(self.needs)})
 
-    def of(self, node: Node) -> tuple[int, int]:
-        """Row, and how often the thing may come where a text is at this node."""
-        repeat = node.parts[0] if node.kind == "cat" else node
-        if not is_run(repeat):
-            return 0, 0
-        most = NEVER - 1 if repeat.most is None else min(repeat.most, NEVER - 1)
-        return self._rows.get(form_of(repeat.parts[0]), 0), most
+    def row(self, language: Language, part: Node) -> int:
+        return self.rows.get(language.form(part), 0)
 
 
 class States:
@@ -110,8 +100,10 @@ class States:
             if 256 * number == len(self._table):
                 self._table = np.concatenate((self._table, np.full_like(self._table, -1)))
                 self._row, self._most = (np.concatenate((each, np.zeros_like(each))) for each in (self._row, self._most))
-            row, self._most[number] = self._repetitions.of(node)
-            self._row[number] = row * self._repetitions.needs.shape[1]
+            repeat = node.parts[0] if node.kind == "cat" else node
+            if is_run(repeat):
+                self._row[number] = self._repetitions.row(self.language, repeat.parts[0]) * self._repetitions.needs.shape[1]
+                self._most[number] = NEVER - 1 if repeat.most is None else min(repeat.most, NEVER - 1)
         return number
 
     def _work_out(self, number: int) -> None:
@@ -139,21 +131,9 @@ def classes(node: Node) -> list[int]:
 
 def only_byte(node: Node) -> int | None:
     """The byte that every text of a node begins with."""
-    first = 0
-    for members in first_sets(node):
-        first |= members
-    return first.bit_length() - 1 if first and not first & (first - 1) else None
+    return None if not node.first or node.first & (node.first - 1) else node.first.bit_length() - 1
 
 
 def is_run(node: Node) -> bool:
-    """Whether a node repeats something like a character, often enough for masks to make use of it."""
-    if node.kind != "repeat" or (node.most is not None and node.most < LEAST_RUN):
-        return False
-    waiting, count = list(node.parts), 0
-    while waiting and count < MOST_PARTS:
-        each = waiting.pop()
-        if each.kind == "repeat":
-            return False
-        waiting += each.parts
-        count += 1
-    return not waiting
+    """Whether a node repeats something like a character."""
+    return node.kind == "repeat" and node.parts[0].size <= MOST_PARTS

@@ -60,6 +60,7 @@ class VocabularyTree:
         self._byte, parent, self._first_token, self._last_token = (np.concatenate(each) for each in zip(*levels, strict=True))
         self._num_children = np.bincount(parent[1:], minlength=len(parent))
         self._first_child = np.cumsum(self._num_children) - self._num_children + 1
+        self._node_of = node_of
         self._token, self._twins = self._tokens_of_nodes(node_of)
 
     def mask(self, start: int, automaton: Automaton, also: Sequence[int] = ()) -> np.ndarray:
@@ -67,12 +68,62 @@ class VocabularyTree:
         reached, covered = self._walk(start, automaton)
         allowed = np.zeros(32 * self.words + 1, np.uint8)  # the last is for nodes where no token ends
         if covered.size:
-            self._in_order(covered).take(self._rank, out=allowed[: len(self._rank)], mode="clip")
+            below = self._in_order(covered, np.ones(len(covered), np.uint8))
+            below.take(self._rank, out=allowed[: len(self._rank)], mode="clip")
         allowed[self._token.take(reached)] = 1
         for token, same in self._twins:
             allowed[token] = allowed[same]
         allowed[list(also)] = 1
         return np.packbits(allowed[:-1], bitorder="little").view(np.int32)
+
+    def costs(self, start: int, automaton: Automaton, first: np.ndarray, alone: np.ndarray) -> np.ndarray:
+        """How often each token begins a thing that the automaton may repeat at `start` before it goes on otherwise, uint16 [tokens]; NEVER:
+        it cannot take the token. first bool [256]: the bytes that the thing begins with, and nothing else at `start`; `alone`: what
+        `costs_alone` says of it."""
+        found = alone.copy()
+        covered, paid = [np.zeros(0, np.intp)], [np.zeros(0, np.uint16)]
+        nodes, states, costs = np.zeros(1, np.intp), np.array([start], np.intp), np.zeros(1, np.uint16)
+        left = np.zeros(1, np.bool_)  # whether it has done something else
+        while True:
+            whole = automaton.covers(nodes, states)
+            done = (whole & left).nonzero()[0]
+            covered.append(nodes.take(done))
+            paid.append(costs.take(done))
+            rest = (~whole).nonzero()[0]
+            nodes, states, costs, left = nodes.take(rest), states.take(rest), costs.take(rest), left.take(rest)
+            ends_here = self._token.take(nodes)
+            others = (left & (ends_here < len(found))).nonzero()[0]
+            found[ends_here.take(others)] = costs.take(others)
+            children, counts = self._below(nodes)
+            if not children.size:
+                break
+            bytes_ = self._byte.take(children)
+            is_start = (states == start).repeat(counts) & ~left.repeat(counts)
+            begins = is_start & first.take(bytes_)
+            after = automaton.step((256 * states).repeat(counts) + bytes_)
+            alive = after.nonzero()[0]
+            costs, left = (costs.repeat(counts) + begins).take(alive), (left.repeat(counts) | (is_start & ~begins)).take(alive)
+            nodes, states = children.take(alive), after.take(alive)
+        whole, price = np.concatenate(covered), np.concatenate(paid)
+        if whole.size:
+            below = self._in_order(whole, price + 1).take(self._rank)
+            np.copyto(found, below - 1, where=below > 0)
+        for token, same in self._twins:
+            found[token] = found[same]
+        return found
+
+    def costs_alone(self, table: np.ndarray) -> np.ndarray:
+        """How often each token begins the thing of `repetitions`; NEVER: it does not consist of it. uint16 [tokens]"""
+        states, found = np.zeros(len(self._byte), np.intp), np.full(len(self._byte), NEVER, np.uint16)
+        states[0], found[0] = 1, 0
+        for depth in range(self.longest):
+            first, middle, last = self._levels[depth : depth + 3]
+            counts = self._num_children[first:middle]
+            above = states[first:middle].repeat(counts)
+            states[middle:last] = table[above, self._byte[middle:last]]
+            found[middle:last] = np.where(states[middle:last] > 0, found[first:middle].repeat(counts) + (above == 1), NEVER)
+        found[0] = NEVER
+        return found[self._node_of]
 
     def repetitions(self, table: np.ndarray) -> np.ndarray:
         """How often at most a thing is begun below each node, where it begins anew after the node; NEVER and above: what is below does not
@@ -101,23 +152,32 @@ class VocabularyTree:
                 rest = (~whole).nonzero()[0]
                 nodes, states = nodes.take(rest), states.take(rest)
             reached.append(nodes)
-            counts = self._num_children.take(nodes)
-            ends = counts.cumsum()
-            if not ends.size or not ends[-1]:
+            children, counts = self._below(nodes)
+            if not children.size:
                 return np.concatenate(reached), np.concatenate(covered)
-            children = (self._first_child.take(nodes) - ends + counts).repeat(counts) + np.arange(ends[-1])
             after = automaton.step((256 * states).repeat(counts) + self._byte.take(children))
             alive = after.nonzero()[0]
             nodes, states = children.take(alive), after.take(alive)
 
-    def _in_order(self, nodes: np.ndarray) -> np.ndarray:
-        """Whether the tokens in their order are below one of the nodes, none of which is below another. uint8 [tokens and one more]"""
+    def _below(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The children of nodes, one node's after the other's, and how many each has."""
+        counts = self._num_children.take(nodes)
+        ends = counts.cumsum()
+        if not ends.size or not ends[-1]:
+            return nodes[:0], counts
+        return (self._first_child.take(nodes) - ends + counts).repeat(counts) + np.arange(ends[-1]), counts
+
+    def _in_order(self, nodes: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Each node's value for all tokens below it, in the tokens' order; 0 for the others. No node is below another. [tokens and one
+        more]"""
         edges = np.empty(2 * len(nodes) + 2, np.intp)
         edges[0], edges[-1] = 0, self._last_token[0] + 1
-        edges[1:-1:2], edges[2:-1:2] = np.sort(self._first_token.take(nodes)), np.sort(self._last_token.take(nodes))
-        is_below = np.zeros(len(edges) - 1, np.uint8)
-        is_below[1::2] = 1
-        return is_below.repeat(edges[1:] - edges[:-1])
+        starts = self._first_token.take(nodes)
+        order = starts.argsort()
+        edges[1:-1:2], edges[2:-1:2] = starts.take(order), self._last_token.take(nodes).take(order)
+        found = np.zeros(len(edges) - 1, values.dtype)
+        found[1::2] = values.take(order)
+        return found.repeat(edges[1:] - edges[:-1])
 
     def _tokens_of_nodes(self, node_of: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """The token that ends at each node; and of several with one text, the others beside that one."""

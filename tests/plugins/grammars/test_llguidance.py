@@ -41,8 +41,10 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
         ("regex", "[a-z]{1,50}", True),
         ("regex", "(?i)x", False),
         ("choice", '["a", "é"]', True),
+        ("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}', True),
+        ("json_schema", '{"type": "object", "properties": {"a": {"type": "object"}}}', False),
         ("choice", json.dumps(["x" * 20_000]), False),
     ],
 )
-def test_plain_expressions_and_choices_are_automata(backend: LLGuidanceBackend, kind: str, source: str, is_own: bool) -> None:
+def test_what_is_plainly_regular_is_an_automaton(backend: LLGuidanceBackend, kind: str, source: str, is_own: bool) -> None:
     assert isinstance(backend.compile(kind, source), AutomatonCompiled if is_own else LLCompiled)

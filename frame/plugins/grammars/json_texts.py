@@ -1,0 +1,89 @@
+"""JSON's strings and numbers as regular languages: characters as a string has them, whole numbers of a range. Knows no schema."""
+
+from __future__ import annotations
+
+from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.regular_syntax import LAST, SURROGATES, Ranges, characters, complement, literal
+
+SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92), (127, 127)]  # the last need not be
+ANY: Ranges = [(0, SURROGATES[0] - 1), (SURROGATES[1] + 1, LAST)]
+BACKSLASH = 1 << 92
+DIGITS = sum(1 << byte for byte in b"0123456789")
+
+
+def character(language: Language, ranges: Ranges) -> Node:
+    """One character of these ranges as it is written in a string: as itself, or by the shortest escape where it must be by one."""
+    plain = complement([*complement(ranges), *ESCAPED])
+    special = sorted({code for low, high in ranges for code in range(low, min(high, 127) + 1) if _is_escaped(code)})
+    short = sum(1 << ord(SHORT[code]) for code in special if code in SHORT)
+    long = [language.cat(literal(language, f"u00{code // 16}"), _hex(language, code % 16)) for code in special if code not in SHORT]
+    escape = language.cat(language.one_byte(BACKSLASH), language.alt([language.one_byte(short), *long]))
+    return language.alt([characters(language, plain), escape])
+
+
+def integers(language: Language, least: int | None, most: int | None) -> Node:
+    """Whole numbers from `least` to `most`, both ends in; None: no bound. 0 is written without a sign."""
+    minus = language.one_byte(1 << ord("-"))
+    found = []
+    if most is None or most >= 0:
+        found.append(_naturals(language, max(0, least or 0), most))
+    if least is None or least < 0:
+        nearest = 1 if most is None or most >= 0 else -most
+        found.append(language.cat(minus, _naturals(language, nearest, None if least is None else -least)))
+    return language.alt(found)
+
+
+def numbers(language: Language, *, is_signed: bool) -> Node:
+    """Any number; `is_signed`: below 0 too."""
+    digit = language.one_byte(DIGITS)
+    some = language.repeat(digit, 1, None)
+    sign = language.repeat(language.one_byte(1 << ord("-")), 0, 1) if is_signed else language.empty
+    fraction = language.cat(language.one_byte(1 << ord(".")), some)
+    signs = language.repeat(language.one_byte(1 << ord("-") | 1 << ord("+")), 0, 1)
+    exponent = language.cat(language.one_byte(1 << ord("e") | 1 << ord("E")), language.cat(signs, some))
+    tail = language.cat(language.repeat(fraction, 0, 1), language.repeat(exponent, 0, 1))
+    return language.cat(sign, language.cat(_naturals(language, 0, None), tail))
+
+
+def _is_escaped(code: int) -> bool:
+    return any(low <= code <= high for low, high in ESCAPED)
+
+
+def _hex(language: Language, value: int) -> Node:
+    return language.one_byte(sum({1 << ord(digit) for digit in (f"{value:x}", f"{value:X}")}))
+
+
+def _naturals(language: Language, least: int, most: int | None) -> Node:
+    if most is not None and least > most:
+        return language.none
+    found = []
+    digits = len(str(least))
+    for length in range(digits, len(str(most)) + 1 if most is not None else digits + 1):
+        low = str(max(least, 10 ** (length - 1) if length > 1 else 0))
+        high = str(10**length - 1 if most is None else min(most, 10**length - 1))
+        found.append(_between(language, low, high))
+    if most is None:
+        first = language.one_byte(DIGITS & ~(1 << ord("0")))
+        found.append(language.cat(first, language.repeat(language.one_byte(DIGITS), digits, None)))
+    return language.alt(found)
+
+
+def _between(language: Language, low: str, high: str) -> Node:
+    """The digits from `low` to `high`, which are as many."""
+    rest = len(low) - 1
+    if not low:
+        return language.empty
+    if set(low) == {"0"} and set(high) == {"9"}:
+        return language.repeat(language.one_byte(DIGITS), len(low), len(low))
+    first, last = int(low[0]), int(high[0])
+    if first == last:
+        return language.cat(_digits(language, first, first), _between(language, low[1:], high[1:]))
+    middle = language.cat(_digits(language, first + 1, last - 1), language.repeat(language.one_byte(DIGITS), rest, rest))
+    lower = language.cat(_digits(language, first, first), _between(language, low[1:], "9" * rest))
+    upper = language.cat(_digits(language, last, last), _between(language, "0" * rest, high[1:]))
+    return language.alt([lower, middle, upper])
+
+
+def _digits(language: Language, first: int, last: int) -> Node:
+    return language.one_byte(sum(1 << (48 + digit) for digit in range(first, last + 1)))

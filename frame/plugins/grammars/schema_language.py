@@ -1,0 +1,242 @@
+"""JSON schemas that are regular, into `Language` nodes: no recursion, and objects that have the named properties alone, in their order.
+
+What is read: objects, arrays, strings with lengths or a pattern, numbers, whole numbers of a range, enumerations, `anyOf`, references.
+All else is `NotReadError`, as it is where a keyword is not known, so that nothing that a schema demands is ever passed over.
+Knows no vocabulary and no backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from frame.plugins.grammars import json_texts
+from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
+
+MOST_SCHEMAS = 2000  # references are written out
+MOST_NODES = 20_000
+LARGEST = 10**18  # of bounds
+WHITESPACE = sum(1 << byte for byte in b" \n\r\t")
+NOTES = frozenset(
+    ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated", "readOnly",
+     "writeOnly")
+)  # fmt: skip
+KEYWORDS = {
+    "object": frozenset(("properties", "required", "additionalProperties")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
+    "string": frozenset(("minLength", "maxLength", "pattern")),
+    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+}
+NEGATED_SHORTHAND = re.compile(r"\[\^[^\]]*\\[dws]")  # of all scripts or of ASCII? what is left over differs
+
+
+def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
+    """The texts that a schema allows, with up to `most_whitespace` characters of whitespace between their parts, none around the whole.
+    Raises NotReadError."""
+    node = _Reader(language, schema, most_whitespace).value(schema)
+    if node is language.none:
+        raise NotReadError("a schema that allows nothing")
+    return node
+
+
+class _Reader:
+    """Of one schema; every method gives what follows no whitespace and is followed by none."""
+
+    def __init__(self, language: Language, root: Any, most_whitespace: int) -> None:
+        self._language = language
+        self._root = root
+        self._blank = language.repeat(language.one_byte(WHITESPACE), 0, most_whitespace)
+        self._open: list[str] = []  # references that are being followed
+        self._count = 0
+
+    def value(self, schema: Any) -> Node:
+        self._count += 1
+        if self._count > MOST_SCHEMAS or self._language.num_nodes > MOST_NODES:
+            raise NotReadError("a large schema")
+        if not isinstance(schema, dict):
+            raise NotReadError("a schema that is no object")
+        keys = schema.keys() - NOTES
+        for keyword, method in (("$ref", self._reference), ("anyOf", self._any_of)):
+            if keyword in keys:
+                self._expect_only(keys, frozenset((keyword,)))
+                return method(schema[keyword])
+        if "enum" in keys or "const" in keys:
+            return self._enumeration(schema, keys)
+        types = schema.get("type")
+        types = [types] if isinstance(types, str) else types
+        if not isinstance(types, list) or not types or not all(isinstance(each, str) and each in KEYWORDS for each in types):
+            raise NotReadError("a schema without a type")
+        self._expect_only(keys, frozenset(("type",)).union(*KEYWORDS.values()))
+        return self._language.alt([self._of_type(each, schema) for each in types])
+
+    def _of_type(self, name: str, schema: Mapping[str, Any]) -> Node:
+        if name == "boolean":
+            return self._language.alt([self._text("true"), self._text("false")])
+        if name == "null":
+            return self._text("null")
+        methods: dict[str, Callable[[Mapping[str, Any]], Node]] = {
+            "object": self._object, "array": self._array, "string": self._string, "number": self._number, "integer": self._integer
+        }  # fmt: skip
+        return methods[name](schema)
+
+    def _expect_only(self, keys: set[str], known: frozenset[str]) -> None:
+        if keys - known:
+            raise NotReadError(f"the keyword {min(keys - known)!r}")
+
+    # values that have parts ---------------------------------------------------------------------------------------------
+
+    def _object(self, schema: Mapping[str, Any]) -> Node:
+        properties, required = schema.get("properties"), schema.get("required", [])
+        if not isinstance(properties, dict) or schema.get("additionalProperties") is not False:
+            raise NotReadError("an object that may have other properties")
+        if not isinstance(required, list) or any(name not in properties for name in required):
+            raise NotReadError("a property that is required and not named")
+        members = [(self._member(name, each), name in required) for name, each in properties.items()]
+        first = more = self._language.empty  # what may come from a property on, where it would be the first, and where it would not
+        for member, is_required in reversed(members):
+            here = self._sequence(member, self._blank, more)
+            after = self._sequence(self._text(","), self._blank, here)
+            first = here if is_required else self._language.alt([here, first])
+            more = after if is_required else self._language.alt([after, more])
+        return self._sequence(self._text("{"), self._blank, first, self._text("}"))
+
+    def _member(self, name: str, schema: Any) -> Node:
+        return self._sequence(self._json(name), self._blank, self._text(":"), self._blank, self.value(schema))
+
+    def _array(self, schema: Mapping[str, Any]) -> Node:
+        fixed, rest = schema.get("prefixItems", []), schema.get("items")
+        least, most = self._bounds(schema, "minItems", "maxItems")
+        if not isinstance(fixed, list) or (rest is None and (most is None or most > len(fixed))):
+            raise NotReadError("an array of anything")
+        item = self._language.none if rest is False or rest is None else self._sequence(self.value(rest), self._blank)
+        most_more = None if most is None else max(0, most - max(1, len(fixed)))
+        comma = self._sequence(self._text(","), self._blank)
+        more = self._language.repeat(self._sequence(comma, item), max(0, least - max(1, len(fixed))), most_more)
+        first = self._sequence(item, more)
+        for i in reversed(range(len(fixed))):
+            if most is not None and i >= most:
+                continue
+            first = self._sequence(self.value(fixed[i]), self._blank, more)
+            after = self._sequence(comma, first)
+            more = after if i < least else self._language.alt([after, self._language.empty])
+        if most == 0:
+            first = self._language.none
+        if least == 0:
+            first = self._language.alt([first, self._language.empty])
+        return self._sequence(self._text("["), self._blank, first, self._text("]"))
+
+    def _any_of(self, schemas: Any) -> Node:
+        if not isinstance(schemas, list) or not schemas:
+            raise NotReadError("anyOf without a list")
+        return self._language.alt([self.value(each) for each in schemas])
+
+    def _reference(self, pointer: Any) -> Node:
+        if not isinstance(pointer, str) or not pointer.startswith("#/") or "%" in pointer or pointer in self._open:
+            raise NotReadError(f"the reference {pointer!r}")
+        target = self._root
+        for name in pointer[2:].split("/"):
+            name = name.replace("~1", "/").replace("~0", "~")
+            if not isinstance(target, dict) or name not in target:
+                raise NotReadError(f"the reference {pointer!r}")
+            target = target[name]
+        self._open.append(pointer)
+        node = self.value(target)
+        self._open.pop()
+        return node
+
+    # values that have none ----------------------------------------------------------------------------------------------
+
+    def _enumeration(self, schema: Mapping[str, Any], keys: set[str]) -> Node:
+        self._expect_only(keys, frozenset(("enum", "const", "type")))
+        values = schema.get("enum", [schema.get("const")])
+        types = schema.get("type", list(KEYWORDS))
+        if not isinstance(values, list) or keys >= {"enum", "const"}:
+            raise NotReadError("an enumeration that is no list")
+        if any(isinstance(value, dict | list) for value in values):
+            raise NotReadError("an enumeration of what has parts")
+        names = [types] if isinstance(types, str) else types
+        if not isinstance(names, list):
+            raise NotReadError("a type that is no name")
+        return self._language.alt([self._json(value) for value in values if any(_is_of(value, name) for name in names)])
+
+    def _string(self, schema: Mapping[str, Any]) -> Node:
+        quote = self._text('"')
+        least, most = self._bounds(schema, "minLength", "maxLength")
+        pattern = schema.get("pattern")
+        if pattern is None:
+            any_text = self._language.repeat(json_texts.character(self._language, json_texts.ANY), least, most)
+            return self._sequence(quote, any_text, quote)
+        if not isinstance(pattern, str) or least or most is not None or NEGATED_SHORTHAND.search(pattern):
+            raise NotReadError("a pattern with a length")
+        return self._sequence(quote, self._pattern(pattern), quote)
+
+    def _pattern(self, pattern: str) -> Node:
+        """A pattern is looked for anywhere in a text, unless it says itself where."""
+        anything = self._language.repeat(json_texts.character(self._language, json_texts.ANY), 0, None)
+        before = self._language.empty if pattern.startswith("^") else anything
+        is_open = not pattern.endswith("$") or (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 0  # an escaped one is no end
+        return self._sequence(before, read(self._language, pattern, json_texts.character), anything if is_open else self._language.empty)
+
+    def _integer(self, schema: Mapping[str, Any]) -> Node:
+        least, most = None, None
+        for key, rounded, step in (("minimum", math.ceil, 0), ("exclusiveMinimum", math.floor, 1)):
+            if key in schema:
+                bound = rounded(_number(schema[key])) + step
+                least = bound if least is None else max(least, bound)
+        for key, rounded, step in (("maximum", math.floor, 0), ("exclusiveMaximum", math.ceil, -1)):
+            if key in schema:
+                bound = rounded(_number(schema[key])) + step
+                most = bound if most is None else min(most, bound)
+        return json_texts.integers(self._language, least, most)
+
+    def _number(self, schema: Mapping[str, Any]) -> Node:
+        bounds = {key: schema[key] for key in KEYWORDS["number"] if key in schema}
+        if bounds and (set(bounds) != {"minimum"} or _number(bounds["minimum"]) != 0):
+            raise NotReadError("bounds of a number")
+        return json_texts.numbers(self._language, is_signed=not bounds)
+
+    def _bounds(self, schema: Mapping[str, Any], least_key: str, most_key: str) -> tuple[int, int | None]:
+        least, most = schema.get(least_key, 0), schema.get(most_key)
+        for bound in (least, 0 if most is None else most):
+            if not isinstance(bound, int) or isinstance(bound, bool) or not 0 <= bound <= LARGEST:
+                raise NotReadError(f"{bound!r} as a length")
+        if most is not None and most < least:
+            raise NotReadError("a length that none has")
+        return least, most
+
+    def _json(self, value: Any) -> Node:
+        try:
+            return self._text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        except ValueError as error:  # no number, or half of a character
+            raise NotReadError(str(error)) from None
+
+    def _text(self, text: str) -> Node:
+        return literal(self._language, text)
+
+    def _sequence(self, *parts: Node) -> Node:
+        node = self._language.empty
+        for part in reversed(parts):
+            node = self._language.cat(part, node)
+        return node
+
+
+def _number(value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise NotReadError(f"{value!r} as a bound")
+    return value
+
+
+def _is_of(value: Any, name: str) -> bool:
+    """Whether a value that has no parts is of a type."""
+    if isinstance(value, bool) or value is None:
+        return name == ("null" if value is None else "boolean")
+    if isinstance(value, str):
+        return name == "string"
+    return name == "number" or (name == "integer" and value % 1 == 0)
