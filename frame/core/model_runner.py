@@ -182,7 +182,7 @@ class TorchModelRunner(ModelRunner):
         """Build a step's batch and compute the hidden states of the tokens whose logits are wanted, through graphs where they are large
         enough. The `riders` come back as tensors, with the slots of the sampling rows."""
         graphs, tokens, wanted = self.prompt_graphs, int(counts.query_starts[-1]), len(counts.logits_indices)
-        are_these = len(counts.sampling) == tokens  # every token is a decode that samples, in order
+        are_these = len(counts.sampling) == wanted == tokens  # every token is a decode that samples, in order
         if graphs is not None and tokens <= graphs.most:
             forward_batch, tensors = self.builder.build(batch, counts, riders, graphs)
             hidden = graphs.run(forward_batch)

@@ -183,10 +183,11 @@ def test_prompt_logprobs_over_chunks_equal_those_of_the_whole_prompt():
             start += size
         return [np.concatenate(column) for column in zip(*((p.logprobs, p.top_ids, p.top_logprobs) for p in parts), strict=True)]
 
-    whole, chunked = scores([20]), scores([7, 1, 12])
+    whole, chunked, last = scores([20]), scores([7, 1, 12]), scores([7, 12, 1])  # a step of one token that also samples
     assert whole[0].shape == (19,) and whole[1].shape == (19, 2)
-    for a, b in zip(whole, chunked, strict=True):
+    for a, b, c in zip(whole, chunked, last, strict=True):
         np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
     expected = torch.log_softmax(-torch.arange(VOCAB).float(), -1)  # the fake model's logits, counted from the peak
     distance = [(prompt[p + 1] - continuation(prompt[: p + 1], 1, VOCAB)[0]) % VOCAB for p in range(19)]
     np.testing.assert_allclose(whole[0], expected[distance].numpy(), rtol=1e-5)
