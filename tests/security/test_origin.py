@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frame.entrypoints.http.origin import foreign_page
+from frame.entrypoints.http.origin import why_foreign
 from tests.entrypoints.inprocess import serving
 
 BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'
@@ -14,7 +14,13 @@ BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'
     ("origin", "host", "is_foreign"),
     [
         (None, "127.0.0.1:30000", False),
-        (None, "anything", False),
+        (None, "", False),
+        (None, "frame.localhost:30000", False),
+        (None, "[::1]:30000", False),
+        (None, "evil.example:30000", True),  # what a page reads under its own name comes without its origin
+        (None, "anything", True),
+        (None, "[", True),
+        ("http://[", "[", True),
         ("http://127.0.0.1:30000", "127.0.0.1:30000", False),
         ("http://localhost:30000", "localhost:30000", False),
         ("http://[::1]:30000", "[::1]:30000", False),
@@ -27,7 +33,7 @@ BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'
 )
 def test_what_is_foreign(origin: str | None, host: str, is_foreign: bool) -> None:
     headers = [(b"host", host.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
-    assert (foreign_page(headers) is not None) == is_foreign
+    assert (why_foreign(headers) is not None) == is_foreign
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/v1/completions", "/page/cache.json"])
@@ -42,9 +48,20 @@ async def test_a_foreign_page_is_refused(path: str) -> None:
         assert (await server.request(method, path, BODY, own)).status == 200
 
 
+@pytest.mark.parametrize("path", ["/page/cache.json", "/server_info", "/"])
+async def test_a_name_that_was_given_this_machine_s_address_reads_nothing(path: str) -> None:
+    async with serving({}) as server:
+        answer = await server.request("GET", path, b"", [(b"host", b"evil.example:30000")])
+        assert answer.status == 403
+        assert "not to evil.example:30000; set --api-key, or --insecure" in answer.json()["error"]["message"]
+
+
 async def test_keys_decide_where_there_are_keys() -> None:
     headers = [(b"host", b"api.example"), (b"origin", b"https://app.example"), (b"authorization", b"Bearer secret")]
     async with serving({"server": {"api_key": "secret"}}) as server:
         assert (await server.request("GET", "/v1/models", b"", headers)).status == 200
+    for secret in ({"admin_key": "secret"}, {"api_key": "user", "admin_key": "secret"}):
+        async with serving({"server": secret}) as server:
+            assert (await server.request("GET", "/server_info", b"", headers)).status == 200
     async with serving({"server": {"insecure": True}}) as server:
         assert (await server.request("GET", "/v1/models", b"", headers)).status == 200

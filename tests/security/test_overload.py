@@ -44,7 +44,7 @@ async def overload(url: str, rate: float, seconds: float) -> Load:
     body = json.dumps(
         {"input_ids": [5, 6, 7], "timeout": DEADLINE, "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}
     ).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = deque()
     load = Load()
 

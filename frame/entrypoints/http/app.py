@@ -18,7 +18,7 @@ from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.openapi import description_of
-from frame.entrypoints.http.origin import foreign_page
+from frame.entrypoints.http.origin import why_foreign
 from frame.entrypoints.http.services import Operation, Routes, Services, too_many
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
@@ -146,10 +146,10 @@ class App:
 
     def _check_origin(self, scope: Scope) -> None:
         """Where no key is asked for, a browser must not be made to act for a page from elsewhere."""
-        foreign = None if self._is_open_to_all else foreign_page(scope["headers"])
-        if foreign is not None:
-            page_name = foreign[:LONGEST_PATH]
-            raise ApiError(403, f"a page of {page_name} may not use this server, which has no key; set --api-key, and let the page send it")
+        is_safe = self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
+        sentence = None if is_safe else why_foreign(scope["headers"])
+        if sentence is not None:
+            raise ApiError(403, sentence)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
@@ -182,6 +182,12 @@ def _end(span: RequestSpan, route: str, call: Call) -> None:
         "frame.request_id": call.request_id,
     }  # fmt: skip
     span.end(attributes, call.answer, f"status {status}" if status >= 500 else None)
+
+
+def _is_unix(scope: Scope) -> bool:
+    """Whether the request came over a Unix socket, which no browser reaches."""
+    server = scope.get("server")
+    return server is not None and server[1] is None
 
 
 def _host(scope: Scope) -> str | None:
