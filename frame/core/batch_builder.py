@@ -127,7 +127,8 @@ class BatchBuilder:
         self.table.write_host(batch.new_pages)
         tensors = self._put(batch, riders)
         if given:
-            self.table.last_token[self.table.first_given :][:given].copy_(tensors.pop("given_tokens"))
+            first = self.table.first_given
+            self.table.last_token[first : first + given].copy_(tensors.pop("given_tokens"))
         return tensors
 
     def token_rows(self, batch: ScheduledBatch, counts: RowCounts) -> TokenRows:

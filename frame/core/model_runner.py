@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -96,7 +95,8 @@ class TorchModelRunner(ModelRunner):
         """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
         self.sampling.update(batch.setups, batch.released)
         try:
-            with torch.inference_mode(), self._on_stream():
+            with torch.inference_mode():
+                self._enter_stream()
                 self._processors.update(batch.setups, batch.released)
                 return self._run(batch)
         except torch.AcceleratorError as error:
@@ -127,7 +127,8 @@ class TorchModelRunner(ModelRunner):
         attention = self.context.attention
         if attention is None:
             raise ValueError("graphs need a context with an attention backend")
-        with torch.inference_mode(), self._on_stream():
+        with torch.inference_mode():
+            self._enter_stream()
             redraw = self._redraw if self.sampler.by_kernels else None
             graphs = DecodeGraphs(self._decode, self.builder, attention, graph_sizes(most), self.context.device, redraw)
             try:
@@ -143,7 +144,8 @@ class TorchModelRunner(ModelRunner):
         attention = self.context.attention
         if attention is None:
             raise ValueError("graphs need a context with an attention backend")
-        with torch.inference_mode(), self._on_stream():
+        with torch.inference_mode():
+            self._enter_stream()
             graphs = PromptGraphs(self.model.forward, self.builder, attention, piece_sizes(most), self.context.device)
             try:
                 graphs.capture()
@@ -159,8 +161,10 @@ class TorchModelRunner(ModelRunner):
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+    def _enter_stream(self) -> None:
+        """Put what this thread asks of the device on the runner's stream from now on: to come and go would cost 50 µs a step."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:
         counts = count_rows(batch)
@@ -196,13 +200,13 @@ class TorchModelRunner(ModelRunner):
         return tensors, hidden if are_these else hidden.index_select(0, forward_batch.logits_indices)
 
     def _are_decodes(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts) -> bool:
-        """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over few keys, or where there is
-        nothing better, over keys that are read once for all of them."""
+        """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over few keys, or over keys that are
+        read once for all of them."""
         given = len(batch.token_ids)
         if counts.query_starts[-1] > graphs.most or given > _MOST_SINGLE:
             return False
         keys = given * int(counts.seq_lens[batch.num_decodes :].max(initial=0))
-        return keys <= _MOST_KEYS or (self._shares_prefixes and self.prompt_graphs is None)
+        return self._shares_prefixes or keys <= _MOST_KEYS
 
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
         """A step of decodes, or what is taken for one, by its graph, which also draws the tokens where no row wants more than a
@@ -246,7 +250,8 @@ class TorchModelRunner(ModelRunner):
         """Draw tokens, now, or when the mask is there that follows."""
 
         def finish(mask: np.ndarray | None) -> PendingStep:
-            with torch.inference_mode(), self._on_stream():
+            with torch.inference_mode():
+                self._enter_stream()
                 more = {} if mask is None else self._masks.put(grammar_arrays(mask))
                 return fetch(StepOutput(batch.step, self._sample(logits, plans, {**tensors, **more}), plans.sampling, prompts))
 

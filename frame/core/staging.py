@@ -58,20 +58,27 @@ class PinnedCopies:
             self._allocate(2 * total)
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         self._copied[self._turn].synchronize()
-        pinned = self._pinned[self._turn]
-        host = pinned.numpy()
+        host = self._host[self._turn]
         for offset, array in zip(offsets, arrays.values(), strict=True):
             host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self._target[:total].copy_(pinned[:total], non_blocking=True)
+        self._target[:total].copy_(self._pinned[self._turn][:total], non_blocking=True)
         self._copied[self._turn].record()
-        return {
-            name: self._target[offset : offset + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
-            for offset, (name, array) in zip(offsets, arrays.items(), strict=True)
-        }
+        return {name: self._part(offset, array) for offset, (name, array) in zip(offsets, arrays.items(), strict=True)}
+
+    def _part(self, offset: int, like: np.ndarray) -> torch.Tensor:
+        typed = self._typed.get(like.dtype)
+        if typed is None:
+            typed = self._typed[like.dtype] = self._target.view(_torch_dtype(like.dtype))
+        start = offset // like.itemsize
+        part = typed[start : start + like.size]
+        return part if like.ndim == 1 else part.view(like.shape)
 
     def _allocate(self, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+        self._host = [pinned.numpy() for pinned in self._pinned]
         self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._typed: dict[np.dtype, torch.Tensor] = {}  # the target as numbers of one type
 
 
 @lru_cache(maxsize=32)

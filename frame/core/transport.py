@@ -55,6 +55,7 @@ class InProcessTransport:
     """One end of a pair of queues between two threads. Messages travel by reference: both ends treat them as frozen.
 
     With a `sink` the peer's messages are handed to it at once, in the peer's thread, instead of being queued.
+    To send no message wakes the other end ahead of one that comes in a moment: who has slept for long takes a while to wake.
     """
 
     def __init__(self, sink: Callable[[AnyMessage], None] | None = None) -> None:
@@ -62,6 +63,7 @@ class InProcessTransport:
         self._arrived = threading.Event()
         self._sink = sink
         self._peer: InProcessTransport | None = None
+        self._is_closed = False
 
     @classmethod
     def pair(cls, sink: Callable[[AnyMessage], None] | None = None) -> tuple[InProcessTransport, InProcessTransport]:
@@ -72,11 +74,8 @@ class InProcessTransport:
 
     def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
         inbox = self._inbox
-        if not inbox:
-            if timeout == 0.0:
-                return []
-            self._arrived.wait(timeout)
-        self._arrived.clear()  # before draining: a message that comes while we drain sets it again
+        while timeout != 0.0 and not inbox and not self._is_closed and self._arrived.wait(timeout):
+            self._arrived.clear()  # before the inbox is looked at: a message that comes now sets it again
         messages = []
         while inbox:
             messages.append(inbox.popleft())
@@ -99,6 +98,7 @@ class InProcessTransport:
             self._arrived.set()
 
     def close(self) -> None:
+        self._is_closed = True
         self._arrived.set()
 
 

@@ -206,6 +206,7 @@ class Engine:
     def _job(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job) -> tuple[Job, list[int], bool]:
         """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
         need_task(self._resolved, "generate")
+        self._session.send_all([])  # an engine that sleeps wakes up meanwhile
         is_single, several = listed(prompts)
         wanted = spread(params, len(several))
         ids = self._encode(several)

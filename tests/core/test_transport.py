@@ -46,6 +46,17 @@ def test_in_process_keeps_order_and_wakes() -> None:
     assert far.receive(10.0) == [Abort()]
 
 
+def test_in_process_a_wake_up_is_no_message() -> None:
+    near, far = InProcessTransport.pair()
+    near.send_all([])
+    started = time.perf_counter()
+    assert far.receive(0.05) == []
+    assert time.perf_counter() - started >= 0.04
+    near.send_all([])
+    threading.Timer(0.02, near.send, [Abort()]).start()
+    assert far.receive(10.0) == [Abort()]
+
+
 def test_in_process_sink_is_called_by_the_sender() -> None:
     seen: list[tuple[object, str]] = []
     near, far = InProcessTransport.pair(lambda message: seen.append((message, threading.current_thread().name)))
