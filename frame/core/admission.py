@@ -24,7 +24,7 @@ class SchedulerConfig:
     it doubles with every retraction and halves in calm times, down to half of what it was. With `pools` a request ends when its
     prompt is computed, and yields a vector instead of tokens; with `whole_prompts` a prompt is computed in one step.
     `jump_forward` is the fewest tokens forced by a grammar that are computed at once (0: all are drawn), and at least one for
-    each `jump_rows` rows of the step (0: whatever rows it has).
+    each `jump_rows` rows of the step (0: whatever rows it has); a step with them has no more than `jump_tokens` tokens (0: any number).
     """
 
     page_size: int
@@ -45,6 +45,7 @@ class SchedulerConfig:
     preemption: bool = True
     jump_forward: int = 0
     jump_rows: int = 0
+    jump_tokens: int = 0
 
     @property
     def short_budget(self) -> int:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from frame.core.sampling_params import SamplingParams
 
 MOST_AHEAD = 256  # tokens
+MOST_SINGLE = 64  # of a step's runs, where the runner computes them as rows of one token each (`TorchModelRunner`)
+FEW_WORDS = 128  # of a mask
 LONGEST_LOOK = 0.01  # seconds of CPU; everybody waits for a step's masks
 
 
@@ -106,13 +108,15 @@ class ForeseeingGrammar:
 
 class JumpForward:
     """Gives running requests their forced tokens. `fewest`: length of a run that is worth it; 0: no run is. A step with a longer row may
-    cost its other rows something: then a run must have a token for each `rows` of them; 0: it costs them nothing."""
+    cost its other rows something: then a run must have a token for each `rows` of them; 0: it costs them nothing. `tokens`: most of a step
+    with runs, which is computed as single rows then (and of its runs, `MOST_SINGLE`); 0: any number."""
 
-    def __init__(self, running: RunningSet, fewest: int, rows: int = 0) -> None:
+    def __init__(self, running: RunningSet, fewest: int, rows: int = 0, tokens: int = 0) -> None:
         self.num_tokens = 0  # that no step had to draw
         self._running = running
         self._fewest = fewest
         self._rows = rows
+        self._tokens = tokens
 
     def watch(self, grammar: Grammar | None, params: SamplingParams) -> Grammar | None:
         """The grammar that a request is to have. One that wants log-probabilities has its tokens drawn, which is where those come from."""
@@ -127,20 +131,22 @@ class JumpForward:
             return
         table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
         a = table.arrays
+        room = min(MOST_SINGLE, self._tokens - len(slots)) if self._tokens else MOST_AHEAD * len(slots)
         for slot in slots[(a.special[slots] & GRAMMAR) != 0].tolist():
             request = table.requests[slot]  # None: it has ended
             if request is None or not isinstance(request.grammar, ForeseeingGrammar) or not request.grammar.forced:
                 continue
             most = request.max_total - 1 - int(a.known[slot])  # the last token is drawn, which ends the request
-            run = request.grammar.take(fewest, most, request.stop_ids)
+            run = request.grammar.take(fewest, min(most, room), request.stop_ids)
             if run:
+                room -= len(run)
                 self._running.extend(request, run)
                 self.num_tokens += len(run) - 1
 
 
 def only_token(mask: np.ndarray) -> int | None:
     """The token of a mask that allows one alone. mask int32 [words]."""
-    if np.count_nonzero(mask) != 1:
+    if np.count_nonzero(mask[:FEW_WORDS]) > 1 or np.count_nonzero(mask) != 1:  # most masks show it at once
         return None
     place = int(np.flatnonzero(mask)[0])
     word = int(mask[place]) & 0xFFFFFFFF

@@ -157,7 +157,9 @@ def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool)
 
 def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
     """What the sampler reads of a mask: the rows that it limits."""
-    rows = np.flatnonzero((mask != -1).any(axis=1))
+    rows = np.flatnonzero(np.bitwise_and.reduce(mask, axis=1) != -1)
+    if len(rows) == len(mask):  # nothing to copy
+        return {"grammar_rows": rows, "grammar_mask": mask}
     return {"grammar_rows": rows, "grammar_mask": mask[rows]} if len(rows) else {}
 
 

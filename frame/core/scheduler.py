@@ -68,7 +68,7 @@ class Scheduler:
         self._planner = StepPlanner(config, self._running, self._queue, policy)
         self._outcome = StepOutcome(self._running, self._end_running, clock)
         self._mask_filler = MaskFiller()
-        self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows)
+        self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
         self._num_prompt_tokens = 0

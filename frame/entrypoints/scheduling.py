@@ -46,5 +46,6 @@ def build_scheduler(
         whole_prompts=resolved.computes_whole_prompts,
         jump_forward=resolved.jump_forward,
         jump_rows=0 if resolved.cuda_graph_max_bs else ROWS_A_TOKEN,
+        jump_tokens=resolved.cuda_graph_max_bs,
     )
     return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)

@@ -73,6 +73,17 @@ def test_large_steps_want_longer_runs() -> None:
         assert made.scheduler.load()["jumped_tokens"] == jumped
 
 
+@pytest.mark.parametrize(("tokens", "longest"), [(0, 6), (300, 6), (4, 3), (2, 1)])
+def test_steps_with_runs_have_no_more_tokens_than_they_may(tokens: int, longest: int) -> None:
+    made = rig(jump_tokens=tokens)
+    rid, lengths = ask(made, RUN), []
+    while not made.scheduler.is_idle:
+        before = made.scheduler.load()["jumped_tokens"]
+        made.step()
+        lengths.append(1 + made.scheduler.load()["jumped_tokens"] - before)
+    assert max(lengths) == longest and len(made.requests[rid].got) == 13
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_runs_stop_where_the_request_does(overlap: bool) -> None:
     whole = rig()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_FORCED = 64  # bytes
 LEAST_RUN = 4  # repetitions that are worth a look at the whole vocabulary
 MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
+MOST_RECENT = 1024  # masks
 KEPT_BYTES = 64 << 20  # of masks
 
 
@@ -69,12 +70,23 @@ class Masks:
         self.vocabulary = vocabulary
         self._most = max(16, limit // (4 * vocabulary.tree.words))
         self._kept: OrderedDict[Node, np.ndarray] = OrderedDict()
+        self._recent: dict[Node, np.ndarray] = {}  # by nodes as they are, where there is neither order nor lock
         self._most_costs = max(16, self._most // 32)  # which take as much again
         self._costs: OrderedDict[tuple[Node, Node], np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, states: States, node: Node) -> np.ndarray:
         """The allowed tokens, int32 [words]; not to be written to. Raises ValueError where there are none, or they take too much work."""
+        found = self._recent.get(node)
+        if found is not None:
+            return found
+        found = self._of_state(states, node)
+        if len(self._recent) > MOST_RECENT:
+            self._recent.clear()
+        self._recent[node] = found
+        return found
+
+    def _of_state(self, states: States, node: Node) -> np.ndarray:
         states.language.forget()
         state = states.language.clamp(node, self.vocabulary.tree.longest)
         with self._lock:
@@ -95,9 +107,10 @@ class Masks:
             mask = np.zeros(self.vocabulary.tree.words, np.int32)
             mask.view(np.uint32)[token // 32] = 1 << token % 32
             return mask
-        costs = self._costs_of(states, state)
+        repeat, after = state.parts if state.kind == "cat" else (state, states.language.empty)
+        costs = self._costs_of(states, repeat, after)
         if costs is not None:
-            mask = np.packbits(costs <= state.parts[0].most, bitorder="little").view(np.int32)
+            mask = np.packbits(costs <= repeat.most, bitorder="little").view(np.int32)
         else:
             also = [*self.vocabulary.stops] if state.is_nullable else []
             with states.lock:
@@ -106,12 +119,12 @@ class Masks:
             raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
         return mask
 
-    def _costs_of(self, states: States, state: Node) -> np.ndarray | None:
+    def _costs_of(self, states: States, repeat: Node, after: Node) -> np.ndarray | None:
         """Where a state may repeat something so many times before it goes on otherwise: what each token takes of that, uint16
         [32 * words]. It is found out once for all such numbers. None elsewhere."""
-        if state.kind != "cat" or not is_run(state.parts[0]) or state.parts[0].least or state.parts[0].most is None:
+        if not is_run(repeat) or repeat.least or repeat.most is None:
             return None
-        (part,), after, known = state.parts[0].parts, state.parts[1], self.vocabulary.repetitions
+        (part,), known = repeat.parts, self.vocabulary.repetitions
         alone = known.alone[known.row(states.language, part)]
         if alone is None or part.first & after.first:
             return None
@@ -189,7 +202,7 @@ class AutomatonGrammar:
             self._is_ended = self._node.is_nullable
             return self._is_ended
         text = vocabulary.tree.texts[token_id]
-        node = self._language.follow(self._node, text)
+        node = self._compiled.states.follow(self._node, text)
         if node is self._language.none or not text:
             return False
         self._node = node

@@ -12,7 +12,7 @@ from frame.plugins.grammars.vocabulary_tree import NEVER
 
 MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
 MOST_WHOLE = 40  # states of an automaton that is looked at as a whole
-MOST_PARTS = 100  # of what is repeated
+MOST_PARTS = 400  # of what is repeated
 MOST_STATES = 2048  # until all are forgotten; a kilobyte each
 
 
@@ -72,6 +72,20 @@ class States:
     def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
         """See `Automaton`."""
         return self._needs.take(self._row.take(states) + nodes) <= self._most.take(states)
+
+    def follow(self, node: Node, text: bytes) -> Node:
+        """What may follow `text`: `Language.follow`, by the table as far as that is worked out."""
+        with self.lock:
+            number = self._numbers.get(node)
+            if number is None:
+                return self.language.follow(node, text)
+            table = self._table
+            for i, byte in enumerate(text):
+                after = table.item(256 * number + byte)
+                if after < 0:
+                    return self.language.follow(self._nodes[number], text[i:])
+                number = after
+            return self._nodes[number]
 
     def table(self, node: Node) -> tuple[np.ndarray, list[Node]]:
         """All states that may follow a node, which is 1: what follows each byte, intp [states, 256], and their nodes."""
