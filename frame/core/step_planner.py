@@ -236,6 +236,8 @@ class StepPlanner:
 
     def _reserved_pages(self) -> int:
         """Pages that running requests will want soon: the rest of their prompts and some growth."""
+        if not len(self._running):
+            return 0
         a = self._running.table.arrays
         slots = np.array([request.slot for request in self._running.requests], np.intp)
         tokens = np.minimum(a.total[slots] + self._ahead, a.max_total[slots])

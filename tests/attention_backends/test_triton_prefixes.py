@@ -88,3 +88,6 @@ def test_what_was_found_is_kept_while_the_same_rows_go_on(monkeypatch: pytest.Mo
     assert shared.tensor.any().item() is False
     update(4)
     assert shared.tensor[0, :4].tolist() == [1600] * 4
+    host.page_table[host.slots[0], 99] += 1  # another request, longer by one, that shares less
+    update(5)
+    assert shared.tensor[0, :4].tolist() == [1584] * 4

@@ -95,6 +95,7 @@ class SharedPrefixes:
         self._turn = 0
         self._are_shared = False
         self._slots, self._seq_lens = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self._ends, self._pages = np.zeros(0, np.int32), np.zeros(0, np.int32)  # by row: where the shared pages end, and the last of them
 
     @property
     def order(self) -> torch.Tensor:
@@ -104,14 +105,19 @@ class SharedPrefixes:
     def update(self, host: HostView, rows: int, page_size: int) -> None:
         """Describe the first `rows` rows, by a copy on the current stream if they are other ones than those of the step before."""
         slots, seq_lens = host.slots[:rows], host.seq_lens[:rows]
-        # a slot that another request has by now shows: between two steps of one request its length grows by one, padding's never
+        # a slot that another request has by now shows: between two steps of one request its length grows by one, padding's never, and
+        # what it shares stays
         goes_on = len(slots) == len(self._slots) and bool(
-            (slots == self._slots).all() and ((seq_lens == self._seq_lens + 1) | (seq_lens == 1)).all()
+            (slots == self._slots).all()
+            and ((seq_lens == self._seq_lens + 1) | (seq_lens == 1)).all()
+            and (host.page_table[slots, self._ends] == self._pages).all()
         )
         self._slots, self._seq_lens = slots.copy(), seq_lens.copy()
         if goes_on:
             return
         found = group_prefixes(host, rows, page_size)
+        self._ends = np.maximum(found[0] // page_size - 1, 0) if found is not None else np.zeros(rows, np.int32)
+        self._pages = host.page_table[slots, self._ends]
         if found is not None:
             self._put(found)
         elif self._are_shared:
