@@ -56,7 +56,7 @@ def start(folder: Path, step: float, requests: int, flags: list[str]) -> tuple[s
 async def read_stream(host: str, port: int, counts: list[int], index: int, body: bytes) -> None:
     """One streaming client, as cheap as can be: it counts events."""
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
     try:
         while data := await reader.read(65536):
             counts[index] += data.count(b"data: ")

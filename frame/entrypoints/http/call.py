@@ -11,6 +11,7 @@ import msgspec
 
 from frame.entrypoints.http.bodies import MOST_LEVELS, PATIENCE, Bodies, is_too_deep
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.mistakes import misfit, unreadable
 from frame.entrypoints.logs import HEADER
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ T = TypeVar("T")
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
-MISSING, CUT = "Object missing required field ", "Input data was truncated"  # msgspec's words
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -71,11 +71,13 @@ class Call:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
     async def body(self) -> bytes:
-        """The whole body. Raises ApiError 413 before more than the limit is read and 408 when nothing comes, DisconnectedError when the
-        client leaves."""
+        """The whole body. Raises ApiError 413 before more than the limit is read, 408 when nothing comes and 415 when it is packed,
+        DisconnectedError when the client leaves."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
                 raise self._too_large()
+            if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+                raise ApiError(415, f"the body is packed (content-encoding: {value[:40].decode('latin-1')}); send it as it is")
         whole = bytearray()
         until = asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
         while True:
@@ -119,15 +121,9 @@ class Call:
         try:
             return decoder.decode(data)
         except msgspec.ValidationError as error:
-            text, _, path = str(error).partition(" - at `$")
-            param = path.rstrip("`").lstrip(".") or None
-            if text.startswith(MISSING):
-                missing = text.removeprefix(MISSING).strip("`")
-                raise ApiError(400, f"{missing} is missing; send it", f"{param}.{missing}" if param else missing) from None
-            raise ApiError(400, f"{param or 'the body'}: {text}", param) from None
+            raise misfit(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            reason = "it ends too early" if str(error) == CUT else error
-            raise ApiError(400, f"the body is not valid JSON: {reason}") from None
+            raise unreadable(data, error) from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 

@@ -14,6 +14,7 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from frame.entrypoints.http.mistakes import misfit
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
 from frame.entrypoints.http.services import RETRY_AFTER, Chat, Operation, Routes, Services, failure
 from frame.entrypoints.http.sse import DONE
@@ -196,9 +197,7 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     try:
         return msgspec.convert(values, SamplingParams, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        place = "sampling_params" + path.rstrip("`")
-        raise ApiError(400, f"{place}: {text}", place) from None
+        raise misfit(error, "sampling_params") from None
 
 
 # text --------------------------------------------------------------------------------------------------------------

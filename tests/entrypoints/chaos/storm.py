@@ -83,7 +83,7 @@ class Storm:
     async def _ask(self, host: str, port: int, body: dict[str, Any]) -> Reply:
         reader, writer = await asyncio.open_connection(host, port, limit=2**24)
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()
         self._count(1)

@@ -152,7 +152,7 @@ def connect(server: RunningServer, body: dict[str, Any], version: str = "1.1", r
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
     connection.connect((url.host, url.port or 0))
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 

@@ -54,7 +54,7 @@ async def cut(host: str, port: int, number: int, gate: asyncio.Semaphore) -> Non
     async with gate:
         body = body_of(number)
         reader, writer = await asyncio.open_connection(host, port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         moment = random.Random(-number)
         written = len(body) if moment.random() < 0.95 else moment.randrange(len(body))
         writer.write(head.encode() + body[:written])
