@@ -24,6 +24,10 @@ ScoreMod = Callable[..., torch.Tensor]
 
 LEAST_WIDTH = 16  # of heads, for the compiled kernel
 LEAST_BLOCKED = 1024  # queries of a group from which on blocks that nobody sees are worth skipping
+KINDS = 64  # of groups that are compiled for; PyTorch leaves a function as it is that asks for more, and its own limit is 8
+# tiles of queries and keys, and loads under way, by the bytes of a row up to which they fit; PyTorch's own do up to 256
+TILES = {512: {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}, 1024: {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1}}
+LEAST_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1}
 
 
 class FlexAttentionBackend(TorchNativeBackend):
@@ -34,7 +38,10 @@ class FlexAttentionBackend(TorchNativeBackend):
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         plain: Any = flex_attention
-        self._flex = plain if context.device.type == "cpu" else torch.compile(plain, dynamic=True)
+        self._flex = plain
+        if context.device.type != "cpu":
+            torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, KINDS)
+            self._flex = torch.compile(plain, dynamic=True)
         self._masks: dict[tuple[int, int, int, int | None], BlockMask] = {}
 
     def attend(self, spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -54,6 +61,7 @@ class FlexAttentionBackend(TorchNativeBackend):
                 scale=spec.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
                 return_aux=None if spec.sinks is None else AuxRequest(lse=True),
+                kernel_options=None if q.device.type == "cpu" else _kernel_options(q, k, v),
             )
         if spec.sinks is not None:  # a sink takes its share of the weights, and has no value
             out, aux = out
@@ -82,9 +90,25 @@ def _by_head(part: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     return part.reshape(rows, length, *part.shape[1:]).transpose(1, 2)
 
 
+def _kernel_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    """Which kernel, and tiles that fit, where PyTorch's choice does not: it takes the one for decodes up to 127 queries, which holds all
+    queries of all heads that share keys at once, and tiles that are made for widths of up to 128."""
+    row = (1 << (max(k.shape[-1], v.shape[-1]) - 1).bit_length()) * k.element_size()
+    options: dict[str, Any] = {}
+    if row > 256:
+        options = {"FORCE_USE_FLEX_ATTENTION": True, **next((tiles for most, tiles in TILES.items() if row <= most), LEAST_TILES)}
+    elif q.shape[2] > 1:
+        options = {"FORCE_USE_FLEX_ATTENTION": True}
+    if q.dtype == torch.float32:  # three products on the tensor cores; exact ones compile for minutes
+        options["FLOAT32_PRECISION"] = "'tf32x3'"
+    return options
+
+
 def _score_mod(spec: AttentionSpec, mask: torch.Tensor | None, offset: torch.Tensor) -> ScoreMod:
     """What becomes of a scaled score: soft cap, then the group's additive mask, or the causal one."""
-    cap, window = spec.soft_cap, spec.sliding_window
+    window = spec.sliding_window
+    # a tensor: a fraction is no constant to the compiler either, and as a number it fails
+    cap = None if spec.soft_cap is None else torch.full((), spec.soft_cap, device=offset.device)
     has_queries = mask is not None and mask.shape[2] > 1
 
     def modified(score: torch.Tensor, row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -33,18 +33,21 @@ def expand(layer: LatentProjections, rows: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.cat((k_nope, k_rope), dim=-1), finite(v)
 
 
+MOST = 2.0**100  # in place of what is not finite, if the type goes so far; some thousands of them still add up to a finite number
+
+
 def finite(values: torch.Tensor, in_place: bool = False) -> torch.Tensor:
     """Values [n, heads, width] side by side, such that none spoils another row: kernels give those of a neighbouring row a weight of zero,
-    and zero times what is not finite is not a number. What was not finite becomes the largest number there is, so that the row's own
-    result shows it. Costs no more than the copy that a strided tensor would need."""
+    or add them up and fade the sum to zero, and zero times what is not finite is not a number. What was not finite becomes a number so
+    large that the row's own result shows it. Costs no more than the copy that a strided tensor would need."""
+    most = min(MOST, torch.finfo(values.dtype).max)
     n, heads, width = values.shape
     if not in_place and usable(values.device) and values.stride()[1:] == (width, 1):
         from frame.kernels.finite import finite_rows
 
-        return finite_rows(values.flatten(1)).view(n, heads, width)
-    most = torch.finfo(values.dtype).max
+        return finite_rows(values.flatten(1), most).view(n, heads, width)
     out = values if in_place else torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    return torch.nan_to_num(values, nan=most, out=out)
+    return torch.nan_to_num(values, nan=most, posinf=most, neginf=most, out=out)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

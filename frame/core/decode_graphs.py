@@ -8,7 +8,9 @@ computed anew. Knows no request and no plugin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -50,6 +52,19 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     """The batch sizes that are captured, for batches of up to `most` rows: close together where a step's time depends on them."""
     steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, max(most, 256) + 1, 64)]
     return (*(size for size in steps if size < most), most)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, garbage waits: what an earlier engine of this process left gives memory and graphs back by calls that break a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class StepInputs:
@@ -150,8 +165,9 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self._device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self._device)
-        for size in reversed(self._sizes):
-            self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
+        with uncollected():
+            for size in reversed(self._sizes):
+                self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
     def replay(self, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
         """Run at most `most` rows of one token each, whose pages and ids are in the table. -> of the rows that are sampled. `draws`:

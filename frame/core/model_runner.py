@@ -90,6 +90,8 @@ class TorchModelRunner(ModelRunner):
         self._shares_prefixes = context.attention.capabilities.shared_prefixes
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        if self._stream is not None:  # what was made so far, the cleared cache above all, is on its way on another stream
+            self._stream.wait_stream(torch.cuda.current_stream(context.device))
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""

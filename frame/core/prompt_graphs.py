@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from frame.core.decode_graphs import StepInputs
+from frame.core.decode_graphs import StepInputs, uncollected
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import AttentionOut, ForwardBatch, HostView
 
@@ -108,11 +108,12 @@ class PromptGraphs:
         """Run and capture each size, the largest first, whose memory the smaller ones use again."""
         began, free = time.perf_counter(), _free(self._device)
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        for batch in reversed(self._batches):
-            self._forward(replace(batch, plan=self._backend.plan(batch)))  # what compiles or initialises itself does so now
-            if pool is not None:
-                torch.cuda.current_stream(self._device).synchronize()
-                self._pieces.insert(0, self._captured(batch, pool))
+        with uncollected():
+            for batch in reversed(self._batches):
+                self._forward(replace(batch, plan=self._backend.plan(batch)))  # what compiles or initialises itself does so now
+                if pool is not None:
+                    torch.cuda.current_stream(self._device).synchronize()
+                    self._pieces.insert(0, self._captured(batch, pool))
         _log.info(
             "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
             len(self._sizes), self.most, time.perf_counter() - began, (free - _free(self._device)) >> 20,

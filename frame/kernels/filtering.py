@@ -210,7 +210,7 @@ def token_among(
         total = tl.sum(weights, 0)
         share = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
         # the running sum in column order passes the share at the greatest column from which on there is as much left
-        token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab, total - share)
+        token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab + tl.zeros([], tl.int32), total - share)
     return token
 
 

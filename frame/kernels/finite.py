@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Copies of rows with every number finite, for kernels in which zero times a number has to be zero.
 
-Reference: `torch.nan_to_num` with the largest number in place of what is none; several times as fast on rows with gaps between them.
+Reference: `torch.nan_to_num` with one large number in place of what is not finite; several times as fast on rows with gaps between them.
 Knows no attention.
 """
 
@@ -20,19 +20,19 @@ _ROWS = 64 if INTERPRETED else 8  # of a program
 _COLUMNS = 1024  # at once
 
 
-def finite_rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, size], rows with any stride -> contiguous [rows, size]; what is not finite becomes the largest number of the type."""
+def finite_rows(x: torch.Tensor, most: float) -> torch.Tensor:
+    """[rows, size], rows with any stride -> contiguous [rows, size]; what is not finite, or larger either way than `most`, becomes that."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
         grid = blocks_of(rows, _ROWS), blocks_of(size, _COLUMNS), 1
-        _prepared(size, x.stride(0), x.dtype, x.device)(grid, (x, out), (rows,))
+        _prepared(size, x.stride(0), x.dtype, x.device, most)(grid, (x, out), (rows,))
     return out
 
 
 @lru_cache(maxsize=64)
-def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    constants = {"SIZE": size, "STRIDE": stride, "MOST": torch.finfo(dtype).max, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, most: float) -> Prepared:
+    constants = {"SIZE": size, "STRIDE": stride, "MOST": most, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
     return Prepared(_finite_kernel, (dtype, dtype, 0), constants, device, 4)
 
 
