@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from frame.core import model_runner
 from frame.core.allocator import PagedAllocator
 from frame.core.capacity import Capacity
 from frame.core.decode_graphs import StepInputs, graph_sizes
@@ -126,6 +127,17 @@ def test_a_prompt_that_is_wholly_cached_is_one_decode(overlap):
     steps = watch(loop)
     assert loop.generate([*prompts, prompts[0]], params) == [*expected, expected[0]]
     assert steps[0] == (4, 4, 4)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_prompts_over_many_keys_are_decodes_where_these_are_read_once(monkeypatch, shared):
+    monkeypatch.setattr(model_runner, "_MOST_KEYS", 100)
+    monkeypatch.setattr(FakeAttention, "capabilities", dataclasses.replace(FakeAttention.capabilities, shared_prefixes=shared))
+    loop = make_loop(64)
+    steps = watch(loop)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    assert loop.generate([PROMPTS[3], PROMPTS[10]], params) == [continuation(PROMPTS[row], 2, VOCAB) for row in (3, 10)]
+    assert any(given for *_, given in steps) == shared
 
 
 def test_a_chunk_that_is_not_the_last_samples_nothing():
