@@ -4,7 +4,8 @@ Output tokens a second of the offline engine, 32 requests, free and constrained,
 model is dense and its weights are random, so that a step costs the same whatever tokens it is given: a free run and a constrained one
 compute different tokens, and differ by what the grammar costs alone. (With experts they would not; with a trained model a grammar that it
 does not follow leads to other text.) A round is a run of each kind, one after the other; a loss is against the free run of the same
-round, and the median of the rounds is given. The first round, in which nothing of a grammar is known, stands for itself.
+round, and the median of the rounds is given. The first round, in which nothing of a grammar is known but that it is one, stands for
+itself; grammars are compiled before, as they are off the engine's loop.
 
 Without `--config` the model has the sizes of frame-tiny, with its tokenizer; with the folder of a `config.json` it has that model's, with
 a made tokenizer of as many tokens. No grammar can end before the output does. In the row `blanks` both runs prefer whitespace by
@@ -132,28 +133,35 @@ class Runs:
 
     def __init__(self, engine: Engine, length: int, vocab_size: int) -> None:
         self._engine = engine
-        self._length = length
+        self.length = length
         self._numbers = random.Random(0)
         self._most = vocab_size - 10
+        self.steps = self.jumped = 0  # of the last run
+
+    def compile(self, asked: list[dict[str, Any]]) -> None:
+        self._engine.generate([[5, 6]] * len(asked), [SamplingParams(max_tokens=1, **each) for each in asked])
 
     def __call__(self, asked: list[dict[str, Any]]) -> tuple[float, float]:
         """-> output tokens a second, and a second of the process's CPU time."""
         prompts = [[self._numbers.randint(5, self._most) for _ in range(PROMPT)] for _ in asked]
-        params = [
-            SamplingParams(max_tokens=self._length, seed=self._numbers.randint(0, 1 << 30), ignore_eos=True, **each) for each in asked
-        ]
+        params = [SamplingParams(max_tokens=self.length, seed=self._numbers.randint(0, 1 << 30), ignore_eos=True, **each) for each in asked]
+        before = self._engine.control("server_info")
         began, busy = time.perf_counter(), time.process_time()
         outputs = self._engine.generate(prompts, params)
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
         tokens = sum(len(output.token_ids) for output in outputs)
-        if tokens != len(asked) * self._length:
-            raise RuntimeError(f"{tokens} tokens came of {len(asked) * self._length}: {[o.error for o in outputs if o.error][:1]}")
+        after = self._engine.control("server_info")
+        self.steps, self.jumped = (after[key] - before[key] for key in ("step", "jumped_tokens"))
+        if tokens != len(asked) * self.length:
+            raise RuntimeError(f"{tokens} tokens came of {len(asked) * self.length}: {[o.error for o in outputs if o.error][:1]}")
         return tokens / seconds, tokens / busy
 
 
 def throughput(run: Runs, asked: dict[str, list[dict[str, Any]]], rounds: int) -> dict[str, Any]:
     """Figures by kind; `rounds` after the first, which is told apart."""
     figures: dict[str, list[tuple[float, float]]] = {label: [] for label in asked}
+    for requests in asked.values():
+        run.compile(requests)
     run(asked["free"])
     run(asked["free"])
     for _ in range(rounds + 1):
@@ -206,16 +214,22 @@ def stopwatches(spent: dict[str, float]) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def step_times(run: Runs, asked: dict[str, list[dict[str, Any]]], length: int) -> dict[str, Any]:
+def step_times(run: Runs, asked: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Microseconds a step of each part of the loop, and what is left of the clock beside them."""
     found = {}
     for label, requests in asked.items():
         spent: dict[str, float] = defaultdict(float)
         with stopwatches(spent):
             tokens_per_second, _ = run(requests)
-        step = len(requests) / tokens_per_second * 1e6
-        parts = {name: round(seconds / length * 1e6, 1) for name, seconds in spent.items()}
-        found[label] = {"step": round(step, 1), **parts, "other": round(step - sum(parts.values()), 1)}
+        step = run.length * len(requests) / tokens_per_second / run.steps * 1e6
+        parts = {name: round(seconds / run.steps * 1e6, 1) for name, seconds in spent.items()}
+        found[label] = {
+            "steps": run.steps,
+            "jumped": run.jumped,
+            "step": round(step, 1),
+            **parts,
+            "other": round(step - sum(parts.values()), 1),
+        }
     return found
 
 
@@ -224,6 +238,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="folder of a config.json")
     parser.add_argument("--backend", default="combined")
     parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--running", type=int, help="most requests that the engine is made for; as many as there are")
     parser.add_argument("--length", type=int, default=64, help="output tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", help="kinds beside the free ones")
@@ -237,11 +252,11 @@ def main() -> None:
             asked = {label: each for label, each in asked.items() if label in options.only or label.startswith("free")}
         with Engine(
             folder, load_format="dummy", grammar_backend=options.backend, sampling_grammar_workers=0,
-            max_running_requests=options.requests, max_model_len=1024, **settings,
+            max_running_requests=options.running or options.requests, max_model_len=1024, **settings,
         ) as engine:  # fmt: skip
             run = Runs(engine, options.length, tokenizer.get_vocab_size())
             rows = throughput(run, asked, options.rounds)
-            steps = step_times(run, asked, options.length) if options.steps else {}
+            steps = step_times(run, asked) if options.steps else {}
             info = {key: engine.info[key] for key in ("device", "dtype") if key in engine.info}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_after": os.getloadavg()[0], **info}
     what = {"config": None if options.config is None else options.config.name, "backend": options.backend, "requests": options.requests}

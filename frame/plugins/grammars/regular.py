@@ -13,7 +13,7 @@ LARGE = 1 << 20
 MOST_NODES = 60_000  # nodes and derivatives of one language, until all that are not in use are forgotten
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen ones take four times as long to make; nobody writes to one
 class Node:
     """An expression. Made by a `Language`, where equal expressions are one object."""
 
@@ -38,6 +38,7 @@ class Language:
     _derivatives: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _clamped: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _forms: dict[Node, Form] = field(default_factory=dict)
+    _further: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _passes: dict[tuple[Node, Node], bytes] = field(default_factory=dict)
 
     @property
@@ -106,8 +107,7 @@ class Language:
         known, at, end = self._derivatives, 0, len(text)
         while at < end:
             if node.kind == "cat" and (repeat := node.parts[0]).kind == "repeat":
-                rest = text[at:].lstrip(self._passed(repeat.parts[0], node.parts[1]))
-                count = end - at - len(rest)
+                count = end - at - len((text[at:] if at else text).lstrip(self._passed(repeat.parts[0], node.parts[1])))
                 if count > 1:
                     count = count if repeat.most is None else min(count, repeat.most)
                     node, at = self._after(node, count), at + count
@@ -135,8 +135,9 @@ class Language:
 
     def forget(self) -> None:
         """Drop what was found out, when it is much. Nodes in use stay good; equal ones made later are others."""
-        if len(self._nodes) + len(self._derivatives) > MOST_NODES:
-            self._nodes, self._derivatives, self._clamped, self._passes, self._forms = {}, {}, {}, {}, {}
+        if len(self._nodes) + len(self._derivatives) + len(self._further) > MOST_NODES:
+            self._nodes, self._derivatives, self._clamped = {}, {}, {}
+            self._further, self._passes, self._forms = {}, {}, {}
 
     def _passed(self, part: Node, after: Node) -> bytes:
         """The bytes that are one repetition of a part where something else may come after it."""
@@ -155,8 +156,12 @@ class Language:
         repeat, after = node.parts
         if not repeat.least and repeat.most is None:
             return node
-        most = None if repeat.most is None else repeat.most - count
-        return self.cat(self.repeat(repeat.parts[0], max(0, repeat.least - count), most), after)
+        found = self._further.get((node, count))
+        if found is None:
+            most = None if repeat.most is None else repeat.most - count
+            found = self.cat(self.repeat(repeat.parts[0], max(0, repeat.least - count), most), after)
+            self._further[node, count] = found
+        return found
 
     def _node(
         self,
@@ -185,6 +190,8 @@ class Language:
             return self.empty if node.members >> byte & 1 else self.none
         if node.kind == "cat":
             first, second = node.parts
+            if not first.first >> byte & 1:
+                return self.derive(second, byte)
             found = self.cat(self.derive(first, byte), second)
             return self.alt((found, self.derive(second, byte))) if first.is_nullable and second.first >> byte & 1 else found
         if node.kind == "alt":
