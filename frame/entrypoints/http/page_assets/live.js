@@ -16,12 +16,17 @@ const TILES = [
   ["running", (s) => count(s.running)],
   ["waiting", (s) => count(s.waiting)],
   ["tokens/s", (s) => count(s.generated)],
-  ["of the KV cache in use", (s) => `${count((100 * s.used) / Math.max(1, s.pages))} %`],
-  ["of prompt tokens cached", (s) => `${count((100 * s.allCached) / Math.max(1, s.allPrompt))} %`],
+  ["of the KV cache in use", (s) => percent(s.used, s.pages)],
+  ["of prompt tokens cached", (s) => percent(s.allCached, s.allPrompt)],
   ["requests finished", (s) => count(s.finished)],
   ["refused", (s) => count(s.rejected)],
   ["retracted", (s) => count(s.retracted)],
 ];
+
+function percent(part, whole) {
+  const share = (100 * part) / Math.max(1, whole);
+  return `${share > 0 && share < 10 ? share.toFixed(1) : count(share)} %`;
+}
 
 function sampleOf(state, last) {
   const load = state.load ?? {};
@@ -88,7 +93,8 @@ export function startLive() {
   let last = null;
   return {
     take(state) {
-      samples.push(sampleOf(state, last));
+      if (samples.length === 1 && samples[0].isFirst) samples.pop(); // it could not know how fast anything was
+      samples.push({ ...sampleOf(state, last), isFirst: last === null });
       last = state;
       if (samples.length > POINTS) samples.shift();
       TILES.forEach(([, read], place) => { shown[place].textContent = read(samples.at(-1)); });
