@@ -21,6 +21,7 @@ __all__ = ["ConfigError", "LoadedConfig", "from_keywords", "load_config"]
 
 ENV_PREFIX = "FRAME_"
 ENV_CONFIG = "FRAME_CONFIG"
+EVERY_KEY = "`frame config show` lists every key"
 
 Path = tuple[str, ...]  # ("cache", "page_size"), ("plugins", "options", "attention_backend/x", "splits")
 
@@ -260,8 +261,14 @@ def _known(key: str, known: Mapping[str, Setting], place: str) -> Setting:
         section, _, name = key.partition(".")
         inside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
         elsewhere = next((other for other in known if other.partition(".")[2] == name), None)
-        hint = did_you_mean(name, inside) or (f"; did you mean {elsewhere}?" if elsewhere else "") or did_you_mean(key, known)
-        raise ConfigError(f"{place}: unknown key {key!r}{hint or '.'}")
+        outer = key.rpartition(".")[0]
+        hint = (
+            (f"; did you mean {outer}?" if outer in known else "")
+            or did_you_mean(name, inside)
+            or (f"; did you mean {elsewhere}?" if elsewhere else "")
+            or did_you_mean(key, known)
+        )
+        raise ConfigError(f"{place}: unknown key {key!r}{hint or f'; {EVERY_KEY}.'}")
     return known[key]
 
 

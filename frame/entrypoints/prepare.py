@@ -22,7 +22,7 @@ from frame.entrypoints.hardware import probe
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.relevance import read_score_prompt
-from frame.plugins.loader import load_registry
+from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
 from frame.plugins.registry import Registry
 
 __all__ = ["Prepared", "prepare", "registry_of"]
@@ -47,6 +47,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     """
     if is_served:
         check_exposure(config.server)
+    if OWN_DISTRIBUTION in config.plugins.deny:
+        raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; leave it out")
     registry = registry_of(config)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pluggy
 
-from frame.core.errors import did_you_mean
+from frame.core.errors import PluginError, did_you_mean
 from frame.core.resolve_plugins import OWN_DISTRIBUTION
 from frame.plugins import hookspecs
 from frame.plugins.kinds import KINDS
@@ -74,6 +74,8 @@ def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, 
         plugin = entry.load()
         hooks.register(plugin, name=f"{owner.name}:{entry.name}")
         _refuse_unknown_hooks(hooks, plugin)
+        if not hooks.get_hookcallers(plugin):
+            raise PluginError(f"{entry.value} has no hook; write @hookimpl before its register_… function")
         parts = _collect(registry, hooks, plugin, owner)
     except (KeyboardInterrupt, MemoryError):
         raise
@@ -82,7 +84,7 @@ def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, 
             hooks.unregister(plugin)
         broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", cause_chain(error))
         registry.broken.append(broken)
-        _log.info("plugin not read: %s", broken)  # who starts a server warns once, not every process
+        _log.debug("plugin not read: %s", broken)  # who starts a server warns once, not every process
         return
     for part in parts:
         registry.commit(part)

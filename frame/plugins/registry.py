@@ -85,6 +85,12 @@ class KindRegistry:
             raise PluginError(f"{here}: capabilities need a method unsupported(needs); {type(capabilities).__name__} has none.")
         if options is not None and not (isinstance(options, type) and issubclass(options, BaseModel)):
             raise PluginError(f"{here}: options must be a pydantic model class.")
+        if isinstance(requires, str) or not all(isinstance(each, str) for each in requires):
+            raise PluginError(f"{here}: requires is {requires!r}; give a list of requirements, such as ['my-kernels>=2'].")
+        if not isinstance(rank, int):
+            raise PluginError(f"{here}: rank is {rank!r}; give a whole number.")
+        if not isinstance(summary, str):
+            raise PluginError(f"{here}: summary is {summary!r}; give one sentence.")
         api = api or self.kind.api
         self.added.append(
             PluginRecord(
@@ -262,7 +268,7 @@ def _unmet_requirement(text: str) -> Reason | None:
     try:
         requirement = Requirement(text)
     except InvalidRequirement as error:
-        return Reason(f"its requirement {text!r} is malformed: {error}")
+        return Reason(f"its requirement {text!r} is malformed: {str(error).splitlines()[0]}; write it as pip takes it")
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
     try:

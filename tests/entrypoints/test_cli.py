@@ -118,6 +118,13 @@ def test_plugins_new_writes_a_package(tmp_path: Path) -> None:
     assert frame("plugins", "new", "policy", "mine").exit_code == 2
 
 
+def test_plugins_new_refuses_a_name_that_is_taken(tmp_path: Path) -> None:
+    result = frame("plugins", "new", "scheduling_policy", "fcfs", "--dir", tmp_path)
+    assert result.exit_code == 78
+    assert "There is a scheduling_policy called 'fcfs' already, from frame-serve; choose another name." in result.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_config_check_says_what_would_run(model: Path) -> None:
     result = frame("config", "check", "--model", model, "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -141,6 +148,9 @@ def test_config_check_says_what_would_run(model: Path) -> None:
         (("--chat-template", "no-such.jinja"), "text.chat_template 'no-such.jinja' cannot be read (No such file or directory)"),
         (("--moderation-policy", "no-such.txt"), "text.moderation_policy 'no-such.txt' cannot be read"),
         (("--threads", "1000000"), "execution.threads is '1000000'; it should be less than or equal to 1024."),
+        (("--set", "foo=1"), "unknown key 'foo'; `frame config show` lists every key."),
+        (("--set", "attention.backend.prefill=x"), "did you mean attention.backend?"),
+        (("--plugins-deny", "frame-serve"), "plugins.deny names frame-serve, whose plugins are always read"),
         (("--seed", str(1 << 63)), "model.seed is '9223372036854775808'; it should be less than"),
     ],
 )
@@ -179,6 +189,12 @@ def test_explain_gives_value_source_reason_and_everyone_turned_down(model: Path,
     assert re.search("not qwen3: implements .*Qwen3ForCausalLM.*, not LlamaForCausalLM", architecture)
     everything = frame(*common).output
     assert all(f"{setting.key} = " in everything for setting in settings())
+
+
+def test_explain_of_a_section_and_of_no_setting(model: Path) -> None:
+    lines = frame("config", "explain", "moe", "--model", model).output.splitlines()
+    assert [line.partition(" ")[0] for line in lines if not line.startswith(" ")] == ["moe.runner", "moe.dispatcher"]
+    assert "There is no setting 'nonsense'; `frame config show` lists" in frame("config", "explain", "nonsense", "--model", model).output
 
 
 def test_explain_of_an_impossible_configuration_still_shows_the_value(model: Path) -> None:

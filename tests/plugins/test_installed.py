@@ -98,6 +98,8 @@ PACKAGES = (
     Package("frame-t-builtin", manifest("lof")),
     Package("frame-t-version", manifest("future", "api='scheduling_policy/2'")),
     Package("frame-t-hook", manifest("misspelt", hook="register_scheduling_polices")),
+    Package("frame-t-bare", manifest("unmarked").replace("@hookimpl\n", "")),
+    Package("frame-t-rank", manifest("ranked", "rank='high'")),
     Package("frame-t-crash", manifest("crashes"), "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"),
     Package("frame-t-observer", OBSERVER),
 )
@@ -151,7 +153,9 @@ def test_all_of_them_are_listed_with_their_state(environment: Environment) -> No
     assert state["fcfs", "frame-serve"] == []
     assert "brought by frame-t-clash 1.2 and by frame-t-good 1.2" in state["good", "frame-t-good"][0]
     assert "written for interface scheduling_policy/2" in state["future", "frame-t-version"][0]
-    assert {each["distribution"] for each in listed["broken"]} == {"frame-t-manifest", "frame-t-exit", "frame-t-hook"}
+    assert {each["distribution"] for each in listed["broken"]} == {
+        "frame-t-manifest", "frame-t-exit", "frame-t-hook", "frame-t-bare", "frame-t-rank",
+    }  # fmt: skip
 
 
 def test_broken_on_import_is_fatal_when_selected_with_the_cause_chain(environment: Environment) -> None:
@@ -197,6 +201,8 @@ def test_a_wrong_interface_version_is_refused_when_selected(environment: Environ
 def test_a_misspelt_hook_is_reported(environment: Environment) -> None:
     done = environment.frame("plugins", "list")
     assert "unknown hook 'register_scheduling_polices'; did you mean 'register_scheduling_policies'?" in done.stderr
+    assert "frame_t_bare has no hook; write @hookimpl before its register_… function" in done.stderr
+    assert "scheduling_policy 'ranked': rank is 'high'; give a whole number." in done.stderr
 
 
 def test_a_plugin_that_kills_its_process_harms_only_the_check(environment: Environment) -> None:

@@ -193,6 +193,10 @@ def test_a_cause_chain_is_one_line_with_every_cause() -> None:
         ({"target": "module.Class"}, "write it as 'package.module:Class'"),
         ({"capabilities": object()}, "unsupported"),
         ({"options": dict}, "pydantic model class"),
+        ({"requires": "my-kernels>=2"}, "give a list of requirements"),
+        ({"requires": [2]}, "give a list of requirements"),
+        ({"rank": "high"}, "rank is 'high'; give a whole number"),
+        ({"summary": None}, "summary is None; give one sentence"),
     ],
 )
 def test_malformed_records_are_refused(arguments: dict[str, object], words: str) -> None:

@@ -179,7 +179,7 @@ def _check_lengths(wanted: Mapping[str, Chosen], longest: int) -> None:
 def _first_model(base_url: str, api_key: str | None) -> str:
     import httpx
 
-    from frame.entrypoints.cli.chat import unreachable
+    from frame.entrypoints.cli.chat import complaint_of, unreachable
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -187,5 +187,5 @@ def _first_model(base_url: str, api_key: str | None) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise click.ClickException(unreachable(base_url, error)) from None
     if answer.status_code != 200:
-        raise click.ClickException(f"{base_url} answered {answer.status_code}: {answer.text[:300]}")
+        raise click.ClickException(f"{base_url} answered {answer.status_code}: {complaint_of(answer.text)}")
     return str(answer.json()["data"][0]["id"])

@@ -122,7 +122,7 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> A
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise click.ClickException(_complaint(response.text))
+                    raise click.ClickException(complaint_of(response.text))
                 for line in response.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield from _pieces(json.loads(line[6:]))
@@ -140,7 +140,8 @@ def _pieces(event: dict[str, Any]) -> Iterator[str]:
         yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
 
 
-def _complaint(text: str) -> str:
+def complaint_of(text: str) -> str:
+    """The sentence in the body of a server's error."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

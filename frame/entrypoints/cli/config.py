@@ -12,7 +12,7 @@ from frame.core.resolve import pinned
 from frame.core.resolved import Resolved
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.config_schema import config_schema
-from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.config_sources import EVERY_KEY, LoadedConfig
 from frame.entrypoints.explain import SECRETS, Explained, as_yaml, options
 from frame.entrypoints.explain import explain as explain_one
 from frame.entrypoints.prepare import prepare, registry_of
@@ -32,10 +32,10 @@ def check(loaded: LoadedConfig) -> None:
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
 
 
-@config_command(help="Print a setting's value, its source and the reason. And every plugin that was turned down; all settings without KEY.")
+@config_command(help="Print a setting's value, source and reason. And every plugin that was turned down. KEY: a setting or a section.")
 @click.argument("key", required=False)
 def explain(loaded: LoadedConfig, key: str | None) -> None:
-    keys = [_key(key)] if key else [*by_key()]
+    keys = _keys(key) if key else [*by_key()]
     try:
         resolved = prepare(loaded.config, is_served=True).resolved
     except ConfigurationError:
@@ -100,12 +100,15 @@ def _comment(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> str:
     return f"  # {' '.join(reason.split())}" if reason else ""
 
 
-def _key(text: str) -> str:
-    """A setting by its key, its flag or its keyword."""
+def _keys(text: str) -> list[str]:
+    """A setting by its key, its flag or its keyword; all of a section by its name."""
     known, short = by_key(), by_keyword()
     plain = text.lstrip("-").replace("-", "_")
     if text in known:
-        return text
+        return [text]
     if plain in short:
-        return short[plain].key
-    raise ConfigError(f"There is no setting {text!r}{did_you_mean(text, [*known, *short]) or '.'}")
+        return [short[plain].key]
+    section = [key for key in known if key.startswith(f"{text}.")]
+    if section:
+        return section
+    raise ConfigError(f"There is no setting {text!r}{did_you_mean(text, [*known, *short]) or f'; {EVERY_KEY}.'}")

@@ -80,9 +80,12 @@ def check(name: str, conformance: bool) -> None:
 def new(kind: str, name: str, parent: Path) -> None:
     from frame.entrypoints.scaffold import write_plugin
 
+    same = [record.distribution for record in registry_of(FrameConfig()).records(kind) if record.name == name]
+    if same:
+        raise PluginError(f"There is a {kind} called {name!r} already, from {same[0]}; choose another name.")
     written = write_plugin(kind, name, parent)
     click.echo(f"{written.distribution}: a {kind} called {name!r}, in {written.folder}")
-    click.echo(f"  pip install -e {written.folder}\n  pytest {written.folder}\n  frame plugins check {kind}/{name}")
+    click.echo(f"  pip install -e '{written.folder}[test]'\n  pytest {written.folder}\n  frame plugins check {kind}/{name}")
 
 
 for _each in (list_, info, check, new):

@@ -128,7 +128,7 @@ for _each in (offline, server, read):
 def _post(base_url: str, path: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]:
     import httpx
 
-    from frame.entrypoints.cli.chat import unreachable
+    from frame.entrypoints.cli.chat import complaint_of, unreachable
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
@@ -136,7 +136,7 @@ def _post(base_url: str, path: str, key: str | None, body: dict[str, Any]) -> di
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise click.ClickException(unreachable(base_url, error)) from None
     if answer.status_code != 200:
-        raise click.ClickException(f"{base_url}{path} answered {answer.status_code}: {answer.text[:300]}")
+        raise click.ClickException(f"{base_url}{path} answered {answer.status_code}: {complaint_of(answer.text)}")
     content: dict[str, Any] = answer.json()
     return content
 
