@@ -228,7 +228,7 @@ class AutomatonCompiled:
         self.masks = masks
         self.otherwise = otherwise
         self.is_hard = False  # whether a mask of it was too much work
-        self.num_bytes = 1 << 20  # a guess: what states take; masks are the backend's
+        self.num_bytes = 2 << 20  # a guess: what states take; masks are the backend's
         masks.vocabulary.prepare(node)
         masks.of(self.states, node)
 

@@ -13,7 +13,7 @@ from frame.plugins.grammars.vocabulary_tree import NEVER
 MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
 MOST_WHOLE = 40  # states of an automaton that is looked at as a whole
 MOST_PARTS = 400  # of what is repeated
-MOST_STATES = 2048  # until all are forgotten; a kilobyte each
+MOST_STATES = 1024  # until all are forgotten; two kilobytes each
 
 
 class TooMuchWorkError(ValueError):
