@@ -170,8 +170,8 @@ def _count(services: Services, route: str, call: Call) -> None:
     if ACCESS.isEnabledFor(logging.INFO):
         seconds = round(time.perf_counter() - scope["arrived"], 6)
         fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds, "client": _host(scope)}
-        path = scope["path"][:LONGEST_PATH]
-        ACCESS.info("%s %s %d in %.3f s from %s", scope["method"], path, status, seconds, fields["client"], extra={"fields": fields})
+        path, client = scope["path"][:LONGEST_PATH], fields["client"] or "this machine"  # a Unix socket, or a line of a batch
+        ACCESS.info("%s %s %d in %.3f s from %s", scope["method"], path, status, seconds, client, extra={"fields": fields})
 
 
 def _end(span: RequestSpan, route: str, call: Call) -> None:

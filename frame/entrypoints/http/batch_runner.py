@@ -316,7 +316,7 @@ def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _LineError(f"the line is not valid JSON: {error}") from None
+        raise _LineError(f"the line is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
     name = found.get("custom_id") if isinstance(found, dict) else None
     if not isinstance(name, str):
         raise _LineError("custom_id is missing; give each line one of its own")
