@@ -1,7 +1,8 @@
-"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|prompts|leak [--json FILE]`.
+"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|prompts|narrow|leak [--json FILE]`.
 
 prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again.
 prompts: seconds to the first token of short prompts, alone and after 4,096 cached tokens.
+narrow: prompt tokens a second with the last layer's feed-forward part for wanted tokens only, and for all, in turn.
 leak: memory of device and host, pages and collections after the first requests and after --requests of them.
 Prints one JSON object.
 """
@@ -22,6 +23,7 @@ import torch
 import yaml
 
 from frame import Engine, SamplingParams
+from frame.core.model_runner import TorchModelRunner
 
 PROMPT = 4096
 SHORT = (16, 64, 256, 1024)
@@ -64,6 +66,23 @@ def prompts(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> d
     return found
 
 
+def narrow(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    numbers = random.Random(1)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    runner = next(thing for thing in gc.get_objects() if isinstance(thing, TorchModelRunner))
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(5):
+        for narrows, found in rates.items():
+            runner.model.narrows = narrows  # type: ignore[misc]
+            prompts = [[numbers.randrange(10, vocabulary) for _ in range(PROMPT)] for _ in range(16)]
+            began = time.perf_counter()
+            engine.generate(prompts, one)
+            if turn:  # the first prompts compile
+                found.append(16 * PROMPT / (time.perf_counter() - began))
+    runner.model.narrows = True  # type: ignore[misc]
+    return {"wanted_tokens_per_s": rates[True], "all_tokens_per_s": rates[False]}
+
+
 def leak(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
     numbers = random.Random(8)
     readings = []
@@ -99,7 +118,7 @@ def memory() -> dict[str, int]:
     }
 
 
-CHECKS = {"prefix": prefix, "prompts": prompts, "leak": leak}
+CHECKS = {"prefix": prefix, "prompts": prompts, "narrow": narrow, "leak": leak}
 
 
 def main() -> None:
