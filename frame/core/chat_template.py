@@ -144,6 +144,8 @@ def find_template(folder: Path, config: dict[str, Any]) -> str | None:
         if isinstance(template, list):  # several, by name
             named = {entry["name"]: entry["template"] for entry in template}
             template = named.get("default", next(iter(named.values()), None))
+        if template is not None and not isinstance(template, str):
+            raise TypeError(f"it is a {type(template).__name__}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} holds no chat template that can be read ({error}); give another with --chat-template") from error
     return template

@@ -49,7 +49,7 @@ class Tokenizer:
         config = read_settings(folder)
         template = read_template(chat_template) if chat_template else find_template(folder, config)
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        eos_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
         return cls(_load_backend(folder), config, template, eos_ids)
 
     # encode --------------------------------------------------------------------------------------------------------
@@ -206,6 +206,6 @@ def _load_backend(folder: Path) -> Backend:
         return slow.backend_tokenizer
     except Exception as error:
         raise CheckpointError(
-            f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({error}); "
+            f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({' '.join(str(error).split())}); "
             "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
         ) from error

@@ -154,6 +154,9 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert find_template(tmp_path, {"chat_template": named}) == "d"
     (tmp_path / "chat_template.jinja").write_text("j")
     assert find_template(tmp_path, {"chat_template": "a"}) == "j"
+    for odd in (5, {"a": "b"}, [{"template": "nameless"}], [{"name": "default", "template": None}, 5]):
+        with pytest.raises(CheckpointError, match="holds no chat template that can be read"):
+            find_template(tmp_path / "elsewhere", {"chat_template": odd})
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="holds no chat template that can be read"):
         find_template(tmp_path, {})
