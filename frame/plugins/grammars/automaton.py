@@ -6,13 +6,13 @@ A text that a state leaves no choice about is given in the tokenizer's own token
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.plugins.grammars.kept import Costs, Kept, Mask
 from frame.plugins.grammars.regular import Language, Node, form_of, rebuilt
 from frame.plugins.grammars.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
 from frame.plugins.grammars.vocabulary_tree import NEVER, VocabularyTree
@@ -26,7 +26,7 @@ MOST_FORCED = 64  # bytes
 LEAST_RUN = 4  # repetitions that are worth a look at the whole vocabulary
 MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
 MOST_RECENT = 1024  # masks
-KEPT_BYTES = 64 << 20  # of masks
+KEPT_BYTES = 48 << 20  # of masks, and of costs
 
 
 class Vocabulary:
@@ -68,81 +68,60 @@ class Masks:
 
     def __init__(self, vocabulary: Vocabulary, limit: int = KEPT_BYTES) -> None:
         self.vocabulary = vocabulary
-        self._most = max(16, limit // (4 * vocabulary.tree.words))
-        self._kept: OrderedDict[Node, np.ndarray] = OrderedDict()
-        self._recent: dict[Node, np.ndarray] = {}  # by nodes as they are, where there is neither order nor lock
-        self._most_costs = max(16, self._most // 32)  # which take as much again
-        self._costs: OrderedDict[tuple[Node, Node], np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: Kept[Node, Mask] = Kept(limit)
+        self._costs: Kept[tuple[Node, Node], Costs] = Kept(limit)
+        self._recent: dict[Node, Mask] = {}  # by nodes as they are, where there is neither order nor lock
 
-    def of(self, states: States, node: Node) -> np.ndarray:
-        """The allowed tokens, int32 [words]; not to be written to. Raises ValueError where there are none, or they take too much work."""
+    def of(self, states: States, node: Node) -> Mask:
+        """The allowed tokens. Raises ValueError where there are none, or they take too much work."""
         found = self._recent.get(node)
-        if found is not None:
-            return found
-        found = self._of_state(states, node)
-        if len(self._recent) > MOST_RECENT:
-            self._recent.clear()
-        self._recent[node] = found
-        return found
-
-    def _of_state(self, states: States, node: Node) -> np.ndarray:
-        states.language.forget()
-        state = states.language.clamp(node, self.vocabulary.tree.longest)
-        with self._lock:
+        if found is None:
+            states.language.forget()
+            state = states.language.clamp(node, self.vocabulary.tree.longest)
             found = self._kept.get(state)
-            if found is not None:
-                self._kept.move_to_end(state)
-                return found
-        found = self._make(states, state)
-        with self._lock:
-            self._kept[state] = found
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            if found is None:
+                found = self._make(states, state)
+                self._kept.put(state, found)
+            if len(self._recent) > MOST_RECENT:
+                self._recent.clear()
+            self._recent[node] = found
         return found
 
-    def _make(self, states: States, state: Node) -> np.ndarray:
+    def _make(self, states: States, state: Node) -> Mask:
         token = self._forced(states.language, state)
         if token is not None:
-            mask = np.zeros(self.vocabulary.tree.words, np.int32)
-            mask.view(np.uint32)[token // 32] = 1 << token % 32
-            return mask
+            return Mask(np.array([1 << token % 32], np.uint32).view(np.int32), np.array([token // 32]))
         repeat, after = state.parts if state.kind == "cat" else (state, states.language.empty)
         costs = self._costs_of(states, repeat, after)
         if costs is not None:
-            mask = np.packbits(costs <= repeat.most, bitorder="little").view(np.int32)
+            mask = costs.mask(repeat.most or 0)
         else:
             also = [*self.vocabulary.stops] if state.is_nullable else []
             with states.lock:
                 mask = self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also)
         if not mask.any():
             raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
-        return mask
+        return Mask.of(mask)
 
-    def _costs_of(self, states: States, repeat: Node, after: Node) -> np.ndarray | None:
-        """Where a state may repeat something so many times before it goes on otherwise: what each token takes of that, uint16
-        [32 * words]. It is found out once for all such numbers. None elsewhere."""
+    def _costs_of(self, states: States, repeat: Node, after: Node) -> Costs | None:
+        """Where a state may repeat something so many times before it goes on otherwise: what each token takes of that. It is found out
+        once for all such numbers. None elsewhere."""
         if not is_run(repeat) or repeat.least or repeat.most is None:
             return None
         (part,), known = repeat.parts, self.vocabulary.repetitions
         alone = known.alone[known.row(states.language, part)]
         if alone is None or part.first & after.first:
             return None
-        with self._lock:
-            found = self._costs.get((part, after))
-            if found is not None:
-                self._costs.move_to_end((part, after))
-                return found
-        first = np.unpackbits(np.frombuffer(part.first.to_bytes(32, "little"), np.uint8), bitorder="little").view(np.bool_)
-        tree, endless = self.vocabulary.tree, states.language.cat(states.language.repeat(part, 0, None), after)
-        found = np.full(32 * tree.words, NEVER, np.uint16)
-        with states.lock:
-            found[: len(alone)] = tree.costs(states.begin(endless, known), states, first, alone)
-        found[[*self.vocabulary.stops]] = 0 if after.is_nullable else NEVER
-        with self._lock:
-            self._costs[part, after] = found
-            if len(self._costs) > self._most_costs:
-                self._costs.popitem(last=False)
+        found = self._costs.get((part, after))
+        if found is None:
+            first = np.unpackbits(np.frombuffer(part.first.to_bytes(32, "little"), np.uint8), bitorder="little").view(np.bool_)
+            tree, endless = self.vocabulary.tree, states.language.cat(states.language.repeat(part, 0, None), after)
+            costs = np.full(32 * tree.words, NEVER, np.uint16)
+            with states.lock:
+                costs[: len(alone)] = tree.costs(states.begin(endless, known), states, first, alone)
+            costs[[*self.vocabulary.stops]] = 0 if after.is_nullable else NEVER
+            found = Costs.of(costs)
+            self._costs.put((part, after), found)
         return found
 
     def _forced(self, language: Language, state: Node) -> int | None:
@@ -183,7 +162,7 @@ class AutomatonGrammar:
             mask[...] = -1
             return False
         try:
-            mask[:] = self._masks.of(self._compiled.states, self._node)
+            self._masks.of(self._compiled.states, self._node).write(mask)
         except TooMuchWorkError:
             self._compiled.is_hard = True
             self._other = self._compiled.otherwise()

@@ -134,18 +134,21 @@ class LLGuidanceBackend(GrammarBackend):
     def _by_library(self, kind: str, source: str, lark: str = "") -> LLCompiled:
         try:
             translated = lark or self._translate(kind, source)
-            compiled = LLCompiled(lambda: LLMatcher(self._tokenizer, translated, log_level=0), source, self._stops)
+            compiled = LLCompiled(lambda: self._matcher(translated), source, self._stops)
         except Exception as error:  # the translation from EBNF raises whatever it meets
             raise ValueError(one_sentence(kind, str(error))) from error
         matcher = compiled.matcher
-        if matcher.is_error():
-            raise ValueError(one_sentence(kind, matcher.get_error().partition("<state>")[0]))
-        first = np.zeros(self._words, np.int32)
-        copy = matcher.deep_copy()
-        copy.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
-        if copy.is_stopped() and not copy.is_accepting():  # root ::= root
+        if matcher.is_stopped() and not matcher.is_accepting():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
         return compiled
+
+    def _matcher(self, translated: str) -> Any:
+        """One that knows its first mask: its copies need not find it out."""
+        matcher, first = LLMatcher(self._tokenizer, translated, log_level=0), np.zeros(self._words, np.int32)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().partition("<state>")[0])
+        matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+        return matcher
 
     def _own(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
         language = Language()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-LONGEST = 256  # bytes; longer tokens are in no mask
+LONGEST = 250  # bytes; longer tokens are in no mask
 NEVER = 1 << 14  # more often than any token repeats a thing
 
 
