@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 
+from frame.attention_backends.flex_attention import _kernel_options
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
@@ -25,3 +27,18 @@ def test_conformance(check: conformance.Check) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         check.run()
+
+
+@pytest.mark.parametrize(("dtype", "width", "value"), [(torch.bfloat16, 128, 128), (torch.float16, 576, 512), (torch.float32, 192, 64)])
+@pytest.mark.parametrize("queries", [1, 77])
+def test_tiles_fit_a_card(dtype: torch.dtype, width: int, value: int, queries: int) -> None:
+    """PyTorch's kernel for decodes would hold 77 queries of 8 heads at once, and its tiles are for widths of up to 128."""
+    q, k, v = (torch.empty(2, heads, 5, size, dtype=dtype) for heads, size in ((8, width), (1, width), (1, value)))
+    options = _kernel_options(q[:, :, :1].expand(-1, -1, queries, -1), k, v)
+    row = 1 << (max(width, value) - 1).bit_length()
+    if "BLOCK_M" in options:
+        held = (options["BLOCK_M"] + 2 * options["num_stages"] * options["BLOCK_N"]) * row * dtype.itemsize
+        assert held <= 227 << 10
+    assert ("BLOCK_M" in options) == (row * dtype.itemsize > 256)
+    assert ("FORCE_USE_FLEX_ATTENTION" in options) == (queries > 1 or "BLOCK_M" in options)
+    assert ("FLOAT32_PRECISION" in options) == (dtype == torch.float32)

@@ -4,6 +4,7 @@ computed anew, from the same fixed inputs; tests/gpu/test_graphs.py captures it.
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from frame.core import model_runner
 from frame.core.allocator import PagedAllocator
 from frame.core.capacity import Capacity
-from frame.core.decode_graphs import StepInputs, graph_sizes
+from frame.core.decode_graphs import StepInputs, graph_sizes, uncollected
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.memory_pool import KVPool, kv_geometry
@@ -156,3 +157,11 @@ def test_what_cannot_be_captured_is_said_with_its_remedy(monkeypatch):
     monkeypatch.setattr(FakeAttention, "capture_plan", fails)
     with pytest.raises(ConfigurationError, match=r"\(operation not permitted when stream is capturing\); set --cuda-graph-max-bs 0$"):
         make_loop(ROWS)
+
+
+def test_garbage_waits_while_steps_are_captured() -> None:
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="a capture that fails"), uncollected():
+        assert not gc.isenabled()
+        raise RuntimeError("a capture that fails")
+    assert gc.isenabled()
