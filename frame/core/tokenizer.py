@@ -1,6 +1,6 @@
 """Text to token ids and back, over the `tokenizers` library; no torch, and transformers only for a folder without tokenizer.json.
 
-Thread-safe: encoding releases the GIL, so a thread pool scales. Knows no request; incremental decoding is `frame.core.detokenizer`'s.
+Thread-safe: encoding releases the GIL, so a thread pool scales. Knows no request; incremental decoding is `frame.core.text_stream`'s.
 """
 
 from __future__ import annotations

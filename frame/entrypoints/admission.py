@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
-from frame.core.detokenizer import PROMPT_TAIL
 from frame.core.messages import Generate, Watch
+from frame.core.text_stream import PROMPT_TAIL
 from frame.entrypoints.answers import Stream
 
 SHORTEST = 0.001  # seconds that are left of a deadline that is past, so that it is the engine that says so

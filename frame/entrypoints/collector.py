@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from frame.core.detokenizer import FAILED, PROMPT_TAIL, Detokenizer, TextStream
+from frame.core.detokenizer import Detokenizer
 from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Message, Text, TokenLogprobs, Tokens
 from frame.core.sampling_params import SamplingParams
+from frame.core.text_stream import FAILED, PROMPT_TAIL, TextStream
 
 
 @dataclass(slots=True)

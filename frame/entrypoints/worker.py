@@ -164,7 +164,7 @@ def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | No
 
 
 def _given_up(rids: list[str]) -> Text:
-    from frame.core.detokenizer import FAILED
+    from frame.core.text_stream import FAILED
 
     return Text(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
 

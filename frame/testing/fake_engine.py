@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frame.core.detokenizer import Detokenizer, TextStream
+from frame.core.detokenizer import Detokenizer
 from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.messages import Ready
 from frame.core.roster import ROSTER
+from frame.core.text_stream import TextStream
 from frame.entrypoints import worker
 from frame.entrypoints.scheduling import build_scheduler
 from frame.entrypoints.tracing import open_tracing

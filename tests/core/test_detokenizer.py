@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from frame.core.detokenizer import FAILED, Detokenizer, TextStream
+from frame.core.detokenizer import Detokenizer
 from frame.core.messages import Finish, Text, Tokens, Watch
 from frame.core.model_facts import find_model
 from frame.core.roster import mark_of
 from frame.core.sampling_params import SamplingParams
+from frame.core.text_stream import FAILED, TextStream
 from frame.core.tokenizer import Tokenizer
 
 LENGTH = Finish("length")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from frame.core.chat_template import ChatTemplateError
-from frame.core.detokenizer import Detokenizer, TextStream
+from frame.core.detokenizer import Detokenizer
 from frame.core.messages import (
     Abort,
     Control,
@@ -31,6 +31,7 @@ from frame.core.messages import (
 from frame.core.model_facts import find_model
 from frame.core.roster import mark_of
 from frame.core.sampling_params import SamplingParams
+from frame.core.text_stream import TextStream
 from frame.core.tokenizer import Tokenizer
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling

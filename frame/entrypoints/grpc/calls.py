@@ -12,7 +12,8 @@ import grpc
 
 from frame.entrypoints.grpc.schema import SERVICE, read
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.services import Services, too_many
+from frame.entrypoints.http.failures import too_many
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 from frame.entrypoints.shares import Share, ShareExceededError
 

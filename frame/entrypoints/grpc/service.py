@@ -19,9 +19,10 @@ from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.admin import AdminGuard
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.metrics import package_version
 from frame.entrypoints.http.native import GenerateRequest, sampling_of
-from frame.entrypoints.http.services import Services, failure, raise_failed, too_many
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.terms import Terms
 from frame.entrypoints.shares import ShareExceededError
 

@@ -15,8 +15,8 @@ import msgspec
 from frame.core.config import ServerSection
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.http.call import Call
-from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
+from frame.entrypoints.http.services import Operation, Routes, Services
 from frame.entrypoints.keys import KeyRing, load_keys, ring_of
 from frame.entrypoints.limits import EngineDeadError
 

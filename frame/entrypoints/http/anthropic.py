@@ -13,9 +13,10 @@ from frame.entrypoints.http.anthropic_schema import CountTokensRequest, Messages
 from frame.entrypoints.http.blocks import Block, Blocks, Silent
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.openai_schema import ChatRequest
-from frame.entrypoints.http.services import Operation, Routes, Services, failure
+from frame.entrypoints.http.services import Operation, Routes, Services
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountTokensRequest)

@@ -17,9 +17,10 @@ from frame.entrypoints.http import admin, anthropic, batches, classes, embedding
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
+from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.openapi import description_of
 from frame.entrypoints.http.origin import why_foreign
-from frame.entrypoints.http.services import Operation, Routes, Services, too_many
+from frame.entrypoints.http.services import Operation, Routes, Services
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
 from frame.entrypoints.shares import ShareExceededError

@@ -12,9 +12,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
 from frame.entrypoints.http.half_closed import HalfClosableProtocol
-from frame.entrypoints.http.services import RETRY_AFTER
 
 log = logging.getLogger(__name__)
 

@@ -48,6 +48,9 @@ def without_folders(value: Any) -> Any:
     return value
 
 
+RETRY_AFTER = 1  # seconds
+
+
 class ApiError(Exception):
     """Ends a request with this status and sentence. `retry_after` in seconds. What a failure of the server says is made `public`."""
 

@@ -12,11 +12,12 @@ import msgspec
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
+from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.mistakes import misfit
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
-from frame.entrypoints.http.services import RETRY_AFTER, Chat, Operation, Routes, Services, failure
+from frame.entrypoints.http.services import Chat, Operation, Routes, Services
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.terms import Terms
 

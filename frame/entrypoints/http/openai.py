@@ -15,10 +15,11 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
-from frame.entrypoints.http.services import Caller, Chat, Operation, Routes, Services, failure
+from frame.entrypoints.http.services import Caller, Chat, Operation, Routes, Services
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
 from frame.entrypoints.http.thinking import count_thinking
 

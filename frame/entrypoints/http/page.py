@@ -17,8 +17,8 @@ from frame.entrypoints.client import EngineDeadError
 from frame.entrypoints.config_sources import LoadedConfig
 from frame.entrypoints.explain import explain_all
 from frame.entrypoints.http.call import Call
-from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.services import RETRY_AFTER, Operation, Routes, Services
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
+from frame.entrypoints.http.services import Operation, Routes, Services
 from frame.entrypoints.plugin_data import as_data
 from frame.entrypoints.prepare import Prepared
 from frame.plugins.kinds import KINDS

@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from frame.core.chat_template import ChatTemplateError
-from frame.core.grammar_masks import BAD_GRAMMAR
-from frame.core.messages import Finish
-from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.batch_files import FileStore
 from frame.entrypoints.http.batch_runner import BatchRunner
-from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape, public
+from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
 from frame.entrypoints.http.terms import Terms
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
-RETRY_AFTER = 1  # seconds
 TIMEOUT_HEADER = "x-request-timeout"
 PRIORITY_LIMIT = 2**31
 MAX_NAME_CHARS = 256  # of a rid, and of a cache's salt
@@ -203,7 +199,7 @@ class Services:
         except QueueFullError as error:
             raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
         except (EngineDeadError, InvalidRequestError) as error:
-            raise _as_api_error(error) from None
+            raise as_api_error(error) from None
         if rid is None and call.request_id:
             rid = f"{call.request_id}-{uuid.uuid4().hex[:8]}"  # so that the engine's lines name it too
         try:
@@ -217,7 +213,7 @@ class Services:
             answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline, segments=segments)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
-            raise _as_api_error(error) from None
+            raise as_api_error(error) from None
         answer.created = arrived
         call.answer = answer
         call.on_disconnect(answer.hang_up)
@@ -342,41 +338,3 @@ def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
             for part, found, most in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
                 if len(found) > most:
                     raise ApiError(400, f"{part} has {len(found)} entries; it may have {most}", part)
-
-
-def raise_failed(sequences: Sequence[Stream]) -> None:
-    """Raise ApiError for the first sequence that ended with an error."""
-    for sequence in sequences:
-        if sequence.finish is not None and sequence.finish.reason == "error":
-            raise failure(sequence.finish)
-
-
-def failure(finish: Finish) -> ApiError:
-    """The error of a sequence, with the status that its sentence's beginning stands for."""
-    sentence = finish.error or "the request failed"
-    if sentence.startswith(QUEUE_FULL):
-        return ApiError(503, sentence, code="queue_full", retry_after=RETRY_AFTER)
-    if sentence.startswith(TIMED_OUT):
-        return ApiError(504, sentence, code="deadline_exceeded")
-    if sentence.startswith(BAD_GRAMMAR):
-        kind = sentence.removeprefix(BAD_GRAMMAR).lstrip(": ").partition(" ")[0]  # a compiler's sentence begins with what it compiled
-        return ApiError(400, public(sentence), kind if kind in ("regex", "ebnf", "choice") else "response_format")
-    return ApiError(500, sentence)
-
-
-def too_many(error: ShareExceededError) -> ApiError:
-    """The refusal of a request whose key has all that it may."""
-    if error.is_hopeless:
-        return ApiError(400, str(error), "n")
-    return ApiError(429, str(error), code="too_many_requests_of_key", retry_after=RETRY_AFTER)
-
-
-def _as_api_error(error: BaseException) -> BaseException:
-    if isinstance(error, InvalidRequestError):
-        code = "context_length_exceeded" if error.param in ("prompt", "max_tokens") and "tokens" in str(error) else None
-        return ApiError(400, str(error), error.param, code)
-    if isinstance(error, ChatTemplateError):
-        return ApiError(400, public(str(error)), "messages")
-    if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error), retry_after=RETRY_AFTER)
-    return error

@@ -17,10 +17,10 @@ from frame.core.messages import Finish
 from frame.entrypoints.http.bodies import Bodies
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import Histogram
 from frame.entrypoints.http.openai_schema import UNSERVED, ChatRequest, CompletionRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser
-from frame.entrypoints.http.services import failure
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
 
 

@@ -1,0 +1,53 @@
+"""Failures of requests, of their preparation and of their sequences, as the `ApiError` that a client is told. Knows no route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frame.core.chat_template import ChatTemplateError
+from frame.core.grammar_masks import BAD_GRAMMAR
+from frame.core.messages import Finish
+from frame.core.request import QUEUE_FULL, TIMED_OUT
+from frame.entrypoints.answers import Stream
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, public
+from frame.entrypoints.limits import EngineDeadError, InvalidRequestError
+from frame.entrypoints.shares import ShareExceededError
+
+
+def raise_failed(sequences: Sequence[Stream]) -> None:
+    """Raise ApiError for the first sequence that ended with an error."""
+    for sequence in sequences:
+        if sequence.finish is not None and sequence.finish.reason == "error":
+            raise failure(sequence.finish)
+
+
+def failure(finish: Finish) -> ApiError:
+    """The error of a sequence, with the status that its sentence's beginning stands for."""
+    sentence = finish.error or "the request failed"
+    if sentence.startswith(QUEUE_FULL):
+        return ApiError(503, sentence, code="queue_full", retry_after=RETRY_AFTER)
+    if sentence.startswith(TIMED_OUT):
+        return ApiError(504, sentence, code="deadline_exceeded")
+    if sentence.startswith(BAD_GRAMMAR):
+        kind = sentence.removeprefix(BAD_GRAMMAR).lstrip(": ").partition(" ")[0]  # a compiler's sentence begins with what it compiled
+        return ApiError(400, public(sentence), kind if kind in ("regex", "ebnf", "choice") else "response_format")
+    return ApiError(500, sentence)
+
+
+def too_many(error: ShareExceededError) -> ApiError:
+    """The refusal of a request whose key has all that it may."""
+    if error.is_hopeless:
+        return ApiError(400, str(error), "n")
+    return ApiError(429, str(error), code="too_many_requests_of_key", retry_after=RETRY_AFTER)
+
+
+def as_api_error(error: BaseException) -> BaseException:
+    """What stopped a request before it ran; what is nobody's mistake comes back as it is."""
+    if isinstance(error, InvalidRequestError):
+        code = "context_length_exceeded" if error.param in ("prompt", "max_tokens") and "tokens" in str(error) else None
+        return ApiError(400, str(error), error.param, code)
+    if isinstance(error, ChatTemplateError):
+        return ApiError(400, public(str(error)), "messages")
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), retry_after=RETRY_AFTER)
+    return error
