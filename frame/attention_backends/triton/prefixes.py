@@ -22,6 +22,8 @@ FIELDS = 5
 def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | None:
     """int32 [5, rows]: shared keys, place in the order of shared rows, position within the group, rows of the group, and the
     order itself (a row at each place); None when no prefix is worth sharing. Every row keeps a key of its own at least."""
+    if rows < MIN_ROWS:
+        return None
     pages = (host.seq_lens[:rows].astype(np.int64) - 1) // page_size  # that a row can share
     found = np.zeros((FIELDS, rows), np.int32)
     free, taken = np.arange(rows), 0
