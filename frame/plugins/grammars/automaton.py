@@ -15,7 +15,7 @@ import numpy as np
 from frame.plugins.grammars.kept import Costs, Kept, Mask
 from frame.plugins.grammars.regular import Language, Node, form_of, rebuilt
 from frame.plugins.grammars.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
-from frame.plugins.grammars.vocabulary_tree import NEVER, VocabularyTree
+from frame.plugins.grammars.vocabulary_tree import NOT_AT_ALL, VocabularyTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,14 +94,14 @@ class Masks:
         repeat, after = state.parts if state.kind == "cat" else (state, states.language.empty)
         costs = self._costs_of(states, repeat, after)
         if costs is not None:
-            mask = costs.mask(repeat.most or 0)
+            found = costs.mask(repeat.most or 0)
         else:
             also = [*self.vocabulary.stops] if state.is_nullable else []
             with states.lock:
-                mask = self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also)
-        if not mask.any():
+                found = Mask.of(self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also))
+        if not found.words.any():
             raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
-        return Mask.of(mask)
+        return found
 
     def _costs_of(self, states: States, repeat: Node, after: Node) -> Costs | None:
         """Where a state may repeat something so many times before it goes on otherwise: what each token takes of that. It is found out
@@ -116,10 +116,10 @@ class Masks:
         if found is None:
             first = np.unpackbits(np.frombuffer(part.first.to_bytes(32, "little"), np.uint8), bitorder="little").view(np.bool_)
             tree, endless = self.vocabulary.tree, states.language.cat(states.language.repeat(part, 0, None), after)
-            costs = np.full(32 * tree.words, NEVER, np.uint16)
+            costs = np.full(32 * tree.words, NOT_AT_ALL, np.uint8)
             with states.lock:
                 costs[: len(alone)] = tree.costs(states.begin(endless, known), states, first, alone)
-            costs[[*self.vocabulary.stops]] = 0 if after.is_nullable else NEVER
+            costs[[*self.vocabulary.stops]] = 0 if after.is_nullable else NOT_AT_ALL
             found = Costs.of(costs)
             self._costs.put((part, after), found)
         return found

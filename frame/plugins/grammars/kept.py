@@ -10,8 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from frame.plugins.grammars.vocabulary_tree import NOT_AT_ALL
+
 FEW = 6  # a list of places is kept instead of all where it has no more than one in so many
-TOO_DEAR = 255  # of `Costs`
 _OVERHEAD = 256  # bytes of an entry
 _LEAST = 16  # entries, however large
 
@@ -80,26 +81,29 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What each token takes of something that is limited; one that is in no mask is too dear."""
+    """What each token takes of something that is limited."""
 
-    num_tokens: int
-    costs: np.ndarray  # uint8, of all tokens or those that are not too dear
+    costs: np.ndarray  # uint8, of all tokens, or those that may come
     tokens: np.ndarray | None  # intp
 
     @classmethod
     def of(cls, costs: np.ndarray) -> Costs:
-        small = np.minimum(costs, TOO_DEAR).astype(np.uint8)
-        tokens = np.flatnonzero(small < TOO_DEAR)
-        return cls(len(small), small[tokens], tokens) if FEW * len(tokens) < len(small) else cls(len(small), small, None)
+        """costs uint8 [32 * words]"""
+        tokens = (costs != NOT_AT_ALL).nonzero()[0]
+        return cls(costs[tokens], tokens) if FEW * len(tokens) < len(costs) else cls(costs, None)
 
     @property
     def num_bytes(self) -> int:
         return self.costs.nbytes + (0 if self.tokens is None else self.tokens.nbytes)
 
-    def mask(self, most: int) -> np.ndarray:
-        """The bits of the tokens that take no more than this, int32 [words]."""
-        allowed = self.costs <= min(most, TOO_DEAR - 1)
-        if self.tokens is not None:
-            some, allowed = allowed, np.zeros(self.num_tokens, np.bool_)
-            allowed[self.tokens[some]] = True
-        return np.packbits(allowed, bitorder="little").view(np.int32)
+    def mask(self, most: int) -> Mask:
+        """The tokens that take no more than this."""
+        allowed = self.costs <= min(most, NOT_AT_ALL - 1)
+        if self.tokens is None:
+            return Mask.of(np.packbits(allowed, bitorder="little").view(np.int32))
+        tokens = self.tokens[allowed]
+        is_new = np.ones(len(tokens), np.bool_)  # they are in order, so those of one word are neighbours
+        is_new[1:] = tokens[1:] // 32 != tokens[:-1] // 32
+        starts = is_new.nonzero()[0]
+        bits = np.left_shift(1, tokens % 32).astype(np.uint32)
+        return Mask(np.bitwise_or.reduceat(bits, starts).view(np.int32) if len(starts) else bits.view(np.int32), tokens[starts] // 32)

@@ -25,7 +25,7 @@ class Repetitions:
     """How often tokens repeat things, each thing a row; never changed. Row 0 is of what is repeated by no token."""
 
     needs: np.ndarray  # uint16 [rows, nodes]; `VocabularyTree.repetitions`
-    alone: tuple[np.ndarray | None, ...] = (None,)  # of each row, uint16 [tokens]; `VocabularyTree.costs_alone`
+    alone: tuple[np.ndarray | None, ...] = (None,)  # of each row, uint8 [tokens]; `VocabularyTree.costs_alone`
     rows: dict[Form, int] = field(default_factory=dict)
 
     @classmethod
@@ -72,6 +72,10 @@ class States:
     def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
         """See `Automaton`."""
         return self._needs.take(self._row.take(states) + nodes) <= self._most.take(states)
+
+    def covers_one(self, node: int, state: int) -> bool:
+        """See `Automaton`."""
+        return bool(self._needs.item(self._row.item(state) + node) <= self._most.item(state))
 
     def follow(self, node: Node, text: bytes) -> Node:
         """What may follow `text`: `Language.follow`, by the table as far as that is worked out."""

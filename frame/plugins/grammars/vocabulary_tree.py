@@ -6,13 +6,18 @@ all that is below is often known to be allowed by how often it repeats that, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 LONGEST = 250  # bytes; longer tokens are in no mask
 NEVER = 1 << 14  # more often than any token repeats a thing
+NOT_AT_ALL = 255  # of costs; more than any token's
+FEW, MANY = 4, 24  # nodes that are looked at one by one: from so few on, up to so many
+
+
+_KINDS = (np.intp, np.intp, np.uint8, np.bool_)  # of nodes, states, costs, and whether what is repeated was left
 
 
 class Automaton(Protocol):
@@ -25,6 +30,8 @@ class Automaton(Protocol):
     def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Whether a state is known to take all that is below a node. intp [n] twice -> bool [n]."""
         ...
+
+    def covers_one(self, node: int, state: int) -> bool: ...
 
 
 class VocabularyTree:
@@ -77,23 +84,27 @@ class VocabularyTree:
         return np.packbits(allowed[:-1], bitorder="little").view(np.int32)
 
     def costs(self, start: int, automaton: Automaton, first: np.ndarray, alone: np.ndarray) -> np.ndarray:
-        """How often each token begins a thing that the automaton may repeat at `start` before it goes on otherwise, uint16 [tokens]; NEVER:
-        it cannot take the token. first bool [256]: the bytes that the thing begins with, and nothing else at `start`; `alone`: what
-        `costs_alone` says of it."""
+        """How often each token begins a thing that the automaton may repeat at `start` before it goes on otherwise, uint8 [tokens];
+        NOT_AT_ALL: it cannot take the token. first bool [256]: the bytes that the thing begins with, and nothing else at `start`;
+        `alone`: what `costs_alone` says of it."""
         found = alone.copy()
-        covered, paid = [np.zeros(0, np.intp)], [np.zeros(0, np.uint16)]
-        nodes, states, costs = np.zeros(1, np.intp), np.array([start], np.intp), np.zeros(1, np.uint16)
-        left = np.zeros(1, np.bool_)  # whether it has done something else
+        known = [(np.zeros(0, np.intp), np.zeros(0, np.uint8))]  # nodes below which all is taken, and what that costs
+        nodes, states, costs = np.zeros(1, np.intp), np.array([start], np.intp), np.zeros(1, np.uint8)
+        left = np.zeros(1, np.bool_)  # whether it has gone on otherwise
+        few = _Few(self, automaton, start, first)
         while True:
+            if len(nodes) <= FEW:
+                rest = few.walk(zip(nodes.tolist(), states.tolist(), costs.tolist(), left.tolist(), strict=True))
+                if not rest:
+                    break
+                nodes, states, costs, left = (np.array(each, kind) for each, kind in zip(rest, _KINDS, strict=True))
             whole = automaton.covers(nodes, states)
             done = (whole & left).nonzero()[0]
-            covered.append(nodes.take(done))
-            paid.append(costs.take(done))
-            rest = (~whole).nonzero()[0]
-            nodes, states, costs, left = nodes.take(rest), states.take(rest), costs.take(rest), left.take(rest)
-            ends_here = self._token.take(nodes)
-            others = (left & (ends_here < len(found))).nonzero()[0]
-            found[ends_here.take(others)] = costs.take(others)
+            known.append((nodes.take(done), costs.take(done)))
+            going = (~whole).nonzero()[0]
+            nodes, states, costs, left = nodes.take(going), states.take(going), costs.take(going), left.take(going)
+            others = left.nonzero()[0]
+            few.reached.extend(zip(nodes.take(others).tolist(), costs.take(others).tolist(), strict=True))
             children, counts = self._below(nodes)
             if not children.size:
                 break
@@ -104,7 +115,12 @@ class VocabularyTree:
             alive = after.nonzero()[0]
             costs, left = (costs.repeat(counts) + begins).take(alive), (left.repeat(counts) | (is_start & ~begins)).take(alive)
             nodes, states = children.take(alive), after.take(alive)
-        whole, price = np.concatenate(covered), np.concatenate(paid)
+        known.append(_columns(few.covered))
+        ends, paid = _columns(few.reached)
+        tokens = self._token.take(ends)
+        is_token = (tokens < len(found)).nonzero()[0]
+        found[tokens.take(is_token)] = paid.take(is_token)
+        whole, price = (np.concatenate(each) for each in zip(*known, strict=True))
         if whole.size:
             below = self._in_order(whole, price + 1).take(self._rank)
             np.copyto(found, below - 1, where=below > 0)
@@ -113,7 +129,7 @@ class VocabularyTree:
         return found
 
     def costs_alone(self, table: np.ndarray) -> np.ndarray:
-        """How often each token begins the thing of `repetitions`; NEVER: it does not consist of it. uint16 [tokens]"""
+        """How often each token begins the thing of `repetitions`; NOT_AT_ALL: it does not consist of it. uint8 [tokens]"""
         states, found = np.zeros(len(self._byte), np.intp), np.full(len(self._byte), NEVER, np.uint16)
         states[0], found[0] = 1, 0
         for depth in range(self.longest):
@@ -123,7 +139,7 @@ class VocabularyTree:
             states[middle:last] = table[above, self._byte[middle:last]]
             found[middle:last] = np.where(states[middle:last] > 0, found[first:middle].repeat(counts) + (above == 1), NEVER)
         found[0] = NEVER
-        return found[self._node_of]
+        return np.minimum(found, NOT_AT_ALL).astype(np.uint8)[self._node_of]
 
     def repetitions(self, table: np.ndarray) -> np.ndarray:
         """How often at most a thing is begun below each node, where it begins anew after the node; NEVER and above: what is below does not
@@ -145,7 +161,13 @@ class VocabularyTree:
         """The nodes that an automaton reaches, and those that it covers with all that is below, which are left out of the first."""
         nodes, states = np.zeros(1, np.intp), np.array([start], np.intp)
         reached, covered = [nodes[:0]], [nodes[:0]]
+        few = _Few(self, automaton)
         while True:  # methods of arrays: numpy's functions take twice as long to begin
+            if len(nodes) <= FEW:
+                some = few.walk((node, state, 0, True) for node, state in zip(nodes.tolist(), states.tolist(), strict=True))
+                if not some:
+                    break
+                nodes, states = np.array(some[0]), np.array(some[1])
             whole = automaton.covers(nodes, states)
             if whole.any():
                 covered.append(nodes[whole])
@@ -154,10 +176,16 @@ class VocabularyTree:
             reached.append(nodes)
             children, counts = self._below(nodes)
             if not children.size:
-                return np.concatenate(reached), np.concatenate(covered)
+                break
             after = automaton.step((256 * states).repeat(counts) + self._byte.take(children))
             alive = after.nonzero()[0]
             nodes, states = children.take(alive), after.take(alive)
+        return np.concatenate((*reached, _columns(few.reached)[0])), np.concatenate((*covered, _columns(few.covered)[0]))
+
+    def below(self, node: int) -> tuple[int, np.ndarray]:
+        """The first of a node's children, and the bytes of all."""
+        first = self._first_child.item(node)
+        return first, self._byte[first : first + self._num_children.item(node)]
 
     def _below(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The children of nodes, one node's after the other's, and how many each has."""
@@ -186,3 +214,43 @@ class VocabularyTree:
         found[node_of[tokens]] = tokens
         twins = tokens[found[node_of[tokens]] != tokens]
         return found, [(int(token), int(found[node_of[token]])) for token in twins]
+
+
+class _Few:
+    """Walks on where there are few nodes, one by one: arrays take longer to begin than that. `reached` and `covered`: nodes that are met
+    beyond what is repeated, and what they cost; see `VocabularyTree.costs`. Where nothing is repeated, `start` is no state."""
+
+    def __init__(self, tree: VocabularyTree, automaton: Automaton, start: int = -1, first: np.ndarray | None = None) -> None:
+        self.reached: list[tuple[int, int]] = []
+        self.covered: list[tuple[int, int]] = []
+        self._tree = tree
+        self._automaton = automaton
+        self._start = start
+        self._first = [] if first is None else first.tolist()
+
+    def walk(self, some: Iterable[tuple[int, int, int, bool]]) -> list[tuple[Any, ...]]:
+        """On from nodes, states, costs, and whether what is repeated was left. -> the same as columns when they have become many; empty
+        when there is nothing more."""
+        waiting = list(some)
+        while waiting and len(waiting) <= MANY:
+            node, state, cost, left = waiting.pop()
+            if self._automaton.covers_one(node, state):
+                if left:
+                    self.covered.append((node, cost))
+                continue
+            if left:
+                self.reached.append((node, cost))
+            child, bytes_ = self._tree.below(node)
+            if not bytes_.size:
+                continue
+            after = self._automaton.step(bytes_ + 256 * state)
+            is_start = state == self._start and not left
+            for i in after.nonzero()[0].tolist():
+                begins = is_start and self._first[bytes_.item(i)]
+                waiting.append((child + i, after.item(i), cost + begins, left or (is_start and not begins)))
+        return list(zip(*waiting, strict=True))
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    both = np.array(pairs, np.intp).reshape(-1, 2)
+    return both[:, 0], both[:, 1].astype(np.uint8)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frame.plugins.grammars.kept import TOO_DEAR, Costs, Kept, Mask
+from frame.plugins.grammars.kept import Costs, Kept, Mask
+from frame.plugins.grammars.vocabulary_tree import NOT_AT_ALL
 
 
 def test_the_latest_are_kept() -> None:
@@ -35,9 +36,11 @@ def test_masks_are_written_as_they_were(count: int) -> None:
 @pytest.mark.parametrize("share", [0.02, 0.9])
 def test_masks_by_costs(share: float) -> None:
     rng = np.random.default_rng(0)
-    costs = np.where(rng.random(640) < share, rng.integers(0, 251, 640), 1 << 14).astype(np.uint16)
+    costs = np.where(rng.random(640) < share, rng.integers(0, 251, 640), NOT_AT_ALL).astype(np.uint8)
     kept = Costs.of(costs)
     assert (kept.tokens is None) == (share > 0.5) and kept.num_bytes <= 640
-    for most in (0, 1, 100, 250, TOO_DEAR, 5000):
-        bits = np.unpackbits(kept.mask(most).view(np.uint8), bitorder="little")
-        assert (bits == (costs <= most)).all()
+    for most in (0, 1, 100, 250, 5000):
+        mask = np.full(20, -1, np.int32)
+        kept.mask(most).write(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        assert (bits == ((costs <= most) & (costs != NOT_AT_ALL))).all()
