@@ -12,9 +12,9 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.anthropic_schema import CountTokensRequest, MessagesRequest
 from frame.entrypoints.http.blocks import Block, Blocks, Silent
 from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.chat import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
-from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.services import Operation, Routes, Services
 

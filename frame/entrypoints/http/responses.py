@@ -14,9 +14,9 @@ from frame.core.messages import Finish
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.blocks import Blocks, Silent
 from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.chat import answer_parsers, begin_chat, count_prompt, thinking_tokens
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
-from frame.entrypoints.http.openai import answer_parsers, begin_chat, count_prompt, thinking_tokens
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.response_store import Kept
 from frame.entrypoints.http.responses_events import EventWriter

@@ -1,0 +1,84 @@
+"""A chat request of any dialect: how it becomes a prompt, is started, and is read with the configured parsers.
+
+Knows no dialect's shape of an answer; each translates its own request into a `ChatRequest`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from frame.core.chat_template import ChatTemplateError
+from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.http.failures import as_api_error
+from frame.entrypoints.http.openai_schema import ChatRequest, check_choices
+from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
+from frame.entrypoints.http.services import Caller, Chat, Services
+from frame.entrypoints.http.thinking import count_thinking
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.parsing import ReasoningParser
+
+
+async def begin_chat(call: Caller, services: Services, request: ChatRequest) -> Answer:
+    """Start a chat request of any dialect; the caller abandons the answer. Raises ApiError."""
+    services.check_model(request.model)
+    params = request.params()
+    check_choices(1, params.n)
+    chat = _chat_of(request)
+    return await services.begin(
+        call,
+        [chat],
+        [params],
+        request,
+        refine=lambda prompt, own: _parsers(services, request, prompt).refined(own, is_whole=request.constrains_all),
+    )
+
+
+async def count_prompt(services: Services, request: ChatRequest) -> int:
+    """How many tokens a chat request's prompt has. Raises ApiError."""
+    services.check_model(request.model)
+    chat = _chat_of(request)
+    try:
+        return len(await services.need_text_input().encode_chat(chat.messages, chat.tools, chat.arguments))
+    except ChatTemplateError as error:
+        raise as_api_error(error) from None
+
+
+def _chat_of(request: ChatRequest) -> Chat:
+    use = request.tool_use()
+    return Chat(request.conversation(), None if use is None else use.offered, request.template_arguments())
+
+
+def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:
+    """A parser for each sequence; none where nothing is to be parsed."""
+    found: dict[int, AnswerParser] = {}
+    for sequence in answer.sequences:
+        pair = _parsers(services, request, sequence.prompt)
+        if pair.reasoning is not None or pair.tools is not None:
+            one_at_most = pair.use is not None and not pair.use.rule.is_parallel
+            found[sequence.index] = AnswerParser(pair.reasoning, pair.tools, 1 if one_at_most else None)
+    return found
+
+
+def thinking_tokens(services: Services, request: ChatRequest, sequence: Stream, parser: AnswerParser | None) -> int:
+    """How many tokens of a sequence that `parser` has read are thinking."""
+    if parser is None or not parser.has_thoughts:
+        return 0
+
+    def make() -> ReasoningParser:
+        reasoning = _parsers(services, request, sequence.prompt).reasoning
+        assert reasoning is not None  # which has found the thoughts
+        return reasoning
+
+    decode = partial(services.need_tokenizer().decode, skip_special_tokens=sequence.params.skip_special_tokens)
+    return count_thinking(sequence.standing.output, decode, make)
+
+
+def _parsers(services: Services, request: ChatRequest, prompt: list[int]) -> ParserPair:
+    """New parsers for one sequence of the request."""
+    use = request.tool_use()
+    tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
+    reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
+    end = prompt_end(prompt, services.tokenizer if reasoning is not None else None)
+    return ParserPair(reasoning, tools, use, end, may_think=request.may_think)
