@@ -1,6 +1,6 @@
 """What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|prompts|narrow|leak [--json FILE]`.
 
-prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again.
+prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again, and of how many prompts it is the same.
 prompts: seconds to the first token of short prompts, alone and after 4,096 cached tokens.
 narrow: prompt tokens a second with the last layer's feed-forward part for wanted tokens only, and for all, in turn.
 leak: memory of device and host, pages and collections after the first requests and after --requests of them.
@@ -33,18 +33,22 @@ ROUND = 500
 def prefix(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
     numbers = random.Random(7)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    first, again = [], []
+    first, again, same = [], [], []
     for _ in range(6):
         prompt = [numbers.randrange(10, vocabulary) for _ in range(PROMPT)]
+        tokens = []
         for times in (first, again):
             began = time.perf_counter()
-            engine.generate([prompt], one)
+            (output,) = engine.generate([prompt], one)
             times.append(time.perf_counter() - began)
+            tokens.append(output.token_ids)
+        same.append(tokens[0] == tokens[1])
     first, again = first[1:], again[1:]  # the first prompt compiles
     return {
         "first_s": statistics.median(first),
         "again_s": statistics.median(again),
         "share": statistics.median(again) / statistics.median(first),
+        "same_tokens": statistics.mean(same),
     }
 
 
