@@ -115,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield "bad_words_ids holds an id that no vocabulary has"
         if not all(self.stop):
             yield "stop holds an empty string; leave it out"
+        if not all(self.bad_words):
+            yield "bad_words holds an empty string; leave it out"
         if not all(self.choice):
             yield "choice holds an empty string; leave it out"
         if len(grammars := self._grammars()) > 1:

@@ -222,7 +222,8 @@ def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise ApiError(400, f"{place}.role: expected a string such as user, got {role!r}", f"{place}.role")
+        wrong = "is missing" if role is None else f"is {role!r}"
+        raise ApiError(400, f"{place}.role {wrong}; send system, user, assistant or tool", f"{place}.role")
     result = {**message, "content": _content(content, f"{place}.content")}
     if "reasoning" in message and "reasoning_content" not in message:
         result["reasoning_content"] = message["reasoning"]  # the name that templates know
