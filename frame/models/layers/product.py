@@ -23,7 +23,7 @@ class Product:
 
     Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear`); others, and code that is being
     compiled, to PyTorch, but for many rows of gate and up where one kernel with their activation is faster
-    (`frame.kernels.gated_linear`).
+    (`frame.kernels.gated_prefill`, or `gated_linear`).
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -40,10 +40,8 @@ class Product:
             chip = kernels.shared_memory(weight.device), kernels.streams(weight.device)
             self._plans = plans(outputs, inputs, False, *chip)
             if outputs % 2 == 0:
-                from frame.kernels import gated_linear
-
                 self._gated_plans = plans(outputs, inputs, True, *chip)
-                self._many, self._programs = gated_linear, gated_linear.processors(weight.device)
+                self._prepare_many(weight)
             self._prepare_streams()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,6 +66,17 @@ class Product:
 
             self._stream = stream_linear
 
+    def _prepare_many(self, weight: torch.Tensor) -> None:
+        from frame.kernels import gated_linear
+
+        self._many, self._programs = gated_linear, gated_linear.processors(weight.device)
+        self._multiply_many = gated_linear.gated_linear
+        if kernels.streams(weight.device):
+            from frame.kernels import gated_prefill
+
+            if gated_prefill.fits(len(weight) // 2, weight.shape[1]):
+                self._multiply_many = gated_prefill.gated_prefill
+
     def _few(self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
         if plan.kernel != "stream":
             return self._skinny(x, weight, bias, plan, gated)
@@ -80,10 +89,10 @@ class Product:
             return None
         if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
             self._is_compiled = True
-            self._many.gated_linear(x[:1], weight, self._programs)
+            self._multiply_many(x[:1], weight, self._programs)
         if not self._many.is_faster(len(x), len(weight) // 2, self._programs):
             return None
-        return self._many.gated_linear(x, weight, self._programs)
+        return self._multiply_many(x, weight, self._programs)
 
 
 def _is_aligned(weight: torch.Tensor) -> bool:

@@ -1,0 +1,144 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
+"""SiLU(gate) * up of many rows, by multiprocessors that copy boxes by themselves (compute capability 9.0): `gated_linear`, with a
+warp that does nothing but fetch.
+
+Programs go from tile to tile. One warp keeps shared memory full of what comes next, also while results are written; two groups of four
+multiply, 64 rows each, with gate and up as one product of 256 outputs that meet in registers. Not launched dependently. Written in Gluon,
+so not for Triton's interpreter. Knows no layer, and not for how many rows it is worth while (`gated_linear.is_faster`, of equal tiles).
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from frame.kernels.launch import blocks_of
+from frame.kernels.linear_stream import view
+
+_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile; of those inputs an item
+_STAGES = 4  # items under way, 48 KiB each
+_TALL = 16  # tiles of rows that follow one another over the same weights
+_REGISTERS, _FEW_REGISTERS = 240, 24  # of a thread that multiplies, and of one that fetches
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def fits(inner: int, inputs: int) -> bool:
+    """Whether tiles cover so many outputs and inputs without a rest; rows may end inside a tile. See `gated_linear.fits` as well."""
+    return inner % _OUTPUTS == 0 and inputs % _INPUTS == 0
+
+
+def gated_prefill(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.Tensor:
+    """SiLU(gate) * up [rows, inner] of x [rows, inputs], where `weight` [2 * inner, inputs] has the rows of gate, then those of up.
+
+    bfloat16 or float16; sums and activation are float32, and rounded once. See `fits`.
+    """
+    rows, inputs = x.shape
+    inner = weight.shape[0] // 2
+    out = x.new_empty((rows, inner))
+    down, across = blocks_of(rows, _ROWS), inner // _OUTPUTS
+    prefill_kernel[(min(programs, down * across),)](
+        *_boxes(x, weight, out), inner, down, across, inputs // _INPUTS,
+        STAGES=_STAGES, TALL=_TALL, REGISTERS=_REGISTERS, FEW_REGISTERS=_FEW_REGISTERS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _boxes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[TensorDescriptor, ...]:
+    shapes = ((x, [_ROWS, _INPUTS]), (weight, [_OUTPUTS, _INPUTS]), (out, [_ROWS // 2, _OUTPUTS]))
+    return tuple(TensorDescriptor(whole, list(whole.shape), [whole.stride(0), 1], box, _LAYOUT) for whole, box in shapes)
+
+
+@gluon.jit
+def place(tile, down, across, TALL: gl.constexpr):
+    """Which tile of rows, and which of outputs: `TALL` of rows, then the next outputs."""
+    top = tile // (TALL * across) * TALL
+    height = min(down - top, TALL)
+    rest = tile % (TALL * across)
+    return top + rest % height, rest // height
+
+
+@gluon.jit
+def fetch(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl.constexpr):
+    """What one warp does: the boxes of all items in turn, each where there is room."""
+    STAGES: gl.constexpr = ready.shape[0]
+    ROWS: gl.constexpr = xs.block_shape[0]
+    OUTPUTS: gl.constexpr = weights.block_shape[0]
+    item = 0
+    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
+        m, n = place(tile, down, across, TALL)
+        for k in range(steps):
+            stage = item % STAGES
+            mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
+            barrier = ready.index(stage)
+            mbarrier.expect(barrier, (ROWS + 2 * OUTPUTS) * 128)
+            tma.async_copy_global_to_shared(xs, [m * ROWS, k * 64], barrier, view(x, stage * 2, ROWS, 64))
+            tma.async_copy_global_to_shared(weights, [n * OUTPUTS, k * 64], barrier, w.index(stage * 2))
+            tma.async_copy_global_to_shared(weights, [inner + n * OUTPUTS, k * 64], barrier, w.index(stage * 2 + 1))
+            item += 1
+
+
+@gluon.jit
+def multiply(out, x, w, results, ready, free, down, across, steps, PART: gl.constexpr, TALL: gl.constexpr):
+    """What four warps do: the products of 64 rows of each tile, and what comes of them."""
+    STAGES: gl.constexpr = ready.shape[0]
+    HALF: gl.constexpr = w.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    item = 0
+    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
+        m, n = place(tile, down, across, TALL)
+        sums = gl.zeros([64, 2 * HALF], gl.float32, layout)
+        for k in range(steps):
+            stage = item % STAGES
+            mbarrier.wait(ready.index(stage), item // STAGES & 1)
+            sums = warpgroup_mma(x.index(stage * 2 + PART), view(w, stage * 2, 2 * HALF, 64).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=(sums,))  # the item before this one is done with
+            mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            item += 1
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1)
+        gate, up = sums.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+        gate = gl.convert_layout(gate, half_layout, assert_trivial=True)
+        up = gl.convert_layout(up, half_layout, assert_trivial=True)
+        tma.store_wait(0)
+        results.index(PART).store((gate / (1.0 + gl.exp(-gate)) * up).to(w.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [m * 128 + PART * 64, n * HALF], results.index(PART))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["inner", "down", "across", "steps"])
+def prefill_kernel(
+    xs,  # boxes of [rows, inputs]: [128, 64]
+    weights,  # boxes of [2 * inner, inputs]: [128, 64]
+    out,  # boxes of [rows, inner]: [64, 128]
+    inner,
+    down,  # tiles of rows
+    across,  # tiles of outputs
+    steps,  # items over the inputs
+    STAGES: gl.constexpr,  # items under way
+    TALL: gl.constexpr,  # tiles of rows over the same weights
+    REGISTERS: gl.constexpr,
+    FEW_REGISTERS: gl.constexpr,
+):
+    x = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, xs.block_shape[0] // 2, 64], xs.layout)
+    w = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, weights.block_shape[0], 64], xs.layout)
+    results = gl.allocate_shared_memory(xs.dtype, [2, out.block_shape[0], out.block_shape[1]], xs.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (out, x, w, results, ready, free, down, across, steps, 0, TALL)),
+            (multiply, (out, x, w, results, ready, free, down, across, steps, 1, TALL)),
+            (fetch, (xs, weights, x, w, ready, free, inner, down, across, steps, TALL)),
+        ],
+        [4, 1],
+        [REGISTERS, FEW_REGISTERS],
+    )
