@@ -1,10 +1,11 @@
-"""What constrained output costs: `python benchmarks/structured_output.py masks|jump` prints one JSON object.
+"""What constrained output costs: `python benchmarks/structured_output.py masks|first|jump` prints one JSON object.
 
 `structured_throughput.py` tells what it costs an engine.
 
 masks: microseconds of CPU for one token of one of 32 requests: its mask (`MaskFiller`) and the sampled token (`advance`), on a random walk
 through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
 every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
+first: milliseconds of CPU for the mask of a state that a grammar's automaton is in for the first time, on a random walk of one request.
 jump: CPU microseconds an output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by requests.
 """
 
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from made_tokenizer import MadeTokenizer
@@ -29,6 +31,7 @@ from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.request import Request
 from frame.core.request_table import RequestTable
 from frame.core.tokenizer import Tokenizer
+from frame.plugins.grammars.automaton import Masks
 from frame.plugins.loader import load_registry
 
 BATCH = 32
@@ -130,6 +133,40 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
     }
 
 
+def first(steps: int) -> dict[str, Any]:
+    """Of the grammars that are automata, for the larger vocabulary: how many masks were made, and what one took."""
+    found: dict[str, Any] = {}
+    backend = backend_of("llguidance", MadeTokenizer(LARGE), LARGE)
+    numbers, mask = np.random.default_rng(0), np.zeros(-(-LARGE // 32), np.int32)
+    plain = Masks._make
+    for label in ("schema", "regex", "counted"):
+        spent: list[float] = []
+
+        def timed(*args: Any, spent: list[float] = spent) -> Any:
+            began = time.thread_time()
+            made = plain(*args)
+            spent.append((time.thread_time() - began) * 1e3)
+            return made
+
+        compiled = backend.compile(*GRAMMARS[label])
+        with patch.object(Masks, "_make", timed):
+            grammar = compiled.start()
+            for _ in range(steps):
+                grammar.fill(mask)
+                drawn = numbers.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
+                assert grammar.accept(int(drawn))
+                grammar = compiled.start() if grammar.is_finished() else grammar
+        spent.sort()
+        names = {
+            "mean": statistics.fmean(spent),
+            "median": statistics.median(spent),
+            "p90": spent[int(0.9 * len(spent))],
+            "most": spent[-1],
+        }
+        found[label] = {"masks": len(spent), **{name: round(value, 3) for name, value in names.items()}}
+    return found
+
+
 def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
     """Microseconds a token, steps and tokens jumped over; medians of `rounds` after one that is thrown away."""
     schema = json.dumps({"type": "array", "minItems": 1000, "items": PERSON})
@@ -157,7 +194,7 @@ def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("masks", "jump"))
+    parser.add_argument("what", choices=("masks", "first", "jump"))
     parser.add_argument("--steps", type=int, default=200, help="batches of each walk")
     parser.add_argument("--threads", type=int, default=2, help="that make every other step's masks")
     parser.add_argument("--large", action="store_true", help="masks of the larger vocabulary alone")
@@ -170,6 +207,8 @@ def main() -> None:
         machine["threads"] = options.threads
         tiny = {} if options.large else {"frame-tiny": (Tokenizer.load(find_model(EMBEDDED)), 2048)}
         found = masks(options.steps, options.threads, {**tiny, "made": (MadeTokenizer(LARGE), LARGE)}, options.backends)
+    elif options.what == "first":
+        found = first(2 * options.steps)
     else:
         found = jump(options.rounds, options.length, options.backends)
     print(json.dumps({"what": options.what, "batch": BATCH, "machine": machine, "rows": found}, indent=1))

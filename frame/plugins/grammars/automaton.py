@@ -5,7 +5,9 @@ A text that a state leaves no choice about is given in the tokenizer's own token
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -26,6 +28,10 @@ MOST_FORCED = 64  # bytes
 LEAST_RUN = 4  # repetitions that are worth a look at the whole vocabulary
 MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
 MOST_RECENT = 1024  # masks
+REHEARSALS = 4  # texts
+REHEARSED_BYTES = 400
+REHEARSED_SECONDS = 0.015  # of CPU
+ENDS = sum(1 << byte for byte in b'"]},:')  # bytes that end a part of JSON
 KEPT_BYTES = 48 << 20  # of masks, and of costs
 
 
@@ -210,6 +216,31 @@ class AutomatonCompiled:
         self.num_bytes = 2 << 20  # a guess: what states take; masks are the backend's
         masks.vocabulary.prepare(node)
         masks.of(self.states, node)
+        self._rehearse()
 
     def start(self) -> Grammar:
         return self.otherwise() if self.is_hard else AutomatonGrammar(self)
+
+    def _rehearse(self) -> None:
+        """Make the masks that some short texts need, while no step waits for them."""
+        numbers, texts = random.Random(0), self.masks.vocabulary.tree.texts
+        began = time.thread_time()
+        with suppress(ValueError):  # too much work, or no token: found out again where it matters
+            for _ in range(REHEARSALS):
+                node = self.node
+                for token in self.masks.vocabulary.tokenize(some_text(numbers, self.language, node)):
+                    if time.thread_time() - began > REHEARSED_SECONDS or node is self.language.none:
+                        return
+                    self.masks.of(self.states, node)
+                    node = self.states.follow(node, texts[token])
+
+
+def some_text(numbers: random.Random, language: Language, node: Node) -> bytes:
+    """The beginning of a text, one that comes to an end of its parts soon."""
+    found = bytearray()
+    while len(found) < REHEARSED_BYTES and node.first:
+        members = node.first & ENDS if node.first & ENDS and numbers.random() < 0.5 else node.first
+        bytes_ = [byte for byte in range(256) if members >> byte & 1]
+        found.append(numbers.choice(bytes_))
+        node = language.derive(node, found[-1])
+    return bytes(found)

@@ -163,7 +163,18 @@ def test_work_is_bounded() -> None:
     assert AutomatonCompiled(language, deep, Masks(known), otherwise).start().fill(mask)
 
 
+def test_masks_are_made_before_they_are_needed() -> None:
+    known, language = vocabulary(random.Random(5)), Language()
+    masks = Masks(known)
+    compiled = AutomatonCompiled(language, read(language, r'\[("[ab]{0,20}",){1,9}"b"\]'), masks, otherwise)
+    before, grammar, mask = len(masks._kept), compiled.start(), np.empty(known.tree.words, np.int32)
+    for token in known.tokenize(b'["ab","b","b"]'):
+        assert grammar.fill(mask) and grammar.accept(token)
+    assert grammar.is_finished() and before > 8 and len(masks._kept) - before < 4
+
+
 def test_too_much_work_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.plugins.grammars.automaton.REHEARSALS", 0)
     known, language = vocabulary(random.Random(4)), Language()
     compiled = AutomatonCompiled(language, read(language, "[ab]{2}[ab]*a[ab]{20}"), Masks(known), lambda: Script([1] * 9, 300))
     grammar = compiled.start()
