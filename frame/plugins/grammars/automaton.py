@@ -28,6 +28,7 @@ MOST_FORCED = 64  # bytes
 LEAST_RUN = 4  # repetitions that are worth a look at the whole vocabulary
 MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
 MOST_RECENT = 1024  # masks
+MOST_WIDE = 16  # repetitions that a state may be in at a time
 REHEARSALS = 4  # texts
 REHEARSED_BYTES = 400
 REHEARSED_SECONDS = 0.015  # of CPU
@@ -82,6 +83,7 @@ class Masks:
         """The allowed tokens. Raises ValueError where there are none, or they take too much work."""
         found = self._recent.get(node)
         if found is None:
+            check_width(node)
             states.language.forget()
             state = states.language.clamp(node, self.vocabulary.tree.longest)
             found = self._kept.get(state)
@@ -225,7 +227,7 @@ class AutomatonCompiled:
         """Make the masks that some short texts need, while no step waits for them."""
         numbers, texts = random.Random(0), self.masks.vocabulary.tree.texts
         began = time.thread_time()
-        with suppress(ValueError):  # too much work, or no token: found out again where it matters
+        try:
             for _ in range(REHEARSALS):
                 node = self.node
                 for token in self.masks.vocabulary.tokenize(some_text(numbers, self.language, node)):
@@ -233,6 +235,17 @@ class AutomatonCompiled:
                         return
                     self.masks.of(self.states, node)
                     node = self.states.follow(node, texts[token])
+        except TooMuchWorkError:
+            self.is_hard = True
+        except ValueError:  # no token: found out again where it matters
+            pass
+
+
+def check_width(node: Node) -> None:
+    """Raise TooMuchWorkError for a state in which many counts run side by side: each byte makes a new state of it."""
+    parts = node.parts if node.kind == "alt" else (node.parts[0].parts if node.kind == "cat" and node.parts[0].kind == "alt" else ())
+    if sum((part.parts[0] if part.kind == "cat" else part).kind == "repeat" for part in parts) > MOST_WIDE:
+        raise TooMuchWorkError("the grammar has too many counts side by side; simplify it")
 
 
 def some_text(numbers: random.Random, language: Language, node: Node) -> bytes:

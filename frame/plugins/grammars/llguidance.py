@@ -22,7 +22,7 @@ from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabular
 from frame.plugins.grammars.closed_schema import closed
 from frame.plugins.grammars.options import GrammarOptions
 from frame.plugins.grammars.regular import Language, Node
-from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
+from frame.plugins.grammars.regular_syntax import NotReadError, literals, read
 from frame.plugins.grammars.schema_language import read_schema
 from frame.plugins.grammars.sources import check_source, one_sentence
 from frame.plugins.grammars.states import TooMuchWorkError
@@ -163,7 +163,7 @@ class LLGuidanceBackend(GrammarBackend):
         elif kind == "json_schema":
             node = read_schema(language, closed(json.loads(source)), self._options.max_whitespace if self._options.any_whitespace else 0)
         else:
-            node = language.alt([literal(language, text) for text in json.loads(source)])
+            node = literals(language, json.loads(source))
         return AutomatonCompiled(language, node, self._loaded_masks(), lambda: self._by_library(kind, source).start())
 
     def _loaded_masks(self) -> Masks:

@@ -53,6 +53,30 @@ def literal(language: Language, text: str) -> Node:
     return node
 
 
+def literals(language: Language, texts: Iterable[str]) -> Node:
+    """One of these texts, each beginning that several share once. Raises NotReadError for a long one."""
+    words = sorted({text.encode() for text in texts})
+    if any(len(word) > MOST_LENGTH for word in words):
+        raise NotReadError(f"more than {MOST_LENGTH} characters")
+    return _words(language, words, 0)
+
+
+def _words(language: Language, words: list[bytes], depth: int) -> Node:
+    """Sorted words, from `depth` on, to where they are the same."""
+    if not words:
+        return language.none
+    first, last, end = words[0], words[-1], depth
+    while end < len(first) and first[end] == last[end]:
+        end += 1
+    by_byte: dict[int, list[bytes]] = {}
+    for word in words[len(first) == end :]:
+        by_byte.setdefault(word[end], []).append(word)
+    node = language.alt([language.empty] * (len(first) == end) + [_words(language, each, end) for each in by_byte.values()])
+    for byte in reversed(first[depth:end]):
+        node = language.cat(language.one_byte(1 << byte), node)
+    return node
+
+
 def characters(language: Language, ranges: Ranges) -> Node:
     """One character of these ranges, as UTF-8."""
     sequences = [sequence for low, high in ranges for sequence in _sequences(low, high)]

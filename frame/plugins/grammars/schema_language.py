@@ -15,10 +15,10 @@ from typing import Any
 
 from frame.plugins.grammars import json_texts
 from frame.plugins.grammars.regular import Language, Node
-from frame.plugins.grammars.regular_syntax import NotReadError, literal, read
+from frame.plugins.grammars.regular_syntax import NotReadError, literal, literals, read
 
 MOST_SCHEMAS = 2000  # references are written out
-MOST_NODES = 20_000
+MOST_NODES = 40_000
 LARGEST = 10**18  # of bounds
 WHITESPACE = sum(1 << byte for byte in b" \n\r\t")
 NOTES = frozenset(
@@ -41,6 +41,8 @@ def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
     """The texts that a schema allows, with up to `most_whitespace` characters of whitespace between their parts, none around the whole.
     Raises NotReadError."""
     node = _Reader(language, schema, most_whitespace).value(schema)
+    if language.num_nodes > MOST_NODES:
+        raise NotReadError("a large schema")
     if node is language.none:
         raise NotReadError("a schema that allows nothing")
     return node
@@ -99,16 +101,20 @@ class _Reader:
         if not isinstance(required, list) or any(name not in properties for name in required):
             raise NotReadError("a property that is required and not named")
         members = [(self._member(name, each), name in required) for name, each in properties.items()]
-        first = more = self._language.empty  # what may come from a property on, where it would be the first, and where it would not
+        rest, more = self._language.none, self._language.empty  # from a property on: one and what follows it; what follows the one before
+        may_end = True
         for member, is_required in reversed(members):
             here = self._sequence(member, self._blank, more)
-            after = self._sequence(self._text(","), self._blank, here)
-            first = here if is_required else self._language.alt([here, first])
-            more = after if is_required else self._language.alt([after, more])
-        return self._sequence(self._text("{"), self._blank, first, self._text("}"))
+            rest = here if is_required else self._language.alt([here, rest])
+            may_end = may_end and not is_required
+            more = self._optional(self._sequence(self._text(","), self._blank, rest), may_end)
+        return self._sequence(self._text("{"), self._blank, self._optional(rest, may_end), self._text("}"))
+
+    def _optional(self, node: Node, is_optional: bool) -> Node:
+        return self._language.alt([node, self._language.empty]) if is_optional else node
 
     def _member(self, name: str, schema: Any) -> Node:
-        return self._sequence(self._json(name), self._blank, self._text(":"), self._blank, self.value(schema))
+        return self._sequence(self._text(_json(name)), self._blank, self._text(":"), self._blank, self.value(schema))
 
     def _array(self, schema: Mapping[str, Any]) -> Node:
         fixed, rest = schema.get("prefixItems", []), schema.get("items")
@@ -124,13 +130,10 @@ class _Reader:
             if most is not None and i >= most:
                 continue
             first = self._sequence(self.value(fixed[i]), self._blank, more)
-            after = self._sequence(comma, first)
-            more = after if i < least else self._language.alt([after, self._language.empty])
+            more = self._optional(self._sequence(comma, first), i >= least)
         if most == 0:
             first = self._language.none
-        if least == 0:
-            first = self._language.alt([first, self._language.empty])
-        return self._sequence(self._text("["), self._blank, first, self._text("]"))
+        return self._sequence(self._text("["), self._blank, self._optional(first, least == 0), self._text("]"))
 
     def _any_of(self, schemas: Any) -> Node:
         if not isinstance(schemas, list) or not schemas:
@@ -164,7 +167,7 @@ class _Reader:
         names = [types] if isinstance(types, str) else types
         if not isinstance(names, list):
             raise NotReadError("a type that is no name")
-        return self._language.alt([self._json(value) for value in values if any(_is_of(value, name) for name in names)])
+        return literals(self._language, [_json(value) for value in values if any(_is_of(value, name) for name in names)])
 
     def _string(self, schema: Mapping[str, Any]) -> Node:
         quote = self._text('"')
@@ -211,12 +214,6 @@ class _Reader:
             raise NotReadError("a length that none has")
         return least, most
 
-    def _json(self, value: Any) -> Node:
-        try:
-            return self._text(json.dumps(value, ensure_ascii=False, allow_nan=False))
-        except ValueError as error:  # no number, or half of a character
-            raise NotReadError(str(error)) from None
-
     def _text(self, text: str) -> Node:
         return literal(self._language, text)
 
@@ -225,6 +222,15 @@ class _Reader:
         for part in reversed(parts):
             node = self._language.cat(part, node)
         return node
+
+
+def _json(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError as error:  # no number, or half of a character
+        raise NotReadError(str(error)) from None
+    return text
 
 
 def _number(value: Any) -> float | int:

@@ -12,7 +12,7 @@ from frame.core.grammar_masks import advance
 from frame.core.interfaces.sampling import Grammar
 from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.regular import Language, Node
-from frame.plugins.grammars.regular_syntax import NotReadError, complement, literal, read
+from frame.plugins.grammars.regular_syntax import NotReadError, complement, literal, literals, read
 from frame.plugins.grammars.states import TooMuchWorkError, only_byte
 from tests.core.scripted_grammar import Script
 from tests.plugins.grammars import random_grammars
@@ -187,3 +187,28 @@ def test_too_much_work_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(compiled.start(), Script) and isinstance(grammar._other, Script) and grammar._other.taken == [a, a]
     with pytest.raises(TooMuchWorkError, match="more work"):
         AutomatonCompiled(Language(), read(language, "[ab]*a[ab]{21}"), Masks(known), otherwise)
+
+
+def test_many_texts_share_their_beginnings() -> None:
+    rng = random.Random(0)
+    for count in (0, 1, 2, 40):
+        texts = ["".join(rng.choice("ab€") for _ in range(rng.randint(0, 5))) for _ in range(count)]
+        language = Language()
+        node = literals(language, texts)
+        for text in [*texts, "", "a", "ab€", "b" * 6]:
+            assert matches(language, node, text) == (text in texts)
+    language = Language()
+    known = vocabulary(rng)
+    compiled = AutomatonCompiled(language, literals(language, [f"b{i:04d}" for i in range(2000)]), Masks(known), otherwise)
+    assert language.num_nodes < 2000 and compiled.start().fill(np.empty(known.tree.words, np.int32))
+    with pytest.raises(NotReadError):
+        literals(language, ["x" * 20_000])
+
+
+def test_many_counts_side_by_side_are_left_to_others() -> None:
+    known, language = vocabulary(random.Random(6)), Language()
+    wide = "|".join(f"[ab]{{0,{i + 2}}}{i % 2}" for i in range(30))
+    with pytest.raises(TooMuchWorkError, match="side by side"):
+        AutomatonCompiled(language, read(language, wide), Masks(known), otherwise)
+    later = AutomatonCompiled(language, read(language, f"a({wide})"), Masks(known), lambda: Script([1] * 9, 300))
+    assert isinstance(later.start(), Script)
