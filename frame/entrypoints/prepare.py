@@ -21,7 +21,6 @@ from frame.core.tokenizer import read_settings
 from frame.entrypoints.hardware import probe
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
-from frame.entrypoints.relevance import read_score_prompt
 from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
 from frame.plugins.registry import Registry
 
@@ -56,7 +55,10 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
     facts = replace(read_facts(config.model.path), chat_template=_chat_template(config))
     read_policy(config.text.moderation_policy)
-    read_score_prompt(config.text.score_prompt)
+    if config.text.score_prompt is not None:
+        from frame.entrypoints.relevance import read_score_prompt  # imports numpy, which nothing else here needs
+
+        read_score_prompt(config.text.score_prompt)
     try:
         resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), facts, registry.all_records())
     except UnknownPluginError as error:
