@@ -171,7 +171,7 @@ def test_in_the_background(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "text only"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "arguments: expected a string"),
-        ({"text": {"format": {"type": "grammar"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"truncation": "auto"}, "truncation"),
     ],
 )

@@ -18,6 +18,7 @@ UNSERVED = {
 }
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the answer
 
 
 class ResponsesRequest(Extensions, kw_only=True):
@@ -156,6 +157,9 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     if form is None:
         return None
     form = object_at(form, "text.format")
-    if form.get("type") != "json_schema":
+    kind = form.get("type")
+    if kind not in FORMATS:
+        raise ApiError(400, f"text.format.type is {kind!r}; it must be one of {', '.join(FORMATS)}", "text.format.type")
+    if kind != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema", "strict") if name in form}}
