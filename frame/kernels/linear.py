@@ -51,7 +51,7 @@ def partial_sums(weights, row, LANES: tl.constexpr):
     return tl.sum(tl.reshape(products, [weights.shape[0], weights.shape[1] // LANES, LANES]), 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def vector_kernel(
     x,  # [M, K]
     w,  # [PARTS * N, K]
@@ -134,7 +134,7 @@ def right_side(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
     return tl.reshape(tl.permute(tile, (2, 1, 4, 3, 5, 0)), [WARPS, CHUNKS * 32, 8])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def fragment_kernel(
     x,  # [M, K]
     w,  # [PARTS * N, K]
@@ -212,7 +212,7 @@ def fragment_kernel(
         tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def tile_kernel(
     x,  # [M, K]
     w,  # [PARTS * N, K]

@@ -27,6 +27,7 @@ MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary"}
 MUTATING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear", "appendleft"}
 STATELESS_ROOMS = ("frame.core", "frame.models", "frame.attention_backends", "frame.quantization", "frame.plugins", "frame.entrypoints")
 MOST_DOCSTRING_LINES = 6
+COUNTS = {"M", "num_rows", "num_tokens", "num_pairs", "tokens", "pairs"}  # how kernels call numbers that change with each step
 
 # "check path[:name]" -> why it may stand.
 EXCEPTIONS: dict[str, str] = {
@@ -160,6 +161,19 @@ def wall_clock(found: Module) -> Iterator[Breach]:
             yield f"clock {found.path}", f"{found.at(node)}: {ast.unparse(node.func)} jumps when the clock is set; use time.monotonic"
 
 
+def kernels_by_count(found: Module) -> Iterator[Breach]:
+    """Kernels that are compiled anew, in the middle of serving, for numbers of rows that 16 divides, or for those that it does not."""
+    for node in functions(found.tree):
+        jits = [each for each in node.decorator_list if ast.unparse(each).startswith(("triton.jit", "gluon.jit"))]
+        if not jits or not node.name.endswith("_kernel"):
+            continue
+        named = {each.value for each in ast.walk(jits[0]) if isinstance(each, ast.Constant)}
+        for argument in node.args.args:
+            if argument.arg in COUNTS and argument.annotation is None and argument.arg not in named:
+                yield f"kernel {found.path}:{node.name}", f"{found.at(node)}: name {argument.arg} in do_not_specialize_on_alignment"
+
+
+
 CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (
     unsafe_code,
     global_state,
@@ -168,6 +182,7 @@ CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (
     docstrings,
     silenced_errors,
     wall_clock,
+    kernels_by_count,
 )
 
 
@@ -206,6 +221,8 @@ def test_exceptions_are_needed_and_explained() -> None:
         (silenced_errors, "try:\n    f()\nexcept Exception:\n    pass"),
         (silenced_errors, "try:\n    f()\nexcept:\n    g()"),
         (wall_clock, "deadline = time.time() + 5"),
+        (kernels_by_count, "@triton.jit\ndef add_kernel(x, M, BM: tl.constexpr): ..."),
+        (kernels_by_count, "@triton.jit(do_not_specialize=['N'])\ndef add_kernel(x, M, N): ..."),
     ],
 )
 def test_checks_find(check: Callable[[Module], Iterable[Breach]], text: str) -> None:
@@ -222,6 +239,8 @@ def test_checks_find(check: Callable[[Module], Iterable[Breach]], text: str) -> 
         (global_state, "@lru_cache(maxsize=8)\ndef f(x): ..."),
         (silenced_errors, "try:\n    f()\nexcept ValueError:\n    pass"),
         (wall_clock, "deadline = time.monotonic() + 5"),
+        (kernels_by_count, "@triton.jit(do_not_specialize_on_alignment=['M'])\ndef add_kernel(x, M): ..."),
+        (kernels_by_count, "@triton.jit\ndef part(x, M): ..."),
     ],
 )
 def test_checks_allow(check: Callable[[Module], Iterable[Breach]], text: str) -> None:
