@@ -1,8 +1,9 @@
-"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL prefix|prompts|narrow|leak [--json FILE]`.
+"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL CHECK … [--json FILE]`.
 
 prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again, and of how many prompts it is the same.
 prompts: seconds to the first token of short prompts, alone and after 4,096 cached tokens.
 narrow: prompt tokens a second with the last layer's feed-forward part for wanted tokens only, and for all, in turn.
+gated: the same with gate and up of many rows by the kernel with a fetching warp, and by the one before it.
 leak: memory of device and host, pages and collections after the first requests and after --requests of them.
 Prints one JSON object.
 """
@@ -15,6 +16,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import yaml
 
 from frame import Engine, SamplingParams
 from frame.core.model_runner import TorchModelRunner
+from frame.models.layers.product import Product
 
 PROMPT = 4096
 SHORT = (16, 64, 256, 1024)
@@ -71,20 +74,41 @@ def prompts(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> d
 
 
 def narrow(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    numbers = random.Random(1)
+    model = next(thing.model for thing in gc.get_objects() if isinstance(thing, TorchModelRunner))
+    without, with_it = in_turn(engine, vocabulary, 1, lambda on: setattr(model, "narrows", on))
+    return {"wanted_tokens_per_s": with_it, "all_tokens_per_s": without}
+
+
+def gated(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    from frame.kernels.gated_linear import gated_linear
+    from frame.kernels.gated_prefill import gated_prefill
+
+    found = [thing for thing in gc.get_objects() if isinstance(thing, Product)]
+    products = [product for product in found if getattr(product, "multiply_many", None) is gated_prefill]
+
+    def switch(on: bool) -> None:
+        for product in products:
+            product.multiply_many = gated_prefill if on else gated_linear
+
+    without, with_it = in_turn(engine, vocabulary, 2, switch)
+    return {"products": len(products), "fetching_warp_tokens_per_s": with_it, "before_tokens_per_s": without}
+
+
+def in_turn(engine: Engine, vocabulary: int, seed: int, switch: Callable[[bool], None]) -> tuple[list[float], list[float]]:
+    """Prompt tokens a second of 16 long prompts, without and with what `switch` switches; it stays on. `seed`: prompts of its own."""
+    numbers = random.Random(seed)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    runner = next(thing for thing in gc.get_objects() if isinstance(thing, TorchModelRunner))
-    rates: dict[bool, list[float]] = {True: [], False: []}
+    rates: tuple[list[float], list[float]] = ([], [])
     for turn in range(5):
-        for narrows, found in rates.items():
-            runner.model.narrows = narrows  # type: ignore[misc]
+        for on in numbers.sample((False, True), 2):
+            switch(on)
             prompts = [[numbers.randrange(10, vocabulary) for _ in range(PROMPT)] for _ in range(16)]
             began = time.perf_counter()
             engine.generate(prompts, one)
             if turn:  # the first prompts compile
-                found.append(16 * PROMPT / (time.perf_counter() - began))
-    runner.model.narrows = True  # type: ignore[misc]
-    return {"wanted_tokens_per_s": rates[True], "all_tokens_per_s": rates[False]}
+                rates[on].append(16 * PROMPT / (time.perf_counter() - began))
+    switch(True)
+    return rates
 
 
 def leak(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +146,7 @@ def memory() -> dict[str, int]:
     }
 
 
-CHECKS = {"prefix": prefix, "prompts": prompts, "narrow": narrow, "leak": leak}
+CHECKS = {"prefix": prefix, "prompts": prompts, "narrow": narrow, "gated": gated, "leak": leak}
 
 
 def main() -> None:

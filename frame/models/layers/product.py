@@ -70,12 +70,12 @@ class Product:
         from frame.kernels import gated_linear
 
         self._many, self._programs = gated_linear, gated_linear.processors(weight.device)
-        self._multiply_many = gated_linear.gated_linear
+        self.multiply_many = gated_linear.gated_linear
         if kernels.streams(weight.device):
             from frame.kernels import gated_prefill
 
             if gated_prefill.fits(len(weight) // 2, weight.shape[1]):
-                self._multiply_many = gated_prefill.gated_prefill
+                self.multiply_many = gated_prefill.gated_prefill
 
     def _few(self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
         if plan.kernel != "stream":
@@ -89,10 +89,10 @@ class Product:
             return None
         if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
             self._is_compiled = True
-            self._multiply_many(x[:1], weight, self._programs)
+            self.multiply_many(x[:1], weight, self._programs)
         if not self._many.is_faster(len(x), len(weight) // 2, self._programs):
             return None
-        return self._multiply_many(x, weight, self._programs)
+        return self.multiply_many(x, weight, self._programs)
 
 
 def _is_aligned(weight: torch.Tensor) -> bool:
