@@ -12,6 +12,7 @@ import numpy as np
 
 from frame.core.admission import SchedulerConfig
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.policy_order import PolicyOrder
 from frame.core.request import Request, RequestState
 from frame.core.running import RunningSet
 from frame.core.shared_starts import SharedStarts, is_worth_waiting
@@ -48,6 +49,7 @@ class StepPlanner:
         self._ledger = running.ledger
         self._queue = queue
         self._policy = policy
+        self._order = PolicyOrder(policy)
         self._may_preempt = config.preemption and type(policy).preempts is not SchedulingPolicy.preempts
         self._ahead = config.growth_reserve
         self._last_retraction = -1
@@ -196,7 +198,7 @@ class StepPlanner:
         if self._policy.needs_matches:
             for request in window:
                 request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
-        ordered = list(self._policy.order(window, self._view(now)))
+        ordered = self._order(window, self._view(now))
         for request in window:
             request.match = None  # good for the moment only, and it would keep nodes alive
         return ordered

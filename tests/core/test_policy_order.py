@@ -1,0 +1,97 @@
+"""A scheduling policy at fault: it is named in the log, and requests are served all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.policy_order import QUIET, PolicyOrder
+from frame.core.request import Request
+from frame.testing.conformance_policies import VIEW, example_requests
+from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.small_rig import config, params, prompt
+
+
+class Faulty(SchedulingPolicy):
+    """Does as it was told."""
+
+    def __init__(self, answer: Callable[[Sequence[Request]], Any]) -> None:
+        self._answer = answer
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        found: Iterable[Request] = self._answer(waiting)
+        return found
+
+
+def raises(waiting: Sequence[Request]) -> Any:
+    raise KeyError("no such weight")
+
+
+def breaks_off(waiting: Sequence[Request]) -> Iterator[Request]:
+    yield waiting[-1]
+    raise KeyError("no such weight")
+
+
+def empties(waiting: Any) -> Any:
+    waiting.clear()
+    raise KeyError("no such weight")
+
+
+FOREIGN = example_requests(1, seed=9)[0]
+FAILING: dict[str, Callable[[Any], Any]] = {
+    "raises": raises,
+    "breaks off": breaks_off,
+    "empties": empties,
+    "returns none": lambda waiting: None,
+    "a number": lambda waiting: 3,
+}
+EXCESSIVE: dict[str, Callable[[Any], Any]] = {
+    "doubled": lambda waiting: [*waiting, *waiting],
+    "foreign": lambda waiting: [FOREIGN, *waiting],
+    "no requests": lambda waiting: [None, 7, *waiting, "x", []],
+}
+
+
+def view(now: float) -> SchedulerView:
+    return SchedulerView(now=now, num_running=0, token_budget=32, free_pages=9, evictable_pages=0, page_size=4)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = example_requests(5)
+    assert PolicyOrder(Faulty(FAILING[name]))(list(waiting), VIEW) == waiting
+    (record,) = caplog.records
+    assert "tests.core.test_policy_order.Faulty" in record.getMessage() and "Error" in record.getMessage()
+    assert record.levelno == logging.ERROR and record.exc_info is not None and record.exc_info[2] is not None
+
+
+@pytest.mark.parametrize("name", EXCESSIVE)
+def test_requests_are_left_out_that_the_policy_was_not_given(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = example_requests(5)
+    assert PolicyOrder(Faulty(EXCESSIVE[name]))(list(waiting), VIEW) == waiting
+    assert ["left out" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_part_of_what_waits_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = example_requests(5)
+    assert PolicyOrder(Faulty(lambda given: [given[3], given[0]]))(waiting, VIEW) == [waiting[3], waiting[0]]
+    assert not caplog.records
+
+
+def test_a_policy_that_goes_on_failing_is_named_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    order = PolicyOrder(Faulty(raises))
+    for step in range(1000):
+        order([], view(step * QUIET / 400))
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize("name", [*FAILING, *EXCESSIVE])
+def test_requests_are_served_under_a_policy_at_fault(name: str) -> None:
+    made = SchedulerRig(config(max_running=2), Faulty((FAILING | EXCESSIVE)[name]))
+    for i in range(8):
+        made.add(prompt(9, i), params(max_tokens=5))
+    made.run()
