@@ -158,6 +158,9 @@ def test_in_the_background(client: openai.OpenAI) -> None:
     assert until_over(client, endless.id).status == "cancelled"
 
 
+FAR = {"type": "json_schema", "name": "a", "schema": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -172,6 +175,8 @@ def test_in_the_background(client: openai.OpenAI) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "text only"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "arguments: expected a string"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: expected an object"),
+        ({"text": {"format": FAR}}, r"the \$ref 'http://x/y'.*'param': 'text.format'"),
         ({"truncation": "auto"}, "truncation"),
     ],
 )

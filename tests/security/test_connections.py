@@ -206,4 +206,5 @@ def test_public_sentences() -> None:
     assert public("OSError: /srv/models/secret/x.bin at 0x7ffd1234abcd") == "OSError: x.bin at 0x…"
     assert public("C:\\models\\secret\\x.bin is gone") == "x.bin is gone"
     assert public("use a/b or 1/2, see http://example.org/a/b/c") == "use a/b or 1/2, see http://example.org/a/b/c"
+    assert public("the $ref '#/definitions/a' or 'a.json#/b/c'") == "the $ref '#/definitions/a' or 'a.json#/b/c'"
     assert "secret" not in ApiError(500, "no /srv/secret/x").message

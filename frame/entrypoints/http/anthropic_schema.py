@@ -159,4 +159,5 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any]:
     form = object_at(form, "output_config.format")
     if form.get("type") != "json_schema":
         raise ApiError(400, f"output_config.format.type is {form.get('type')!r}; it must be json_schema", "output_config")
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}}
+    schema = object_at(form.get("schema"), "output_config.format.schema")
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}

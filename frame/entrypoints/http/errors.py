@@ -28,7 +28,7 @@ TYPES = {
 }
 
 
-_PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
+_PATH = re.compile(r"(?<![\w/#])(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 

@@ -28,11 +28,17 @@ _encode = msgspec.json.encode
 STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}  # every other end is `completed`
 
 
+def _error_body(error: ApiError) -> bytes:
+    if error.param == "response_format":  # what a grammar's refusal names
+        error.param = "text.format"
+    return error.body()
+
+
 def _error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: " + error.body() + b"\n\n"
+    return b"event: error\ndata: " + _error_body(error) + b"\n\n"
 
 
-ERRORS = ErrorShape(ApiError.body, _error_event)
+ERRORS = ErrorShape(_error_body, _error_event)
 
 
 async def create(call: Call, services: Services) -> None:

@@ -162,4 +162,5 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
         raise ApiError(400, f"text.format.type is {kind!r}; it must be one of {', '.join(FORMATS)}", "text.format.type")
     if kind != "json_schema":
         return form
+    object_at(form.get("schema"), "text.format.schema")
     return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema", "strict") if name in form}}

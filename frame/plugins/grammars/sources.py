@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+from frame.plugins.grammars.references import check_references
+
 JSON_KINDS = ("json_schema", "structural_tag")
 
 
-def check_source(kind: str, source: str, max_chars: int, max_depth: int) -> None:
-    """Raise ValueError, one sentence, for a source that is too long, too deep for a recursive reader, or no JSON where it must be."""
+def check_source(kind: str, source: str, max_chars: int, max_depth: int, pointers_only: bool = False) -> None:
+    """Raise ValueError, one sentence, for a source that is too long, too deep for a recursive reader, no JSON where it must be, or whose
+    schemas refer to what cannot be followed; `pointers_only`: see `check_references`."""
     if len(source) > max_chars:
         raise ValueError(f"{kind} has {len(source)} characters; the limit is {max_chars}")
     if "\0" in source:
@@ -22,6 +25,7 @@ def check_source(kind: str, source: str, max_chars: int, max_depth: int) -> None
         raise ValueError(f"{kind} is no JSON: {error}") from None
     if not isinstance(parsed, dict | bool):
         raise ValueError(f"{kind} must be a JSON object")
+    check_references(kind, parsed, pointers_only)
 
 
 def _check_depth(kind: str, source: str, limit: int) -> None:

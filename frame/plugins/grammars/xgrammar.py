@@ -97,7 +97,7 @@ class XGrammarBackend(GrammarBackend):
 
     def compile(self, kind: str, source: str) -> XCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
-        check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
+        check_source(kind, source, self._options.max_source_chars, self._options.max_depth, pointers_only=True)
         try:
             compiled = XCompiled(self._compile(kind, source), self._vocabulary)
         except Exception as error:  # the library raises RuntimeError, InvalidJSONError and others, some of many lines

@@ -185,6 +185,7 @@ REFUSED = {
     "bias": ({"logit_bias": {"100000": 1}}, 400, "logit_bias"),
     "response_format": ({"response_format": {"type": "xml"}}, 400, "response_format"),
     "schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}, 400, "response_format"),
+    "reference": ({"guided_json": {"type": "array", "items": {"$ref": "http://x/y.json"}}}, 400, "response_format"),
     "grammars": ({"regex": "a", "ebnf": "b"}, 400, None),
     "model": ({"model": "gpt-4"}, 404, "model"),
     "type": ({"max_tokens": "many"}, 400, "max_tokens"),

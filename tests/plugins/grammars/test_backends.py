@@ -142,12 +142,26 @@ BAD = [
     ("ebnf", "root ::= undefined_rule", "does not compile"),
     ("ebnf", 'root ::= root "a"', "allows no text"),
     ("json_schema", '{"$ref": "#"}', "allows no text"),
+    (
+        "json_schema",
+        '{"items": {"$ref": "http://x/y.json"}, "type": "array"}',
+        r"the \$ref 'http://x/y.json'.*refer to it as '#/\$defs/NAME'",
+    ),
+    ("json_schema", '{"properties": {"a": {"$ref": "other.json#/x"}}, "type": "object"}', r"the \$ref 'other.json#/x'"),
+    ("json_schema", '{"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {}}', r"the \$ref '#/\$defs/x', which names no part"),
+    ("json_schema", '{"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}', r"a \$dynamicRef, which is not supported"),
+    ("json_schema", '{"properties": {"a": {"$recursiveRef": "#"}}, "type": "object"}', r"a \$recursiveRef, which is not supported"),
     ("lark", "x", "is unknown"),
 ]
 BAD_TAGS = [
     ("structural_tag", "{", "is no JSON"),
     ("structural_tag", '{"format": {"type": "nope"}}', "not recognized: nope"),
     ("structural_tag", '{"type": "structural_tag"}', "must have a format"),
+    (
+        "structural_tag",
+        '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"$ref": "http://x/y"}}}',
+        r"a schema of this request has the \$ref 'http://x/y'",
+    ),
 ]
 
 
@@ -166,6 +180,16 @@ def test_a_bad_grammar_is_one_sentence(backend, kind, source, words):
 @pytest.mark.parametrize(("kind", "source", "words"), BAD_TAGS)
 def test_a_bad_structural_tag_is_one_sentence(tagging, kind, source, words):
     is_one_sentence(tagging, kind, source, words)
+
+
+NAMED = {"type": "array", "items": {"$ref": "#digit"}, "minItems": 1, "maxItems": 1, "$defs": {"a": {"$anchor": "digit", "const": 7}}}
+
+
+def test_a_reference_by_a_name_is_followed_or_refused(backend, tagging, tokenizer):
+    with pytest.raises(ValueError, match="the \\$ref '#digit', which this grammar backend does not follow"):
+        tagging.compile("json_schema", json.dumps(NAMED))
+    if type(backend) is not type(tagging):
+        assert json.loads(wander(start(backend, "json_schema", json.dumps(NAMED)), tokenizer, 3)) == [7]
 
 
 def test_requests_of_one_grammar_do_not_see_each_other(backend, tokenizer):

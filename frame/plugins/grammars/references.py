@@ -1,0 +1,124 @@
+"""References between JSON schemas: each must lead to a schema of the same document, because libraries that cannot follow one allow
+anything in its place, or fetch it. Knows no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+# keywords by what they hold; under all others (`enum`, `const`, `default`, `examples`) is data, where `$ref` is a name like any other
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+SCHEMAS = frozenset(
+    ("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties",
+     "propertyNames", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "contentSchema")
+)  # fmt: skip
+ANCHORS = ("$anchor", "$dynamicAnchor")
+UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
+LONGEST = 100  # characters of a reference that are repeated to the client
+
+
+def check_references(kind: str, parsed: Any, pointers_only: bool) -> None:
+    """Raise ValueError, one sentence, for a reference of a `json_schema`, or of a schema in a `structural_tag`, that cannot be followed.
+    `pointers_only`: the compiler follows `#` and `#/...`, but no `$anchor` and no `$id`."""
+    if kind == "json_schema":
+        _Document(kind, parsed).check(pointers_only)
+        return
+    for schema in _schemas_of_tag(parsed):  # which may be a tool's, where the client knows of no tag
+        _Document("a schema of this request", schema).check(pointers_only)
+
+
+class _Document:
+    """A schema that stands alone, and by which names its parts can be referred to."""
+
+    def __init__(self, name: str, root: Any) -> None:
+        self._name = name
+        self._resources: dict[str, Any] = {"": root}  # by `$id`
+        self._anchors: set[tuple[str, str]] = set()  # `$id` of the resource, name
+        self._found: list[tuple[dict[str, Any], str]] = []  # schema, `$id` of its resource
+        self._seen: set[int] = set()
+        self._collect(root, "")
+
+    def check(self, pointers_only: bool) -> None:
+        for schema, base in self._found:  # grows while targets are found in places that hold no schemas by themselves
+            for keyword in UNFOLLOWED:
+                if keyword in schema:
+                    raise ValueError(f"{self._name} has a {keyword}, which is not supported; use a $ref such as '#/$defs/NAME'")
+            if "$ref" in schema:
+                self._follow(schema["$ref"], base, pointers_only)
+
+    def _follow(self, reference: Any, base: str, pointers_only: bool) -> None:
+        if pointers_only and isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+            raise self._refused(reference, "which this grammar backend does not follow")
+        resource, fragment = _split(reference, base)
+        if resource not in self._resources:
+            raise self._refused(reference, "which is outside of the schema")
+        if fragment and not fragment.startswith("/"):
+            if (resource, fragment) not in self._anchors:
+                raise self._refused(reference, "which names no part of the schema")
+            return
+        target = _at(self._resources[resource], fragment)
+        if not isinstance(target, dict | bool):
+            raise self._refused(reference, "which names no part of the schema")
+        self._collect(target, resource)
+
+    def _collect(self, schema: Any, base: str) -> None:
+        if not isinstance(schema, dict) or id(schema) in self._seen:
+            return
+        self._seen.add(id(schema))
+        if isinstance(schema.get("$id"), str):
+            address, name = _split(schema["$id"], base)
+            base = base if address is None else address
+            self._resources.setdefault(base, schema)
+            self._anchors.add((base, name))  # as it was written up to draft 7
+        self._anchors.update((base, schema[keyword]) for keyword in ANCHORS if isinstance(schema.get(keyword), str))
+        self._found.append((schema, base))
+        for part in _parts(schema):
+            self._collect(part, base)
+
+    def _refused(self, reference: Any, reason: str) -> ValueError:
+        shown = reference[:LONGEST] if isinstance(reference, str) else reference
+        remedy = "put what it means into the schema's $defs and refer to it as '#/$defs/NAME'"
+        return ValueError(f"{self._name} has the $ref {shown!r}, {reason}; {remedy}")
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+    for key, value in schema.items():
+        if key in BY_NAME and isinstance(value, dict):
+            yield from value.values()
+        elif key in SCHEMAS:
+            yield from value if isinstance(value, list) else (value,)
+
+
+def _split(reference: Any, base: str) -> tuple[str | None, str]:
+    """The address of a resource, None where it is none, and the fragment."""
+    try:
+        address = base + reference if reference.startswith("#") else urljoin(base, reference)
+    except (AttributeError, ValueError):
+        return None, ""
+    resource, _, fragment = address.partition("#")
+    return resource, unquote(fragment)
+
+
+def _at(node: Any, pointer: str) -> Any:
+    """What a JSON pointer names, None when that is nothing."""
+    for name in pointer.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list) and name.isascii() and name.isdigit():
+            node = node[int(name)] if int(name) < len(node) else None
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _schemas_of_tag(node: Any) -> Iterator[Any]:
+    """The schemas of a structural tag, which stand alone each."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _schemas_of_tag(each)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("json_schema", "schema"):
+                yield value
+            else:
+                yield from _schemas_of_tag(value)

@@ -1,0 +1,105 @@
+"""References of schemas: those to a place in the schema are let through, all others named, and what only looks like one is left alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from frame.plugins.grammars.sources import check_source
+
+TEXT = {"type": "string"}
+
+
+def check(schema: Any, pointers_only: bool = False, kind: str = "json_schema") -> None:
+    check_source(kind, json.dumps(schema), 65536, 64, pointers_only)
+
+
+PLACES: dict[str, Any] = {
+    "properties": lambda bad: {"properties": {"a": bad}},
+    "properties called like keywords": lambda bad: {"properties": {"enum": bad, "const": TEXT}},
+    "items": lambda bad: {"items": bad},
+    "items as a list": lambda bad: {"items": [TEXT, bad]},
+    "prefixItems": lambda bad: {"prefixItems": [bad]},
+    "anyOf": lambda bad: {"anyOf": [{"type": "null"}, bad]},
+    "allOf": lambda bad: {"allOf": [bad]},
+    "not": lambda bad: {"not": bad},
+    "then": lambda bad: {"if": TEXT, "then": bad},
+    "additionalProperties": lambda bad: {"additionalProperties": bad},
+    "patternProperties": lambda bad: {"patternProperties": {"^x": bad}},
+    "$defs": lambda bad: {"$defs": {"a": bad}},
+    "definitions": lambda bad: {"definitions": {"a": {"items": bad}}},
+    "beside": lambda bad: {"type": "object", **bad},
+    "where only a reference leads": lambda bad: {"$ref": "#/components/a", "components": {"a": {"items": bad}}},
+}
+
+
+@pytest.mark.parametrize("pointers_only", [False, True])
+@pytest.mark.parametrize(
+    "reference", ["http://x/y.json", "other.json#/x", "file:///etc/x", "#/$defs/none", "#/title", "#/", "#name", "http://["]
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_not_in_the_schema_is_named_wherever_it_stands(place: str, reference: str, pointers_only: bool) -> None:
+    with pytest.raises(ValueError) as raised:
+        check({"title": "t", **PLACES[place]({"$ref": reference})}, pointers_only)
+    sentence = str(raised.value)
+    assert sentence.startswith(f"json_schema has the $ref {reference!r}, which ") and sentence.endswith("refer to it as '#/$defs/NAME'")
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("reference", [3, None, {"type": "string"}, "x" * 5000])
+def test_a_reference_that_is_no_text_or_a_long_one(reference: Any) -> None:
+    with pytest.raises(ValueError, match=r"the \$ref") as raised:
+        check({"$ref": reference})
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("keyword", ["$dynamicRef", "$recursiveRef"])
+def test_references_that_no_backend_follows(keyword: str) -> None:
+    with pytest.raises(ValueError, match=rf"json_schema has a \{keyword}, which is not supported"):
+        check({"properties": {"a": {keyword: "#"}}})
+
+
+def test_places_of_the_schema() -> None:
+    parts = {"a": TEXT, "b/c~d e": True, "list": {"anyOf": [TEXT, {"items": {"$ref": "#"}}]}, "again": {"$ref": "#/$defs/again"}}
+    for reference in ("#", "#/$defs/a", "#/$defs/b~1c~0d%20e", "#/$defs/list/anyOf/1/items", "#/$defs/again"):
+        for pointers_only in (False, True):
+            check({"items": {"$ref": reference}, "$defs": parts}, pointers_only)
+    for reference in ("#/$defs/list/anyOf/2", "#/$defs/list/anyOf/-1", "#/$defs/list/anyOf", "#/$defs/list/anyOf/\N{SUPERSCRIPT TWO}"):
+        with pytest.raises(ValueError, match="names no part of the schema"):
+            check({"items": {"$ref": reference}, "$defs": parts})
+
+
+@pytest.mark.parametrize(
+    "reference", ["#name", "https://x/y#name", "y", "https://x/y", "z.json", "https://x/z.json#/$defs/deep", "#/$defs/a", ""]
+)
+def test_names_and_addresses_that_the_schema_gives_its_parts(reference: str) -> None:
+    inner = {"$id": "z.json", "$defs": {"deep": TEXT}, "items": {"$ref": "#/$defs/deep"}}
+    schema = {"$id": "https://x/y", "items": {"$ref": reference}, "$defs": {"a": {"$anchor": "name", **TEXT}, "b": inner}}
+    check(schema)
+    if not reference.startswith("#/"):
+        with pytest.raises(ValueError, match="which this grammar backend does not follow"):
+            check(schema, pointers_only=True)
+
+
+def test_an_address_that_is_none() -> None:
+    check({"$id": "http://[", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": TEXT}})
+
+
+def test_what_only_looks_like_a_reference() -> None:
+    data = {"$ref": "http://x/y", "$dynamicRef": 1}
+    for keyword, value in (("enum", [data]), ("const", data), ("default", data), ("examples", [data]), ("x-note", data)):
+        check({"type": "object", "properties": {"a": {keyword: value}}}, pointers_only=True)
+    names = {"$ref": TEXT, "$id": TEXT, "$anchor": TEXT, "$dynamicRef": TEXT, "$recursiveRef": TEXT}
+    check({"properties": names, "required": ["$ref"], "$defs": names, "items": {"$ref": "#/$defs/$ref"}}, pointers_only=True)
+
+
+def test_schemas_of_a_structural_tag_stand_alone() -> None:
+    def tag(schema: Any) -> dict[str, Any]:
+        content = {"type": "json_schema", "json_schema": schema}
+        return {"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "tag", "begin": "<f>", "content": content}]}}
+
+    check(tag({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": TEXT}}), kind="structural_tag")
+    with pytest.raises(ValueError, match=r"^a schema of this request has the \$ref '#/format'"):
+        check(tag({"items": {"$ref": "#/format"}}), kind="structural_tag")
