@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from made_tokenizer import MadeTokenizer
+from structured_output import PERSON
 
 from frame import Engine, SamplingParams
 from frame.core.model_facts import EMBEDDED, find_model
@@ -41,16 +42,6 @@ TINY = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 2048, "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 1,
 }  # fmt: skip
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
-        "address": {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}},
-    },
-    "required": ["name", "age", "tags", "address"],
-}
 NEVER = "#" * 4096  # what would have to come before a text may end
 REGEX = r"([A-Z][a-z]+ [0-9]+(\.[0-9]{2})? (EUR|USD|GBP)[;.] ?)*" + NEVER
 COUNTED = "([a-z]{1,50} ){4000}"

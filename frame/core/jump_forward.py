@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.interfaces.runner import MOST_SINGLE
 from frame.core.request_table import GRAMMAR
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from frame.core.sampling_params import SamplingParams
 
 MOST_AHEAD = 256  # tokens
-MOST_SINGLE = 64  # of a step's runs, where the runner computes them as rows of one token each (`TorchModelRunner`)
 FEW_WORDS = 128  # of a mask
 LONGEST_LOOK = 0.01  # seconds of CPU; everybody waits for a step's masks
 

@@ -23,7 +23,7 @@ from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
 from frame.core.errors import ConfigurationError
 from frame.core.host_memory import keep_freed_memory
 from frame.core.interfaces.batch import ScheduledBatch, WantedTokens
-from frame.core.interfaces.runner import DeviceLost, ModelRunner
+from frame.core.interfaces.runner import MOST_SINGLE, DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
 from frame.core.model_parts import Parts, build_context, build_processors
 from frame.core.processors import Processors
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_SINGLE = 64  # tokens of prompts that are computed as decodes; of more, each is a row of attention too many
 _MOST_KEYS = 16_384  # that they may read, each for itself
 _STAGED_BYTES_PER_TOKEN = 3 * 8
 _STAGED_BYTES_PER_ROW = 256
@@ -196,7 +195,8 @@ class TorchModelRunner(ModelRunner):
             forward_batch, tensors = self.builder.build(batch, counts, riders)
             if self.model.narrows and 2 * wanted <= tokens:
                 are_these = True
-                forward_batch = replace(forward_batch, extensions={WantedTokens: WantedTokens(forward_batch.logits_indices)})
+                narrowed = {**forward_batch.extensions, WantedTokens: WantedTokens(forward_batch.logits_indices)}
+                forward_batch = replace(forward_batch, extensions=narrowed)
             hidden = self.forward(forward_batch)
         tensors.setdefault("sampling_slots", forward_batch.request_slots)
         return tensors, hidden if are_these else hidden.index_select(0, forward_batch.logits_indices)
@@ -205,7 +205,7 @@ class TorchModelRunner(ModelRunner):
         """Whether the step fits a graph of decodes, the tokens of its prompts taken for some: few, over few keys, or over keys that are
         read once for all of them."""
         given = len(batch.token_ids)
-        if counts.query_starts[-1] > graphs.most or given > _MOST_SINGLE:
+        if counts.query_starts[-1] > graphs.most or given > MOST_SINGLE:
             return False
         keys = given * int(counts.seq_lens[batch.num_decodes :].max(initial=0))
         return self._shares_prefixes or keys <= _MOST_KEYS

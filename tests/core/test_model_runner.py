@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from frame.core.capacity import Capacity
-from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, WantedTokens
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.memory_pool import KVPool, kv_geometry
 from frame.core.model_runner import TorchModelRunner
@@ -140,6 +140,21 @@ def test_an_inner_chunk_yields_nothing_and_needs_no_logits(narrows):
     assert result.token_ids.shape == (0,)
     assert result.invalid is None
     assert script.run(extends=[(0, [4])]).token_ids.tolist() == continuation([1, 2, 3, 4], 1, VOCAB)
+
+
+@pytest.mark.parametrize(("length", "samples", "wanted"), [(6, True, [5]), (6, False, []), (1, True, None)])
+def test_a_model_that_narrows_is_told_whose_states_are_wanted(length, samples, wanted):
+    runner = make_runner()
+    forward, told = runner.forward, []
+
+    def watched(batch):
+        told.append(batch.get(WantedTokens))
+        return forward(batch)
+
+    runner.forward = watched
+    ids = list(range(length))
+    Script(runner).run(extends=[(0, ids)], setups=[setup(0, [*ids, 7])], samples=[samples])
+    assert [None if each is None else each.indices.tolist() for each in told] == [wanted]
 
 
 def test_broken_logits_are_reported_by_row():

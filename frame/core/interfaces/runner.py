@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_PROFILE_STEPS = 2000
+MOST_SINGLE = 64  # given tokens of a step that may be computed as rows of one token each; of more, each is a row of attention too many
 
 
 class DeviceLost(RuntimeError):  # noqa: N818 - the name of what happened
