@@ -10,7 +10,7 @@ CHUNKS = 8  # programs a row
 ENTRIES = 256  # of a table that a program copies at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def page_lists_kernel(
     table,
     slots,
@@ -18,7 +18,7 @@ def page_lists_kernel(
     starts,
     last_page,
     pages,
-    rows,
+    num_rows,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -36,8 +36,8 @@ def page_lists_kernel(
     if chunk == 0:
         tl.store(starts + row, start)
         tl.store(last_page + row, length - (count - 1) * PAGE_SIZE)
-        if row == rows - 1:
-            tl.store(starts + rows, start + count)
+        if row == num_rows - 1:
+            tl.store(starts + num_rows, start + count)
     source = table + tl.load(slots + row) * table_stride
     for first in range(chunk * BLOCK, count, BLOCK * tl.num_programs(1)):
         columns = first + tl.arange(0, BLOCK)
