@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from frame.core.admission import SchedulerConfig
+from frame.core.guarded_policy import GuardedPolicy
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.policy_order import PolicyOrder
 from frame.core.request import Request, RequestState
 from frame.core.running import RunningSet
 from frame.core.shared_starts import SharedStarts, is_worth_waiting
@@ -48,9 +48,8 @@ class StepPlanner:
         self._running = running
         self._ledger = running.ledger
         self._queue = queue
-        self._policy = policy
-        self._order = PolicyOrder(policy)
-        self._may_preempt = config.preemption and type(policy).preempts is not SchedulingPolicy.preempts
+        self._policy = GuardedPolicy(policy)
+        self._may_preempt = config.preemption and self._policy.may_preempt
         self._ahead = config.growth_reserve
         self._last_retraction = -1
         self._step = 0
@@ -198,7 +197,7 @@ class StepPlanner:
         if self._policy.needs_matches:
             for request in window:
                 request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
-        ordered = self._order(window, self._view(now))
+        ordered = self._policy.order(window, self._view(now))
         for request in window:
             request.match = None  # good for the moment only, and it would keep nodes alive
         return ordered
@@ -263,11 +262,7 @@ class StepPlanner:
             return None
         for request in running:
             self._running.table.flush(request.slot)  # the policy may look at outputs
-        victim = self._policy.victim(running, self._view(now))
-        if victim is not None and all(victim is not request for request in running[1:]):
-            name = type(self._policy).__name__
-            raise RuntimeError(f"{name}.victim named a request that may not be retracted: the oldest, or one not running")
-        return victim
+        return self._policy.victim(running, self._view(now))
 
     def _preempt(self, now: float) -> None:
         """Retract running requests for the first waiting one, as long as the policy says so and it does not fit."""
@@ -276,9 +271,10 @@ class StepPlanner:
             return
         first.tokens = first.all_tokens()
         need = self._pages_for(first) - len(self._ledger.lock_prefix(first))
-        while not self._would_fit(need) and any(self._policy.preempts(first, other) for other in self._running.requests[1:]):
+        view = self._view(now)
+        while not self._would_fit(need) and any(self._policy.preempts(first, other, view) for other in self._running.requests[1:]):
             victim = self._victim(now)
-            if victim is None or not self._policy.preempts(first, victim):
+            if victim is None or not self._policy.preempts(first, victim, view):
                 break
             self.retract(victim)
         self._ledger.unlock_prefix(first)

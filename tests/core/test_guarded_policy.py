@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from frame.core.guarded_policy import QUIET, GuardedPolicy
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.policy_order import QUIET, PolicyOrder
 from frame.core.request import Request
 from frame.testing.conformance_policies import VIEW, example_requests
 from frame.testing.scheduler_rig import SchedulerRig
@@ -63,29 +63,29 @@ def view(now: float) -> SchedulerView:
 @pytest.mark.parametrize("name", FAILING)
 def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert PolicyOrder(Faulty(FAILING[name]))(list(waiting), VIEW) == waiting
+    assert GuardedPolicy(Faulty(FAILING[name])).order(list(waiting), VIEW) == waiting
     (record,) = caplog.records
-    assert "tests.core.test_policy_order.Faulty" in record.getMessage() and "Error" in record.getMessage()
+    assert "tests.core.test_guarded_policy.Faulty" in record.getMessage() and "Error" in record.getMessage()
     assert record.levelno == logging.ERROR and record.exc_info is not None and record.exc_info[2] is not None
 
 
 @pytest.mark.parametrize("name", EXCESSIVE)
 def test_requests_are_left_out_that_the_policy_was_not_given(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert PolicyOrder(Faulty(EXCESSIVE[name]))(list(waiting), VIEW) == waiting
+    assert GuardedPolicy(Faulty(EXCESSIVE[name])).order(list(waiting), VIEW) == waiting
     assert ["left out" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_part_of_what_waits_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert PolicyOrder(Faulty(lambda given: [given[3], given[0]]))(waiting, VIEW) == [waiting[3], waiting[0]]
+    assert GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).order(waiting, VIEW) == [waiting[3], waiting[0]]
     assert not caplog.records
 
 
 def test_a_policy_that_goes_on_failing_is_named_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    order = PolicyOrder(Faulty(raises))
+    policy = GuardedPolicy(Faulty(raises))
     for step in range(1000):
-        order([], view(step * QUIET / 400))
+        policy.order([], view(step * QUIET / 400))
     assert len(caplog.records) == 3
 
 
@@ -95,3 +95,59 @@ def test_requests_are_served_under_a_policy_at_fault(name: str) -> None:
     for i in range(8):
         made.add(prompt(9, i), params(max_tokens=5))
     made.run()
+
+
+class FaultyInChoice(SchedulingPolicy):
+    """Raises when it is asked who gives way."""
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return waiting
+
+    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        raise KeyError("no such weight")
+
+    def preempts(self, waiting: Request, running: Request) -> bool:
+        raise KeyError("no such weight")
+
+
+def names_the_oldest(running: Sequence[Request]) -> Request | None:
+    return running[0]
+
+
+def names_a_stranger(running: Sequence[Request]) -> Request | None:
+    return FOREIGN
+
+
+@pytest.mark.parametrize("choose", [names_the_oldest, names_a_stranger, raises])
+def test_nobody_is_retracted_whom_the_policy_may_not_name(choose: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+    class Chooses(FaultyInChoice):
+        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+            found: Request | None = choose(running)
+            return found
+
+    assert GuardedPolicy(Chooses()).victim(example_requests(5), VIEW) is None
+    (record,) = caplog.records
+    assert "asked for a victim" in record.getMessage()
+
+
+def test_the_policy_s_own_choice_counts() -> None:
+    class Second(FaultyInChoice):
+        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+            return running[1]
+
+        def preempts(self, waiting: Request, running: Request) -> bool:
+            return waiting is not running
+
+    running = example_requests(5)
+    policy = GuardedPolicy(Second())
+    assert policy.victim(running, VIEW) is running[1]
+    assert policy.may_preempt and policy.preempts(FOREIGN, running[0], VIEW) and not policy.preempts(FOREIGN, FOREIGN, VIEW)
+
+
+def test_requests_are_served_when_pages_run_out_and_the_choice_of_who_gives_way_fails(caplog: pytest.LogCaptureFixture) -> None:
+    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyInChoice())
+    for i in range(6):
+        made.add(prompt(8, i), params(max_tokens=28))
+    made.run()
+    assert made.scheduler.load()["retracted"] > 0
+    assert "FaultyInChoice" in caplog.records[0].getMessage()
