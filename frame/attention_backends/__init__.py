@@ -138,6 +138,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         capabilities=FA3,
         api=API,
         rank=14,
+        modules={"flash_attn_interface": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention"},
         summary="FlashAttention-3 by its own library, multi-head and absorbed latent attention.",
     )
     registry.add(

@@ -28,7 +28,7 @@ class FlashAttention3Backend(TableBackend):
     def __init__(self, context: BuildContext, options: BaseModel | None = None, attend: Callable[..., Any] | None = None) -> None:
         super().__init__(context, options)
         if attend is None:
-            attend = importlib.import_module(FA3.module).flash_attn_with_kvcache  # no distribution of it is on PyPI
+            attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
         self._attend: Callable[..., Any] = attend
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -89,6 +89,9 @@ class LatentCapabilities(AttentionCapabilities):
 
     def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
         reasons = AttentionCapabilities.unsupported(self, needs)
+        has_more = (needs.sliding_window and self.sliding_window) or (needs.soft_cap and self.soft_cap)  # than latent attention has
+        if needs.kind == "mla" and has_more:
+            reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
         if needs.kind == "mla" and self.widths is not None and (needs.head_dim, needs.v_head_dim) not in self.widths:
             reasons.append(Reason(f"widths {(needs.head_dim, needs.v_head_dim)} of queries and values are not among {list(self.widths)}"))
         return reasons
@@ -117,23 +120,7 @@ FLASHMLA = LatentCapabilities(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleCapabilities(AttentionCapabilities):
-    """Of a library that is found by its module, since no distribution of it is on PyPI."""
-
-    module: str = ""
-    remedy: str = ""
-
-    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
-        reasons = AttentionCapabilities.unsupported(self, needs)
-        if needs.kind == "mla" and (needs.sliding_window or needs.soft_cap):
-            reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
-        if needs.device == "cuda" and importlib.util.find_spec(self.module) is None:
-            reasons.append(Reason(f"needs the Python module {self.module}, which is not installed; {self.remedy}"))
-        return reasons
-
-
-FA3 = ModuleCapabilities(
+FA3 = LatentCapabilities(
     devices=("cuda",),
     compute_capability=((9, 0), (9, 0)),
     kinds=("mha", "mla"),
@@ -144,8 +131,6 @@ FA3 = ModuleCapabilities(
     sliding_window=True,
     soft_cap=True,
     graphs="decode",
-    module="flash_attn_interface",
-    remedy="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
 )
 
 

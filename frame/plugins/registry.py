@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,7 @@ class KindRegistry:
         capabilities: Capabilities | None = None,
         options: type[BaseModel] | None = None,
         requires: Sequence[str] = (),
+        modules: Mapping[str, str] | None = None,
         summary: str = "",
         rank: int = 0,
         api: str | None = None,
@@ -71,9 +73,11 @@ class KindRegistry:
         """Register `name`, implemented by `target` ("package.module:Class"), which is imported only when it is selected.
 
         Without `api` the plugin claims the version that this core offers; a distribution of its own should state the one
-        that it was written for. Raises PluginError when an argument is malformed or the name is added twice.
+        that it was written for. `modules` are Python modules that no distribution on an index brings, each with the sentence
+        that says how to come by it. Raises PluginError when an argument is malformed or the name is added twice.
         """
         here = f"{self.kind.name} {name!r}"
+        modules = {} if modules is None else modules
         if not name or any(c.isspace() or c == "/" for c in name):
             raise PluginError(f"{here}: a plugin's name must not be empty or hold spaces or '/'.")
         if any(record.name == name for record in self.added):
@@ -87,6 +91,8 @@ class KindRegistry:
             raise PluginError(f"{here}: options must be a pydantic model class.")
         if isinstance(requires, str) or not all(isinstance(each, str) for each in requires):
             raise PluginError(f"{here}: requires is {requires!r}; give a list of requirements, such as ['my-kernels>=2'].")
+        if not isinstance(modules, Mapping) or not all(isinstance(text, str) for pair in modules.items() for text in pair):
+            raise PluginError(f"{here}: modules is {modules!r}; give each module's name with how to install it.")
         if not isinstance(rank, int):
             raise PluginError(f"{here}: rank is {rank!r}; give a whole number.")
         if not isinstance(summary, str):
@@ -105,7 +111,7 @@ class KindRegistry:
                 rank=rank,
                 distribution=self.owner.distribution,
                 version=self.owner.version,
-                problems=(*_api_problems(api, self.kind), *_unmet(tuple(requires))),
+                problems=(*_api_problems(api, self.kind), *_unmet(tuple(requires)), *_absent(modules)),
             )
         )
 
@@ -260,6 +266,11 @@ def _api_problems(api: str, kind: Kind) -> tuple[Reason, ...]:
 
 def _unmet(requires: tuple[str, ...]) -> tuple[Reason, ...]:
     return tuple(reason for text in requires if (reason := _unmet_requirement(text)) is not None)
+
+
+def _absent(modules: Mapping[str, str]) -> tuple[Reason, ...]:
+    absent = {name: remedy for name, remedy in modules.items() if importlib.util.find_spec(name.partition(".")[0]) is None}
+    return tuple(Reason(f"it needs the Python module {name}, which is not installed; {remedy}") for name, remedy in absent.items())
 
 
 def _unmet_requirement(text: str) -> Reason | None:

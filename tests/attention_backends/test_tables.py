@@ -120,6 +120,7 @@ def test_blackwell_kernels_are_refused_on_other_cards_with_the_reason() -> None:
         (TRTLLM_MLA, {**MLA, "page_size": 16}, "page size 16"),
         (FLASHMLA, {**MLA, "compute_capability": (9, 0)}, "does not compute prompts"),
         (FLASHMLA, {**MLA, "compute_capability": (9, 0), "page_size": 16}, "page size 16"),
+        (FA3, {**MLA, "compute_capability": (9, 0), "sliding_window": True}, "no sliding window"),
         (FA3, {"compute_capability": (10, 0)}, "this card has 10.0"),
         (FA3, {"compute_capability": (9, 0), "head_dim": 512, "v_head_dim": 512}, "above 256"),
     ],
@@ -130,7 +131,8 @@ def test_says_what_it_does_not_serve(capabilities: AttentionCapabilities, change
 
 @pytest.mark.skipif(find_spec("flash_attn_interface") is not None, reason="flash_attn_interface is installed")
 def test_fa3_names_the_module_it_lacks_and_where_it_is() -> None:
-    (reason,) = FA3.unsupported(needs(compute_capability=(9, 0)))
+    records = {record.name: record for record in load_registry(installed=False).records("attention_backend")}
+    (reason,) = records["fa3"].problems
     assert "flash_attn_interface" in reason.sentence
     assert "hopper" in reason.sentence
 

@@ -140,6 +140,12 @@ def test_requirements_are_checked_without_an_import(requirement: str, words: str
     assert [reason.sentence for reason in record.problems] == [] if words is None else words in record.problems[0].sentence
 
 
+def test_modules_that_no_index_has_are_looked_for_without_an_import() -> None:
+    (record,) = registry_with("x", modules={"json": "of Python", "no_such_kernels.sm90": "build them from example.com"}).records(KIND)
+    (reason,) = record.problems
+    assert reason.sentence == "it needs the Python module no_such_kernels.sm90, which is not installed; build them from example.com"
+
+
 def test_load_gives_the_class(module: types.ModuleType) -> None:
     registry = registry_with("x")
     assert registry.load(registry.get(KIND, "x")) is Fifo
@@ -195,6 +201,8 @@ def test_a_cause_chain_is_one_line_with_every_cause() -> None:
         ({"options": dict}, "pydantic model class"),
         ({"requires": "my-kernels>=2"}, "give a list of requirements"),
         ({"requires": [2]}, "give a list of requirements"),
+        ({"modules": ["my_kernels"]}, "give each module's name with how to install it"),
+        ({"modules": {"my_kernels": None}}, "give each module's name with how to install it"),
         ({"rank": "high"}, "rank is 'high'; give a whole number"),
         ({"summary": None}, "summary is None; give one sentence"),
     ],
