@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from frame.core.interfaces.attention import AttentionNeeds
+from frame.core.interfaces.attention import AttentionNeeds, Phase
 from frame.testing.attention_batch import Rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -54,7 +54,7 @@ EACH_DTYPE = (
     *(f"{kind}-{rows}" for kind in ("mha", "mla", "mha-fp8", "mla-fp8") for rows in ("decodes", "extends", "mixed")),
     *("mha-odd-widths", "mha-sinks", "mha-window-extends", "mha-soft-cap", "encoder", "mha-shared-prefix", "mla-shared-prefix"),
     *(f"mha-long-width-{width}" for width in ("64", "128", "256", "192-values-128")),
-    *("mla-512-64-pages-of-64", "mla-512-64-many-heads", "mla-256-64"),
+    *("mla-512-64-pages-of-64", "mla-512-64-many-heads", "mla-512-64-decodes", "mla-256-64"),
 )
 
 
@@ -67,13 +67,21 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
     for index, (name, case) in enumerate(candidates):
         one = np.random.default_rng(index).integers(len(names)) if thorough else index % len(names)
         for dtype in names if thorough and name in EACH_DTYPE else [names[one]]:
-            found = replace(case, dtype=DTYPES[dtype], device=device, seed=index)
+            found = replace(with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device, seed=index)
             if not capabilities.unsupported(needs(found)):
                 yield f"{name}-{dtype}", found
 
 
+def with_pages_for(case: Case, capabilities: Any) -> Case:
+    """The case with pages of a size that the backend takes, unless rows have pages in common."""
+    sizes = getattr(capabilities, "page_sizes", None)
+    return replace(case, page_size=sizes[0]) if sizes and case.page_size not in sizes and not case.groups else case
+
+
 def needs(case: Case, graphs: bool = False) -> AttentionNeeds:
-    """What a case asks of a backend; `graphs`: captured."""
+    """What a case asks of a backend; `graphs`: captured. Of one that computes decodes alone, a case without prompts asks no more."""
+    has_prompts = len(case.rows.queries) > case.rows.num_decodes
+    phases: tuple[Phase, ...] = ("extend", "decode") if has_prompts else ("decode",)
     dtype = str(case.dtype).removeprefix("torch.")
     return AttentionNeeds(
         device="cuda" if case.device.startswith("cuda") else case.device,
@@ -90,6 +98,7 @@ def needs(case: Case, graphs: bool = False) -> AttentionNeeds:
         sinks=case.sinks,
         bidirectional=not case.causal,
         graphs=graphs,
+        phases=phases,
     )
 
 
@@ -187,6 +196,8 @@ def _large_cases() -> Iterator[tuple[str, Case]]:
     deepseek: dict[str, Any] = {"heads": 16, "rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}
     for page_size in (1, 64):
         yield f"mla-512-64-pages-of-{page_size}", Case(long, page_size=page_size, **deepseek)
+    yield "mla-512-64-decodes", Case(Rows.of([3000, 17, 5000, 1, 64, 65]), page_size=64, **deepseek)
+    yield "mla-512-64-decodes-many-heads", Case(Rows.of(list(range(1, 400, 7))), page_size=64, **{**deepseek, "heads": 128})
     yield "mla-512-64-many-heads", Case(Rows.of([700, 90], [(50, 40)]), **{**deepseek, "heads": 128})
     yield "mla-256-64", Case(long, heads=8, rank=256, rope=64, head_dim=128, v_head_dim=64)
 

@@ -31,7 +31,7 @@ from frame.testing.attention_batch import (
     shared_with,
     widened,
 )
-from frame.testing.attention_cases import Case, Changes, cases, needs, replays
+from frame.testing.attention_cases import Case, Changes, cases, needs, replays, with_pages_for
 from frame.testing.conformance import Check, Subject
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
@@ -304,7 +304,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield Check(name, partial(check_case, make, case))
     if device.startswith("cuda"):
         for name, case, changes in replays():
-            placed = replace(case, device=device)
+            placed = replace(with_pages_for(case, capabilities), device=device)
             if not capabilities.unsupported(needs(placed, graphs=True)):
                 yield Check(f"replayed-{name}", partial(check_replays, make, placed, changes))
 

@@ -6,14 +6,17 @@ required constructor arguments.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from frame.core import guarded_policy
 from frame.core.interfaces.cache import EvictionPolicy, Match
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.radix_cache import RadixCache
@@ -120,7 +123,25 @@ def _runs(policy: type[SchedulingPolicy], page_size: int, overlap: bool) -> None
         eos_ids=(3,),
         overlap=overlap,
     )
-    rig = SchedulerRig(config, policy())
+    with _complaints() as found:
+        _run(SchedulerRig(config, policy()), rng)
+    _require(not found, found[0] if found else "")
+
+
+@contextmanager
+def _complaints() -> Iterator[list[str]]:
+    """What is said inside of a policy at fault, with which requests are served all the same."""
+    found: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    guarded_policy.log.addHandler(listener)
+    try:
+        yield found
+    finally:
+        guarded_policy.log.removeHandler(listener)
+
+
+def _run(rig: SchedulerRig, rng: random.Random) -> None:
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(4, 24))] for _ in range(4)]
     for i in range(40):
         params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=i)

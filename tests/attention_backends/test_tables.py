@@ -54,9 +54,8 @@ def cases() -> Iterator[tuple[str, str, Case]]:
         for title, case in attention_cases.cases("cpu", False, on_cpu(capabilities)):
             if not (case.rank and (case.window or case.soft_cap)):
                 yield name, title, case
-    for title, case in attention_cases.cases("cpu", False, on_cpu(replace(FLASHMLA, phases=("extend", "decode", "mixed")))):
-        if len(case.rows.queries) == case.rows.num_decodes and case.window is None and case.soft_cap is None:
-            yield "flashmla", title, case
+    for title, case in attention_cases.cases("cpu", False, on_cpu(FLASHMLA)):
+        yield "flashmla", title, case
 
 
 @pytest.mark.parametrize(("name", "case"), [(n, c) for n, _, c in cases()], ids=[f"{n}-{t}" for n, t, _ in cases()])

@@ -16,7 +16,7 @@ from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.assembly import build_rank, build_scheduler
 from frame.entrypoints.prepare import prepare
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import DECODES, Case, needs
+from frame.testing.attention_cases import DECODES, Case, needs, with_pages_for
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 
@@ -55,7 +55,8 @@ def found() -> dict[tuple[str, str], str]:
     for name, record in RECORDS.items():
         for model, layer in LAYERS.items():
             if record.capabilities.graphs != "none" and ("mla" if layer.rank else "mha") in record.capabilities.kinds:
-                against = record.problems or record.capabilities.unsupported(needs(layer, graphs=True))
+                asked = needs(with_pages_for(layer, record.capabilities), graphs=True)
+                against = record.problems or record.capabilities.unsupported(asked)
                 reasons[name, model] = str(against[0]) if against else ""
     return reasons
 
@@ -82,12 +83,13 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def make_loop(path, backend, most, most_tokens=0, chunk=512, dtype="bfloat16"):
+    capabilities = RECORDS[backend].capabilities
     config = {
         "model": {"path": str(path), "dtype": dtype},
-        "cache": {"max_total_tokens": 16_384},
+        "cache": {"max_total_tokens": 16_384, "page_size": (capabilities.page_sizes or (None,))[0]},
         "scheduler": {"max_running_requests": MOST, "chunked_prefill_size": chunk},
         "execution": {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": most_tokens},
-        "attention": {"backend": backend},
+        "attention": {"backend": backend if "extend" in capabilities.phases else {"prefill": "triton", "decode": backend}},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
