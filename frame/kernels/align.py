@@ -24,11 +24,13 @@ _COUNTS = 8192  # counts that a program adds up at a time
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """`pairs` int32 [rows]: which pair each row is, or the number of pairs for a row that pads. `experts` int32 [blocks]: whose rows a
-    block of `block` rows has. `used` int32 [1]: how many blocks there are; what lies behind them is not defined."""
+    block of `block` rows has. `used` int32 [1]: how many blocks there are; what lies behind them is not defined. `counts` int32 [2]: zeros,
+    by which a kernel's programs may share out its tiles, if it leaves zeros."""
 
     pairs: torch.Tensor
     experts: torch.Tensor
     used: torch.Tensor
+    counts: torch.Tensor
     block: int
 
 
@@ -36,10 +38,10 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     """Sort pairs by expert: ids int64 [tokens, k], contiguous, all of them in [0, num_experts)."""
     pairs, device = ids.numel(), ids.device
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
-    numbers = torch.empty(4 + blocks * (block + 1), dtype=torch.int32, device=device)  # all three parts begin at 16 bytes
-    found = Alignment(numbers[4 : 4 + blocks * block], numbers[4 + blocks * block :], numbers[:1], block)
+    numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)  # all four parts begin at 16 bytes
+    found = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[4:6], block)
     experts = power_of_2(num_experts)
-    tensors = found.pairs, found.experts, found.used
+    tensors = found.pairs, found.experts, found.used, found.counts
     if pairs <= CHUNKS[-1]:
         chunk = next(size for size in CHUNKS if pairs <= size)
         _prepared_align(experts, block, chunk, device)((num_experts, 1, 1), (ids, *tensors), (pairs,))
@@ -53,7 +55,7 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
 
 @lru_cache(maxsize=64)
 def _prepared_align(experts: int, block: int, chunk: int, device: torch.device) -> Prepared:
-    types = torch.int64, *[torch.int32] * 3, 0
+    types = torch.int64, *[torch.int32] * 4, 0
     return Prepared(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, min(8, chunk // 128))
 
 
@@ -65,12 +67,12 @@ def _prepared_count(experts: int, device: torch.device) -> Prepared:
 @lru_cache(maxsize=64)
 def _prepared_place(experts: int, block: int, device: torch.device) -> Prepared:
     constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": _COUNTED, "TOGETHER": max(8, _COUNTS // experts), "PADS": min(_PADS, block)}
-    return Prepared(_place_kernel, (torch.int64, *[torch.int32] * 4, 0, 0), constants, device, 8)
+    return Prepared(_place_kernel, (torch.int64, *[torch.int32] * 5, 0, 0), constants, device, 8)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _align_kernel(
-    ids, pairs_out, experts_out, used, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    ids, pairs_out, experts_out, used, zeros, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid: experts. A program finds its expert's pairs among all."""
     begin(PDL)
@@ -93,6 +95,7 @@ def _align_kernel(
         tl.store(experts_out + first + block + pads, nobody + mine, mask=block + pads < my_blocks)
     if mine == 0:
         tl.store(used, tl.sum(blocks))
+        tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -112,6 +115,7 @@ def _place_kernel(
     pairs_out,
     experts_out,
     used,
+    zeros,
     pairs,
     chunks,
     EXPERTS: tl.constexpr,
@@ -153,3 +157,4 @@ def _place_kernel(
         tl.store(experts_out + firsts + number, experts, mask=mine & (number < blocks))
     if chunk == 0:
         tl.store(used, tl.sum(blocks))
+        tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))

@@ -7,7 +7,8 @@ Weights of all experts are [experts, outputs, inputs], inputs contiguous; float8
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from frame.kernels.align import Alignment
 from frame.kernels.expert_tiles import Tile, Vector
 from frame.kernels.experts import combine_kernel, experts_kernel, lasting_down_kernel, vector_down_kernel, vector_gate_up_kernel
 from frame.kernels.launch import Prepared, blocks_of, power_of_2
+
+_NARROW = torch.bfloat16, torch.float16
+_PIECE = 16  # bytes of a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Pairs:
 def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> Rows:
     """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner] in `dtype`; in float8 with scales, for a tile
     of BN 128."""
+    if tile.fetched and _are_fetched(x, weights, dtype):
+        return Rows(_prefill().gate_up(x.values, weights.values, pairs.count, pairs.ids.shape[1], order))
     rows, inner, device = len(order.pairs), weights.values.shape[1] // 2, x.values.device
     act = Rows(torch.empty((rows, inner), dtype=dtype, device=device))
     if dtype == torch.float8_e4m3fn:
@@ -61,6 +67,8 @@ def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Til
 
 def down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
+    if tile.fetched and _are_fetched(act, weights, dtype):
+        return _prefill().down(act.values, weights.values, pairs.weights, order)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
     if tile.lasting and tile.tma and weights.scale is None:
         _launch_lasting(act.values, weights.values, rows, pairs, order, tile)
@@ -100,6 +108,25 @@ def vector_down(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, siz
     launch = _prepared_vector(False, inner, hidden, top, size, (act.dtype, weights.dtype), strides, act.device)
     launch((blocks_of(hidden, size.bn), tokens, 1), (act, weights, out, ids), strides)
     return out
+
+
+def _are_fetched(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
+    """Whether the kernels of `expert_prefill` take both: plain ones, from which boxes and pieces of 16 bytes can be cut."""
+    x, values = rows.values, weights.values
+    if dtype not in _NARROW or not x.dtype == values.dtype == dtype or not (values.is_contiguous() and _streams(x.device)):
+        return False
+    starts = x.data_ptr() | values.data_ptr() | x.stride(0) * x.element_size()
+    return starts % _PIECE == 0 and x.stride(1) == 1 and _prefill().fits(values.shape[1], values.shape[2])
+
+
+_streams = cache(kernels.streams)
+
+
+@cache
+def _prefill() -> ModuleType:
+    from frame.kernels import expert_prefill  # written for one release of Triton
+
+    return expert_prefill
 
 
 def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, *, gated: bool) -> None:

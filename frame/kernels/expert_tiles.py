@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 class Tile:
     """One launch of `experts_kernel`: BM rows, BN outputs (of gates and of ups each), BK inputs at a time. `swap`: the weights are the
     left side of the product; `tma`: they are read by the tensor memory accelerator; `halves`: an expert's last block has half the rows if
-    that is enough; `lasting`: programs stay for one block after the other (the second product, with `tma`)."""
+    that is enough; `lasting`: programs stay for one block after the other (the second product, with `tma`); `fetched`: the kernels of
+    `expert_prefill` instead, where they run, whose tiles are their own but for BM."""
 
     bm: int
     bn: int
@@ -23,6 +24,7 @@ class Tile:
     tma: bool = False
     halves: bool = False
     lasting: bool = False
+    fetched: bool = False
 
     def fitted(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
         """The tile for these sizes of a product with `width` weights side by side: no larger than they are, and within the memory."""
@@ -62,7 +64,12 @@ TILES = (  # rows of an expert on average, at most
     (8.0, Tiles(Tile(16, 64, 256, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True))),
     (48.0, Tiles(Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))),
-    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True, halves=True), Tile(128, 256, 64, 8, 4, tma=True, lasting=True))),
+    (
+        float("inf"),
+        Tiles(
+            Tile(128, 128, 64, 8, 4, tma=True, halves=True, fetched=True), Tile(128, 256, 64, 8, 4, tma=True, lasting=True, fetched=True)
+        ),
+    ),
 )
 FLOAT8_TILES = (  # BN and BK of the first are those of the scales
     (10.0, Tiles(Tile(16, 128, 128, 4, 4, swap=True, tma=True), Tile(16, 128, 128, 4, 4, swap=True, tma=True))),

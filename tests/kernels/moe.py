@@ -108,6 +108,7 @@ def test_every_pair_is_in_a_block_of_its_expert(
     for ids in (spread, torch.full_like(spread, experts - 1)):
         found = align(ids, experts, block)
         used = int(found.used)
+        assert found.counts.tolist() == [0, 0]
         rows = found.pairs[: used * block].view(used, block)
         pads = rows == ids.numel()
         assert sorted(rows[~pads].tolist()) == list(range(ids.numel()))
