@@ -21,11 +21,11 @@ import torch.nn.functional as F
 
 from frame.kernels.activation import silu_mul
 from frame.kernels.gated_linear import gated_linear, is_faster, processors
-from frame.kernels.gated_prefill import gated_prefill
+from frame.kernels.gated_prefill import BATCHES, gated_prefill
 
 DEVICE = torch.device("cuda")
 SHAPES = {"0.6B": (1024, 3072), "1.7B": (2048, 6144), "8B": (4096, 14336), "14B": (5120, 17408)}
-ROWS = (512, 1024, 2048, 4096, 8192)
+ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
 ROUNDS = 5
 MILLISECONDS = 30  # that a form runs before it is timed, and then again
 
@@ -84,7 +84,7 @@ def measured(model: str, rows: int, inputs: int, inner: int) -> dict[str, object
         "rows": rows,
         **{f"{name}_us": round(median, 1) for name, median in medians.items()},
         "tflops": {name: round(4 * rows * inputs * inner / median / 1e6) for name, median in medians.items()},
-        "chosen": is_faster(rows, inner, programs),
+        "chosen": is_faster(rows, inner, programs, BATCHES),
         "rounds_us": {name: [round(time, 1) for time in each] for name, each in times.items()},
     }
 

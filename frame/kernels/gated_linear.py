@@ -33,9 +33,10 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def is_faster(rows: int, inner: int, programs: int) -> bool:
-    """Whether one kernel beats PyTorch's product and the activation behind it, by what was measured (`docs/performance.md`)."""
-    if rows < _MANY:
+def is_faster(rows: int, inner: int, programs: int, batches: tuple[int, ...] = ()) -> bool:
+    """Whether one kernel beats PyTorch's product and the activation behind it, by what was measured (`docs/performance.md`): for many
+    rows, or as few as one of `batches` says, where tiles leave few multiprocessors idle."""
+    if rows < _MANY and rows not in batches:
         return False
     tiles = blocks_of(rows, _ROWS) * blocks_of(inner, _OUTPUTS)
     return tiles >= _FULL * programs * blocks_of(tiles, programs)

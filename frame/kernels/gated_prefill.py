@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from frame.kernels.launch import blocks_of
 from frame.kernels.linear_stream import view
 
+BATCHES = (128, 256)  # rows of decodes, tiles without a rest, for which it is worth while too
 _ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile; of those inputs an item
 _STAGES = 4  # items under way, 48 KiB each
 _TALL = 16  # tiles of rows that follow one another over the same weights

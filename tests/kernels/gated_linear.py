@@ -46,3 +46,9 @@ def test_tiles_that_fill_the_last_round() -> None:
     assert not is_faster(512, 14336, 132)
     assert is_faster(1024, 14336, 132)
     assert processors(torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize(("inner", "faster"), [(3072, []), (14336, [128, 256]), (17408, [])])
+def test_batches_whose_tiles_fill_their_rounds(inner: int, faster: list[int]) -> None:
+    """Of models of 0.6, 8 and 14 billion parameters."""
+    assert [rows for rows in range(1, 1024) if is_faster(rows, inner, 132, (128, 256))] == faster

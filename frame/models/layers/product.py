@@ -30,6 +30,7 @@ class Product:
         self._plans: tuple[Plan | None, ...] = ()
         self._gated_plans: tuple[Plan | None, ...] = ()
         self._programs = 0  # of the kernel for gate and up of many rows; none without it
+        self._batches: tuple[int, ...] = ()  # fewer rows that it is for, too
         self._is_compiled = False  # that kernel
         if kernels.usable(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
             from frame.kernels.linear import skinny_linear  # loads Triton
@@ -75,7 +76,7 @@ class Product:
             from frame.kernels import gated_prefill
 
             if gated_prefill.fits(len(weight) // 2, weight.shape[1]):
-                self.multiply_many = gated_prefill.gated_prefill
+                self.multiply_many, self._batches = gated_prefill.gated_prefill, gated_prefill.BATCHES
 
     def _few(self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
         if plan.kernel != "stream":
@@ -90,7 +91,7 @@ class Product:
         if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
             self._is_compiled = True
             self.multiply_many(x[:1], weight, self._programs)
-        if not self._many.is_faster(len(x), len(weight) // 2, self._programs):
+        if not self._many.is_faster(len(x), len(weight) // 2, self._programs, self._batches):
             return None
         return self.multiply_many(x, weight, self._programs)
 
