@@ -22,6 +22,7 @@ from frame.core.compiled import Forward, keep_out
 from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
 from frame.core.errors import ConfigurationError
 from frame.core.host_memory import keep_freed_memory
+from frame.core.idle_steps import idle_decodes, idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, WantedTokens
 from frame.core.interfaces.runner import MOST_SINGLE, DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
@@ -104,23 +105,16 @@ class TorchModelRunner(ModelRunner):
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
 
     def warm_up(self) -> None:
-        """Run decode steps that nobody asked for, over the reserved page: what compiles or initialises itself does so now."""
-        for rows in (1, 2, 3):  # compilers make a case of their own of 1
-            slots = np.full(rows, self.builder.table.padding_slot, np.int32)
-            counts = np.zeros(rows, np.int32)
-            nothing = np.empty(0, np.int32)
-            self.launch(
-                ScheduledBatch(
-                    step=-1,
-                    num_decodes=rows,
-                    slots=slots,
-                    num_computed=counts,
-                    num_scheduled=counts + 1,
-                    token_ids=nothing,
-                    samples=counts > 0,
-                    new_pages=nothing.reshape(0, 3),
-                )
-            ).wait()
+        """Run steps that nobody asked for, over the reserved page: what compiles or initialises itself does so now, and not while requests
+        wait. On a CPU, where little is compiled, these are decodes alone."""
+        for batch in idle_decodes(self.builder.table.padding_slot):
+            self.launch(batch).wait()
+        if self._stream is None:
+            return
+        for batch in idle_prompts(self.context.limits):
+            self.launch(batch).wait()
+        with torch.inference_mode():
+            self.sampler.warm_up(torch.zeros(2, self.vocab_size, dtype=self.context.dtype, device=self.context.device))
 
     def capture(self, most: int) -> None:
         """Make graphs of decode steps of up to `most` rows; decodes run through them from now on. Raises ConfigurationError where the

@@ -13,6 +13,7 @@ import torch
 
 from frame.core.batch_builder import count_rows
 from frame.core.errors import ConfigurationError
+from frame.core.idle_steps import idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
 from frame.core.model_runner import TorchModelRunner
 from frame.core.pooler import Pooler
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.runner import PendingStep
     from frame.core.memory_pool import KVPool
     from frame.core.resolved import Resolved
-
-WARM_UP_LENGTHS = (1, 2, 5)  # tokens of prompts that nobody sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +64,9 @@ class PoolingRunner(TorchModelRunner):
         return super().launch(batch)
 
     def warm_up(self) -> None:
-        """Run prompts that nobody sent, over the reserved page: what initialises itself does so now."""
-        lengths = np.array(WARM_UP_LENGTHS, np.int32)
-        rows = len(lengths)
-        self.launch(
-            ScheduledBatch(
-                step=-1,
-                num_decodes=0,
-                slots=np.full(rows, self.builder.table.padding_slot, np.int32),
-                num_computed=np.zeros(rows, np.int32),
-                num_scheduled=lengths,
-                token_ids=np.zeros(int(lengths.sum()), np.int32),
-                samples=np.ones(rows, np.bool_),
-                new_pages=np.empty((0, 3), np.int32),
-            )
-        ).wait()
+        """Run prompts that nobody sent, over the reserved page: what compiles or initialises itself does so now."""
+        for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):
+            self.launch(batch).wait()
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:
         counts = count_rows(batch)

@@ -70,6 +70,25 @@ class Sampler:
         chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile the kernels for every kind of row. logits [rows, vocab] of any values, of the type that the model's have."""
+        if not self.by_kernels:
+            return
+        from frame.kernels.logit_changes import ban
+
+        rows = len(logits)
+        each = {"temperature": 1.0, "top_p": 0.5, "log_min_p": -9.0}
+        params = {name: torch.full((rows,), value, device=logits.device) for name, value in each.items()}
+        params["uniform"] = torch.full((rows,), 0.5, dtype=torch.float64, device=logits.device)
+        params["top_k"] = torch.full((rows,), 2, dtype=torch.int32, device=logits.device)
+        for scores in (logits, logits.float()):  # a copy of the latter type is what processors change
+            token_ids, _ = draw_by_kernels(scores, {name: params[name] for name in PARAMETERS[:2]})
+            draw_by_kernels(scores, params)
+        for num_top in (0, 2):
+            logprobs(logits, token_ids, num_top)
+        words = torch.full((rows, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=logits.device)
+        ban(logits, torch.arange(rows, device=logits.device), words)
+
     def _choose(
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ def next_after(orders, columns, order, column):
     return highest, tl.min(tl.where(behind & (orders == highest), columns, NOWHERE), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def rank_kernel(
     logits,  # [rows, vocab]
     stride,

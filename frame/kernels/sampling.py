@@ -171,7 +171,8 @@ def survey(logits: torch.Tensor, temperature: torch.Tensor, *, with_peaks: bool 
     """Read all logits [rows, vocab] once. temperature float32 [rows], times ln 2; 0 is taken for ln 2."""
     rows, vocab = logits.shape
     num_blocks = blocks_of(vocab, BLOCK)
-    tops, masses = torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device).unbind()
+    tops = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
+    masses = torch.empty_like(tops)  # not a part of one tensor with these: kernels are compiled anew for an address that 16 does not divide
     firsts = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
     group = GROUP if with_peaks else 0
     peaks = torch.empty(rows, num_blocks * (BLOCK // group), dtype=torch.float32, device=logits.device) if group else None

@@ -10,7 +10,10 @@ CHUNKS = 8  # programs a row
 ENTRIES = 256  # of a table that a program copies at once
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["slots", "lengths", "starts", "last_page", "pages"],  # parts of others, from any row on
+)
 def page_lists_kernel(
     table,
     slots,

@@ -1,0 +1,60 @@
+"""Steps that nobody asked for, with which a runner warms up before the first request: all their pages are the reserved one.
+
+The sizes are those from which kernels change: what a step compiles depends on how many tokens and rows it has, and on whether there are
+keys before them. Knows no kernel and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+from frame.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import Limits
+
+_DECODES = (1, 2, 3)  # rows; compilers make a case of their own of 1
+_FEW_PROMPTS = ((1, 1, 0), (1, 2, 0), (1, 5, 0))  # rows, new tokens of each, tokens before them
+_PROMPTS = (
+    *((rows, 3, 0) for rows in (1, 2, 4, 8, 16, 32, 64)),
+    *((1, new, before) for new in (100, 400, 1100) for before in (0, 1500)),
+    (2, 1100, 0),
+    (3, 40, 1500),
+)
+
+
+def idle_decodes(padding_slot: int) -> Iterator[ScheduledBatch]:
+    """Decodes of a few rows, none of which draws a token."""
+    for rows in _DECODES:
+        yield _step(padding_slot, np.zeros(rows, np.int32), np.ones(rows, np.int32), is_decode=True)
+
+
+def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> Iterator[ScheduledBatch]:
+    """Prompts of the first slot, which has no pages yet; each draws a token, the likeliest. Of sizes within the limits.
+
+    `few`: for a device on which nothing is compiled for sizes; `fresh`: with no keys before them.
+    """
+    for rows, new, before in _FEW_PROMPTS if few else _PROMPTS:
+        fits = rows <= limits.max_running_requests and rows * new <= limits.max_tokens_per_step and before + new <= limits.max_context
+        if fits and not (fresh and before):
+            yield _step(0, np.full(rows, before, np.int32), np.full(rows, new, np.int32), is_decode=False)
+
+
+def _step(slot: int, computed: np.ndarray, scheduled: np.ndarray, *, is_decode: bool) -> ScheduledBatch:
+    rows = len(computed)
+    first = SlotSetup(slot, SamplingParams(temperature=0.0), 0, 1, np.zeros(1, np.int32))
+    return ScheduledBatch(
+        step=-1,
+        num_decodes=rows if is_decode else 0,
+        slots=np.full(rows, slot, np.int32),
+        num_computed=computed,
+        num_scheduled=scheduled,
+        token_ids=np.zeros(0 if is_decode else int(scheduled.sum()), np.int32),
+        samples=np.full(rows, not is_decode, np.bool_),
+        new_pages=np.empty((0, 3), np.int32),
+        setups=[] if is_decode else [first],
+    )

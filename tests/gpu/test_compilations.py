@@ -1,0 +1,87 @@
+"""Kernels are compiled at the start: while requests are served, nothing waits for a compiler."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from frame.core.config import FrameConfig
+from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.assembly import build_rank, build_scheduler
+from frame.entrypoints.prepare import prepare
+from frame.testing.checkpoints import make_checkpoint
+from frame.testing.local_loop import LocalLoop
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+VOCAB = 500
+SHAPES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 2048,
+    },
+    "Qwen3MoeForCausalLM": {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+}
+LENGTHS = (1, 2, 3, 5, 7, 15, 16, 17, 33, 63, 64, 65, 90, 127, 129, 250, 511, 700, 1023, 1025, 1999, 2500, 3000)
+
+
+def make_loop(path: Path) -> LocalLoop:
+    config = {
+        "model": {"path": str(path), "dtype": "bfloat16"},
+        "cache": {"max_total_tokens": 65_536},
+        "scheduler": {"max_running_requests": 64, "chunked_prefill_size": 2048},
+        "execution": {"device": "cuda"},
+    }
+    prepared = prepare(FrameConfig.model_validate(config))
+    runner = build_rank(prepared.resolved, prepared.registry)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+
+
+def requests(draw: random.Random, count: int, begin: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of all lengths, a part of them after a beginning that they share; drawn in every way but with penalties."""
+    prompts = [[draw.randrange(6, VOCAB) for _ in range(draw.choice(LENGTHS))] for _ in range(count)]
+    prompts = [begin + prompt if draw.random() < 0.3 and len(prompt) < 2000 else prompt for prompt in prompts]
+    params = [
+        SamplingParams(
+            temperature=draw.choice([0.0, 0.8]),
+            top_k=draw.choice([-1, -1, 8]),
+            top_p=draw.choice([1.0, 1.0, 0.9]),
+            min_p=draw.choice([0.0, 0.0, 0.05]),
+            logprobs=draw.choice([None, None, 0, 1, 3]),
+            prompt_logprobs=draw.choice([None, None, None, 1]),
+            seed=row,
+            max_tokens=draw.randrange(1, 24),
+            ignore_eos=True,
+        )
+        for row in range(count)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_nothing_is_compiled_while_requests_are_served(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    loop = make_loop(make_checkpoint(architecture, tmp_path, max_position_embeddings=8192, **SHAPES[architecture]))
+    compiled: list[str] = []
+
+    def note(*_: Any, **facts: Any) -> None:
+        compiled.append(facts["repr"])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    draw = random.Random(1)
+    begin = [draw.randrange(6, VOCAB) for _ in range(1500)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for length in LENGTHS:  # alone, then among others
+        loop.generate([[draw.randrange(6, VOCAB) for _ in range(length)]], greedy)
+    for count in (1, 2, 3, 7, 20, 33, 64):
+        loop.generate(*requests(draw, count, begin))
+    loop.scheduler.check_integrity()
+    assert not compiled, "\n".join(compiled)
