@@ -18,7 +18,7 @@ from frame.testing.local_loop import LocalLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-VOCAB = 500
+VOCAB = 380
 SHAPES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {
         "hidden_size": 1024,
@@ -69,13 +69,15 @@ def requests(draw: random.Random, count: int, begin: list[int]) -> tuple[list[li
 def test_nothing_is_compiled_while_requests_are_served(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    loop = make_loop(make_checkpoint(architecture, tmp_path, max_position_embeddings=8192, **SHAPES[architecture]))
     compiled: list[str] = []
 
     def note(*_: Any, **facts: Any) -> None:
         compiled.append(facts["repr"])
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    loop = make_loop(make_checkpoint(architecture, tmp_path, max_position_embeddings=8192, **SHAPES[architecture]))
+    assert compiled, "nothing is seen of what the start compiles"
+    compiled.clear()
     draw = random.Random(1)
     begin = [draw.randrange(6, VOCAB) for _ in range(1500)]
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

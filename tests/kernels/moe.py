@@ -258,6 +258,20 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.norm() < (0.08 if is_float8 else 1e-5) * want.norm()
 
 
+def test_a_deep_gemm_that_fails_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(FakeDeepGemm):
+        @staticmethod
+        def m_grouped_bf16_gemm_nt_contiguous(*_: object, **__: object) -> None:
+            raise RuntimeError("Assertion error: dim == 2 or dim == 3")
+
+    monkeypatch.setitem(sys.modules, "deep_gemm", Broken())
+    monkeypatch.delitem(sys.modules, "frame.plugins.moe_runners.deep_gemm", raising=False)
+    runner = importlib.import_module("frame.plugins.moe_runners.deep_gemm").DeepGemm(CONTEXT)
+    x, ids, weights, first, second = drawn(7, (5, 2, 256, 128), torch.float32)
+    with pytest.raises(RuntimeError, match=r"dim == 3\); is its wheel built for PyTorch .* moe\.runner: triton"):
+        runner.run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False))
+
+
 def test_no_tokens() -> None:
     x, ids, weights, first, second = drawn(0, (4, 2, 32, 16), torch.float32)
     assert Triton(CONTEXT).run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False)).shape == (0, 32)

@@ -66,9 +66,13 @@ def _product(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners:
     """Each row times its expert's weights, transposed."""
     weights: torch.Tensor = getattr(experts, name)
     out = torch.empty(len(owners), weights.shape[1], dtype=dtype, device=owners.device)
-    if len(x) == 1:
-        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x[0], weights, out, owners)
-    else:
-        left = x[0].view(torch.float8_e4m3fn), x[1]
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (weights, getattr(experts, f"{name}_fp8_scale")), out, owners)
+    try:
+        if len(x) == 1:
+            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x[0], weights, out, owners)
+        else:
+            left = x[0].view(torch.float8_e4m3fn), x[1]
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (weights, getattr(experts, f"{name}_fp8_scale")), out, owners)
+    except RuntimeError as error:
+        remedy = f"is its wheel built for PyTorch {torch.__version__}, and nvcc there? If not, set moe.runner: triton"
+        raise RuntimeError(f"DeepGEMM does not multiply {list(x[0].shape)} by {list(weights.shape)} ({error}); {remedy}") from error
     return out
