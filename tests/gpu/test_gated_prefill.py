@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.kernels.gated_prefill import BATCHES, fits, gated_prefill
+    from frame.kernels.gated_prefill import fits, gated_prefill
     from frame.models.layers.product import Product
 
     pytestmark.append(pytest.mark.skipif(not kernels.streams(torch.device("cuda")), reason="needs compute capability 9.0"))
@@ -46,7 +46,7 @@ def test_gate_and_up(dtype: torch.dtype, rows: int, inner: int, inputs: int, gap
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0])
-@pytest.mark.parametrize("rows", [*BATCHES, 1025, 4097, 8190])
+@pytest.mark.parametrize("rows", [128, 256, 1025, 4097, 8190])
 @pytest.mark.parametrize("model", SIZES)
 def test_sizes_of_models(model: str, rows: int, scale: float) -> None:
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_a_product_takes_it_for_batches() -> None:
     torch.manual_seed(0)
     weight = random(2 * 14336, 4096, torch.bfloat16) / 64
     product = Product(weight)
-    for rows in (*BATCHES, 192):
+    for rows in (128, 256, 192):
         x = random(rows, 4096, torch.bfloat16)
         got = product.gated(x, weight)
         assert (got is None) == (rows == 192)
