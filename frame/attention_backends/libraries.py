@@ -27,18 +27,33 @@ class FlashInferOptions(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class FlashInferCapabilities(AttentionCapabilities):
-    """The wrappers' own limits, and that there must be kernels: prebuilt ones or a compiler."""
+class LatentCapabilities(AttentionCapabilities):
+    """Latent attention without window and soft cap, which attention by heads may have; `widths` are those of queries and values that the
+    kernels for prompts of latents take."""
+
+    widths: tuple[tuple[int, int], ...] | None = None
 
     def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
         reasons = AttentionCapabilities.unsupported(self, needs)
+        if needs.kind != "mla":
+            return reasons
+        if (needs.sliding_window and self.sliding_window) or (needs.soft_cap and self.soft_cap):
+            reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
+        if self.widths is not None and (needs.head_dim, needs.v_head_dim) not in self.widths:
+            reasons.append(Reason(f"widths {(needs.head_dim, needs.v_head_dim)} of queries and values are not among {list(self.widths)}"))
+        return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferCapabilities(LatentCapabilities):
+    """The wrappers' own limits, and that there must be kernels: prebuilt ones or a compiler."""
+
+    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
+        reasons = LatentCapabilities.unsupported(self, needs)
         if needs.kind == "mha" and needs.head_dim != needs.v_head_dim:
             reasons.append(Reason(f"keys and values are of one width, the model's are {needs.head_dim} and {needs.v_head_dim}"))
-        if needs.kind == "mla":
-            if needs.sliding_window or needs.soft_cap:
-                reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
-            if needs.kv_dtype != needs.dtype:
-                reasons.append(Reason(f"cannot read a {needs.kv_dtype} cache of latents", f"cache.kv_dtype: {needs.dtype}"))
+        if needs.kind == "mla" and needs.kv_dtype != needs.dtype:
+            reasons.append(Reason(f"cannot read a {needs.kv_dtype} cache of latents", f"cache.kv_dtype: {needs.dtype}"))
         if not reasons and needs.device == "cuda" and not _has_kernels():
             reasons.append(Reason("compiles its kernels at the start and finds no nvcc or no ninja; set CUDA_HOME and install ninja"))
         return reasons
@@ -79,22 +94,6 @@ TRTLLM_MHA = AttentionCapabilities(
     sinks=True,
     graphs="decode",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LatentCapabilities(AttentionCapabilities):
-    """Latent attention without window and soft cap; `widths` are those of queries and values that the kernels for prompts take."""
-
-    widths: tuple[tuple[int, int], ...] | None = None
-
-    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
-        reasons = AttentionCapabilities.unsupported(self, needs)
-        has_more = (needs.sliding_window and self.sliding_window) or (needs.soft_cap and self.soft_cap)  # than latent attention has
-        if needs.kind == "mla" and has_more:
-            reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
-        if needs.kind == "mla" and self.widths is not None and (needs.head_dim, needs.v_head_dim) not in self.widths:
-            reasons.append(Reason(f"widths {(needs.head_dim, needs.v_head_dim)} of queries and values are not among {list(self.widths)}"))
-        return reasons
 
 
 TRTLLM_MLA = LatentCapabilities(

@@ -34,14 +34,14 @@ class GuardedPolicy:
         try:
             ordered = list(self._policy.order(window, view))
         except Exception as error:  # noqa: BLE001 - a stranger's code, and no waiting request's fault
-            self._complain(view, f"an order, failed ({_named(error)}); what waits keeps its order instead", error)
+            self._complain(view.now, f"an order, failed ({_named(error)}); what waits keeps its order instead", error)
             return list(given)
         if len(ordered) <= len(given) and all(map(is_, ordered, given)):
             return ordered
         names, known = set(map(id, ordered)), set(map(id, given))
         if len(names) == len(ordered) and names <= known:
             return ordered
-        self._complain(view, "an order, returned requests twice, or such as it was not given; these are left out")
+        self._complain(view.now, "an order, returned requests twice, or such as it was not given; these are left out")
         return [request for request in {id(request): request for request in ordered}.values() if id(request) in known]
 
     def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
@@ -50,25 +50,25 @@ class GuardedPolicy:
         try:
             victim = self._policy.victim(given, view)
         except Exception as error:  # noqa: BLE001 - as above
-            self._complain(view, f"a victim, failed ({_named(error)}); the newest gives way instead", error)
+            self._complain(view.now, f"a victim, failed ({_named(error)}); the newest gives way instead", error)
             return None
         if victim is None or any(victim is request for request in given[1:]):
             return victim
-        self._complain(view, "a victim, named the oldest request, or one that is not running; the newest gives way instead")
+        self._complain(view.now, "a victim, named the oldest request, or one that is not running; the newest gives way instead")
         return None
 
-    def preempts(self, waiting: Request, running: Request, view: SchedulerView) -> bool:
+    def preempts(self, waiting: Request, running: Request, now: float) -> bool:
         """Whether `waiting` may push `running` off the device; not where the policy fails."""
         try:
             return bool(self._policy.preempts(waiting, running))
         except Exception as error:  # noqa: BLE001 - as above
-            self._complain(view, f"who may push whom off the device, failed ({_named(error)}); nobody is pushed off", error)
+            self._complain(now, f"who may push whom off the device, failed ({_named(error)}); nobody is pushed off", error)
             return False
 
-    def _complain(self, view: SchedulerView, sentence: str, error: Exception | None = None) -> None:
-        if view.now < self._quiet_until:
+    def _complain(self, now: float, sentence: str, error: Exception | None = None) -> None:
+        if now < self._quiet_until:
             return
-        self._quiet_until = view.now + QUIET
+        self._quiet_until = now + QUIET
         kind = type(self._policy)
         log.error("the scheduling policy %s.%s, asked for %s", kind.__module__, kind.__qualname__, sentence, exc_info=error)
 

@@ -46,7 +46,6 @@ def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> I
 
 def _step(slot: int, computed: np.ndarray, scheduled: np.ndarray, *, is_decode: bool) -> ScheduledBatch:
     rows = len(computed)
-    first = SlotSetup(slot, SamplingParams(temperature=0.0), 0, 1, np.zeros(1, np.int32))
     return ScheduledBatch(
         step=-1,
         num_decodes=rows if is_decode else 0,
@@ -56,5 +55,5 @@ def _step(slot: int, computed: np.ndarray, scheduled: np.ndarray, *, is_decode: 
         token_ids=np.zeros(0 if is_decode else int(scheduled.sum()), np.int32),
         samples=np.full(rows, not is_decode, np.bool_),
         new_pages=np.empty((0, 3), np.int32),
-        setups=[] if is_decode else [first],
+        setups=[] if is_decode else [SlotSetup(slot, SamplingParams(temperature=0.0), 0, 1, np.zeros(1, np.int32))],
     )

@@ -71,7 +71,7 @@ class Sampler:
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile the kernels for every kind of row. logits [rows, vocab] of any values, of the type that the model's have."""
+        """Compile the kernels for every kind of row but those of processors. logits [rows, vocab] of any values, of the model's type."""
         if not self.by_kernels:
             return
         from frame.kernels.logit_changes import ban

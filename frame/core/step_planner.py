@@ -271,10 +271,9 @@ class StepPlanner:
             return
         first.tokens = first.all_tokens()
         need = self._pages_for(first) - len(self._ledger.lock_prefix(first))
-        view = self._view(now)
-        while not self._would_fit(need) and any(self._policy.preempts(first, other, view) for other in self._running.requests[1:]):
+        while not self._would_fit(need) and any(self._policy.preempts(first, other, now) for other in self._running.requests[1:]):
             victim = self._victim(now)
-            if victim is None or not self._policy.preempts(first, victim, view):
+            if victim is None or not self._policy.preempts(first, victim, now):
                 break
             self.retract(victim)
         self._ledger.unlock_prefix(first)

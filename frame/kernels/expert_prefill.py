@@ -10,18 +10,19 @@ interpreter. Knows no routing, and not for how many rows it is worth while (`exp
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from frame.kernels.align import Alignment
+from frame.kernels.gated_linear import processors
 from frame.kernels.launch import Prepared, begin, wait_for_previous
-from frame.kernels.linear_stream import view
+from frame.kernels.pipeline import barriers, products, view
 
 ROWS = 128  # of a tile, and so of a block of the alignment
 _OUTPUTS, _INPUTS = 256, 64  # of a tile, of the first product half of them gates; of those inputs an item
@@ -68,12 +69,7 @@ def _boxes(whole: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _grid(order: Alignment, across: int, device: torch.device) -> tuple[int, int, int]:
-    return min(_processors(device), len(order.experts) * across), 1, 1
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(processors(device), len(order.experts) * across), 1, 1
 
 
 @lru_cache(maxsize=64)
@@ -132,24 +128,6 @@ def pass_on(passed, number, PART: gl.constexpr):
     """The first group is done with a tile."""
     if PART == 0:
         mbarrier.arrive(passed.index(number % passed.shape[0]), count=1)
-
-
-@gluon.jit
-def products(x, w, ready, free, item, steps, PART: gl.constexpr):
-    """The sums [64, 256] of a tile's items, from `item` on."""
-    STAGES: gl.constexpr = ready.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    sums = gl.zeros([64, 256], gl.float32, layout)
-    for k in range(steps):
-        stage = item % STAGES
-        mbarrier.wait(ready.index(stage), item // STAGES & 1)
-        sums = warpgroup_mma(x.index(stage * 2 + PART), view(w, stage * 2, 256, 64).permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_wait(1, deps=(sums,))  # the item before this one is done with
-        mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        item += 1
-    sums = warpgroup_mma_wait(0, deps=(sums,))
-    mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1)
-    return sums
 
 
 @gluon.jit
@@ -322,14 +300,10 @@ def prepare(boxes, STAGES: gl.constexpr, FETCHED: gl.constexpr):
     x = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 64], boxes.layout)
     w = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 128, 64], boxes.layout)
     results = gl.allocate_shared_memory(boxes.dtype, [2, 64, 128], boxes.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready, free = barriers(STAGES, FETCHED, 2)
     turns = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     passed = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=FETCHED)
-        mbarrier.init(free.index(i), count=2)
     for i in gl.static_range(STAGES * 2):
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(passed.index(i), count=1)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from frame.kernels.launch import blocks_of
-from frame.kernels.linear_stream import view
+from frame.kernels.pipeline import barriers, products, view
 
 BATCHES = (128, 256)  # rows of decodes, tiles without a rest, for which it is worth while too
 _ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile; of those inputs an item
@@ -84,23 +84,13 @@ def fetch(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl.c
 @gluon.jit
 def multiply(out, x, w, results, ready, free, down, across, steps, PART: gl.constexpr, TALL: gl.constexpr):
     """What four warps do: the products of 64 rows of each tile, and what comes of them."""
-    STAGES: gl.constexpr = ready.shape[0]
     HALF: gl.constexpr = w.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     item = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
         m, n = place(tile, down, across, TALL)
-        sums = gl.zeros([64, 2 * HALF], gl.float32, layout)
-        for k in range(steps):
-            stage = item % STAGES
-            mbarrier.wait(ready.index(stage), item // STAGES & 1)
-            sums = warpgroup_mma(x.index(stage * 2 + PART), view(w, stage * 2, 2 * HALF, 64).permute((1, 0)), sums, is_async=True)
-            sums = warpgroup_mma_wait(1, deps=(sums,))  # the item before this one is done with
-            mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1, pred=k > 0)
-            item += 1
-        sums = warpgroup_mma_wait(0, deps=(sums,))
-        mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1)
+        sums = products(x, w, ready, free, item, steps, PART)
+        item += steps
         gate, up = sums.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
         gate = gl.convert_layout(gate, half_layout, assert_trivial=True)
         up = gl.convert_layout(up, half_layout, assert_trivial=True)
@@ -128,11 +118,7 @@ def prefill_kernel(
     x = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, xs.block_shape[0] // 2, 64], xs.layout)
     w = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, weights.block_shape[0], 64], xs.layout)
     results = gl.allocate_shared_memory(xs.dtype, [2, out.block_shape[0], out.block_shape[1]], xs.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    ready, free = barriers(STAGES, 1, 2)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -27,17 +27,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
 from frame.kernels.linear_plan import PROCESSORS, Plan
+from frame.kernels.pipeline import barriers, view
 
 _LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # that the tensor cores multiply at once
 _COLUMNS = 64  # of a box
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _FEW_REGISTERS, _MANY_REGISTERS = 96, 168  # of a thread; the fewer, the more small kernels find room beside this one
-
-
-@gluon.jit
-def view(buffer, place, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """[HEIGHT, WIDTH] from `place` on, however many of the buffer's pieces those are."""
-    return buffer.index(place)._reinterpret(buffer.dtype, [HEIGHT, WIDTH], buffer.layout)  # noqa: SLF001  (there is no other way)
 
 
 @gluon.jit
@@ -173,11 +168,7 @@ def stream_kernel(
     BEYOND: gl.constexpr = (TILE - SHARE) // 8  # what the last slice's product reads
     w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SHARE // 8 + BEYOND, 8, 64], large.layout)
     x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, 64], large.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    ready, free = barriers(STAGES, 1, 1)
     fence_async_shared()
     total = gl.cdiv(slices - gl.program_id(0), gl.num_programs(0)) * steps
     begin(PDL)

@@ -128,15 +128,24 @@ def _runs(policy: type[SchedulingPolicy], page_size: int, overlap: bool) -> None
     _require(not found, found[0] if found else "")
 
 
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
+
+
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
     """What is said inside of a policy at fault, with which requests are served all the same."""
-    found: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    listener = Listener()
     guarded_policy.log.addHandler(listener)
     try:
-        yield found
+        yield listener.sentences
     finally:
         guarded_policy.log.removeHandler(listener)
 

@@ -36,6 +36,7 @@ UNTESTED: dict[str, str] = {
         for part in ("anthropic_schema", "batch_files", "batch_runner", "dialects", "responses", "responses_events", "responses_schema")
     },
     "frame.kernels.experts": "every product in tests/kernels/moe.py is launched by frame.kernels.expert_products",
+    "frame.kernels.pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
     "frame.core.pooler": "every vector in tests/core/test_pooling.py comes out of it",
     "frame.core.pooling_runner": "runs every prompt in tests/core/test_pooling.py",

@@ -141,7 +141,7 @@ def test_the_policy_s_own_choice_counts() -> None:
     running = example_requests(5)
     policy = GuardedPolicy(Second())
     assert policy.victim(running, VIEW) is running[1]
-    assert policy.may_preempt and policy.preempts(FOREIGN, running[0], VIEW) and not policy.preempts(FOREIGN, FOREIGN, VIEW)
+    assert policy.may_preempt and policy.preempts(FOREIGN, running[0], 0.0) and not policy.preempts(FOREIGN, FOREIGN, 0.0)
 
 
 def test_requests_are_served_when_pages_run_out_and_the_choice_of_who_gives_way_fails(caplog: pytest.LogCaptureFixture) -> None:
