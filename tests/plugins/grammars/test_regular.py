@@ -163,7 +163,8 @@ def test_work_is_bounded() -> None:
     assert AutomatonCompiled(language, deep, Masks(known), otherwise).start().fill(mask)
 
 
-def test_masks_are_made_before_they_are_needed() -> None:
+def test_masks_are_made_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.plugins.grammars.automaton.REHEARSED_SECONDS", 60.0)  # on however slow a machine
     known, language = vocabulary(random.Random(5)), Language()
     masks = Masks(known)
     compiled = AutomatonCompiled(language, read(language, r'\[("[ab]{0,20}",){1,9}"b"\]'), masks, otherwise)
