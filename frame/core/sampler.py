@@ -71,7 +71,8 @@ class Sampler:
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile the kernels for every kind of row but those of processors. logits [rows, vocab] of any values, of the model's type."""
+        """Compile the kernels for every kind of row; those of processors are compiled by idle steps. logits [rows, vocab] of any values,
+        of the model's type."""
         if not self.by_kernels:
             return
         from frame.kernels.logit_changes import ban

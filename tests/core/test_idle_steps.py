@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +14,11 @@ from frame.core.config import FrameConfig
 from frame.core.idle_steps import idle_decodes, idle_prompts
 from frame.core.interfaces.build import Limits
 from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.processors import Processors
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.assembly import build_rank, build_scheduler
 from frame.entrypoints.prepare import prepare
+from frame.plugins.loader import load_registry
 from frame.testing.local_loop import LocalLoop
 
 sizes = partial(st.integers, 1)
@@ -36,6 +39,24 @@ def test_limits_leave_prompts_of_every_kind() -> None:
     assert {len(batch.slots) for batch in found} >= {1, 2, 64}
     assert any(batch.num_computed.any() and batch.num_scheduled.max() > 1024 for batch in found)
     assert list(idle_prompts(Limits(1, 1, 1, 1), few=True))
+
+
+@pytest.mark.parametrize("limits", [Limits(1, 1, 1, 1), Limits(256, 8192, 4096, 16)])
+def test_every_logits_processor_is_called_and_left_empty(limits: Limits) -> None:
+    registry = load_registry(installed=False)
+    processors = {}
+    for record in registry.records("logits_processor"):
+        processors[record.name] = registry.load(record)(384, limits.max_running_requests, torch.device("cpu"), None)
+        processors[record.name].eos_token_ids = (1,)
+    called = Processors(list(processors.values()), limits.max_running_requests)
+    planned: set[int] = set()
+    for batch in idle_prompts(limits):
+        called.update(batch.setups, batch.released)
+        plan = called.plan(batch.slots, batch.num_computed + batch.num_scheduled)
+        planned |= set(plan.indices) if plan else set()
+    assert [name for index, name in enumerate(processors) if index in planned] == list(processors)
+    assert called.plan(np.zeros(1, np.int64), np.ones(1, np.int64)) is None
+    assert all(processor._state.capacity == 0 for processor in processors.values())
 
 
 @pytest.mark.parametrize("overlap", [False, True])

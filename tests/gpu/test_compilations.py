@@ -45,7 +45,7 @@ def make_loop(path: Path) -> LocalLoop:
 
 
 def requests(draw: random.Random, count: int, begin: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of all lengths, a part of them after a beginning that they share; drawn in every way but with penalties."""
+    """Prompts of all lengths, a part of them after a beginning that they share; drawn in every way."""
     prompts = [[draw.randrange(6, VOCAB) for _ in range(draw.choice(LENGTHS))] for _ in range(count)]
     prompts = [begin + prompt if draw.random() < 0.3 and len(prompt) < 2000 else prompt for prompt in prompts]
     params = [
@@ -54,6 +54,9 @@ def requests(draw: random.Random, count: int, begin: list[int]) -> tuple[list[li
             top_k=draw.choice([-1, -1, 8]),
             top_p=draw.choice([1.0, 1.0, 0.9]),
             min_p=draw.choice([0.0, 0.0, 0.05]),
+            frequency_penalty=draw.choice([0.0, 0.0, 0.4]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
+            logit_bias=draw.choice([{}, {}, {7: 1.0}]),
             logprobs=draw.choice([None, None, 0, 1, 3]),
             prompt_logprobs=draw.choice([None, None, None, 1]),
             seed=row,
