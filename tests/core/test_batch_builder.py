@@ -112,16 +112,16 @@ def test_a_batch_in_flight_is_not_overwritten_by_the_next():
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_decode_step_of_64_rows_is_cheap(page_size):
+def test_a_decode_step_of_64_rows_costs_what_one_of_one_row_does(page_size):
     builder, _ = make(page_size)
-    batch = scheduled([(row, 40, 1, True) for row in range(64)], 64, [], [])
-    best = 1.0
+    batches = {rows: scheduled([(row, 40, 1, True) for row in range(rows)], rows, [], []) for rows in (1, 64)}
+    best = dict.fromkeys(batches, 1.0)
     with torch.inference_mode():
-        for _ in range(300):
+        for rows, batch in [*batches.items()] * 300:
             start = time.perf_counter()
             builder.build(batch, count_rows(batch), {})
-            best = min(best, time.perf_counter() - start)
-    assert best < 200e-6  # aimed at 100 µs; twice that for a busy machine
+            best[rows] = min(best[rows], time.perf_counter() - start)
+    assert best[64] < 2 * best[1]  # 28.2 µs and 27.6 where this was written
 
 
 def test_what_is_cached_is_not_stored_again():
