@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,26 +13,17 @@ import torch
 from frame.core.interfaces.attention import AttentionNeeds
 from frame.plugins.loader import load_registry
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from tests.interpreter import needs_triton, run_interpreted
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 CPU = AttentionNeeds("cpu", None, "mha", 64, 64, None, "float32", "float32", 16)
 
 
-def interpreted(*arguments: str) -> None:
-    """pytest in a process where kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stdout[-5000:]
-
-
 @pytest.mark.slow
 def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
-    """In a process of its own: kernels are interpreted, or not, from their definition on."""
     verdict_file = tmp_path / "verdict.json"
-    interpreted("--frame-conformance=attention:triton", f"--frame-conformance-json={verdict_file}")
+    run_interpreted("--frame-conformance=attention:triton", f"--frame-conformance-json={verdict_file}")
     (verdict,) = json.loads(verdict_file.read_text())
     assert verdict["passed"]
     assert verdict["counts"]["passed"] >= 30
@@ -43,7 +31,7 @@ def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_schedules_under_the_interpreter() -> None:
-    interpreted(str(Path(__file__).with_name("test_triton_schedule.py")))
+    run_interpreted(str(Path(__file__).with_name("test_triton_schedule.py")))
 
 
 def test_runs_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import queue
 import random
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,10 +23,12 @@ from frame.entrypoints.assembly import build_scheduler, load_parts
 from frame.testing.local_loop import LocalLoop
 from tests.core import greedy
 from tests.core.greedy import FALLBACK, NATIVE, WHOLE, check_logits, make_case, prepared_for, random_prompts
+from tests.interpreter import needs_triton, run_interpreted
 from tests.models.ranks import on_ranks
 
 PROMPTS = 16
 GREEDY = greedy.greedy(64)
+INTERPRETED = Path(__file__).with_name("interpreted_greedy.py")
 POOL = 16 * 1024  # tokens; more than all prompts and outputs
 TIGHT = 512  # tokens; about a third of them
 
@@ -165,30 +163,16 @@ def test_two_ranks_draw_the_tokens_of_one(case):
     assert two == make_loop(case.folder, chunk=64).generate(case.prompts, drawn)
 
 
-def interpreted(name, timeout, **environment):
-    """In a process of its own: kernels are interpreted, or not, from their definition on."""
-    file = Path(__file__).with_name("interpreted_greedy.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{name}"]
-    environment |= {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for variable in [variable for variable in environment if variable.startswith("PYTEST")]:
-        del environment[variable]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("name", ["test_every_architecture", "test_every_way", "test_two_ranks"])
-@pytest.mark.timeout(600)  # a minute and a half of CPU, which a busy machine stretches
+@pytest.mark.timeout(900)  # two minutes of CPU, which a busy machine stretches
 def test_triton_under_its_interpreter(name):
-    interpreted(name, 580)
+    assert "skipped" not in run_interpreted(f"{INTERPRETED}::{name}", limit=880)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", (*NATIVE, *FALLBACK))
 def test_triton_under_its_interpreter_whole(architecture):
     """16 prompts of 64 tokens."""
-    interpreted(f"test_every_architecture[{architecture}]", None, FRAME_GREEDY="whole")
+    run_interpreted(f"{INTERPRETED}::test_every_architecture[{architecture}]", limit=None, FRAME_GREEDY="whole")

@@ -90,9 +90,9 @@ class Attack:
             lambda: load_backend(self.resolved, registry), settings, lambda: GrammarProcess(self.resolved)
         )
         self.words = -(-self.resolved.facts.vocab_size // 32)
-        self.ask("first", "regex", "a+", 60.0)  # the process has to start
+        self.ask("first", "regex", "a+")  # the process has to start
 
-    def ask(self, rid: str, kind: str, text: str, patience: float = 2 * (SECONDS + GRACE) + 30) -> Grammar | Finish:
+    def ask(self, rid: str, kind: str, text: str, patience: float = 2 * (SECONDS + GRACE) + 90) -> Grammar | Finish:
         """What becomes of it. The patience includes another process's start."""
         given: Any = {"choice": lambda: tuple(json.loads(text)), "json_object": lambda: True}.get(kind, lambda: text)()
         assert self.compiler.hold(Generate(rid=rid, token_ids=[5], params=SamplingParams(**{kind: given})))

@@ -1,0 +1,18 @@
+"""The kernels under Triton's interpreter; the modules beside this file are their tests, which a GPU runs as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.interpreter import needs_triton, run_interpreted
+
+FILES = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.name.startswith(("test_", "_")))
+NEED_A_GPU = {"fp8"}  # for some of their tests
+
+
+@needs_triton
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_under_the_interpreter(file: Path) -> None:
+    assert ("skipped" in run_interpreted(str(file))) == (file.stem in NEED_A_GPU)
