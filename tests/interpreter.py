@@ -16,7 +16,7 @@ import pytest
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 _ROOT = Path(__file__).resolve().parents[1]
-_LIMIT = 580.0  # seconds, below what pytest gives a test; five to ten times what the longest one takes alone
+_LIMIT = 580.0  # seconds, below what pytest gives a test; a dozen times what the longest that has no limit of its own takes alone
 
 
 def run_interpreted(*arguments: str, limit: float | None = _LIMIT, **environment: str) -> str:

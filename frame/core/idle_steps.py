@@ -46,7 +46,7 @@ def idle_decodes(padding_slot: int) -> Iterator[ScheduledBatch]:
 def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> Iterator[ScheduledBatch]:
     """Prompts of the first slot, which has no pages yet; each draws a token, the likeliest. Of sizes within the limits.
 
-    The first of them has its logits changed; the second takes its slot, and so what logits processors keep of it.
+    The first of them has its logits changed; the second takes its slot, which ends what logits processors keep of it.
     `few`: for a device on which nothing is compiled for sizes; `fresh`: with no keys before them.
     """
     yield _prompts(_CHANGED, 1, 1, 0)

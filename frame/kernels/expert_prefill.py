@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from frame.kernels.align import Alignment
-from frame.kernels.gated_linear import processors
-from frame.kernels.launch import Prepared, begin, wait_for_previous
+from frame.kernels.launch import Prepared, begin, processors, wait_for_previous
 from frame.kernels.pipeline import barriers, products, view
 
 ROWS = 128  # of a tile, and so of a block of the alignment

@@ -7,8 +7,6 @@ belong to them, side by side, so that both are one product of tensor cores, and 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,14 +21,6 @@ _WARPS, _STAGES = 8, 3
 _ALIGNMENT = 16  # bytes, of what boxes are cut from
 _FULL = 0.8  # of the multiprocessors, over all rounds
 _MANY = 1024  # rows; with fewer, PyTorch's product is the faster by more than the activation takes
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors that copy boxes into the memory that tensor cores read (compute capability 9.0); 0 where there are none."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def is_faster(rows: int, inner: int, programs: int, batches: tuple[int, ...] = ()) -> bool:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""How the kernels of this folder are launched: warps, rows a program, and the two halves of programmatic dependent launch.
+"""How the kernels of this folder are launched: warps, rows a program, multiprocessors, and the two halves of programmatic dependent launch.
 
 Triton's own launch looks at every argument anew, to find the code compiled for such ones, which takes twice as long as the launch does.
 `Prepared` looks once; what it takes for granted after that is the caller's to keep.
@@ -33,6 +33,14 @@ def options(device: torch.device, warps: int) -> dict[str, Any]:
     if kernels.pdl(device):
         return {"num_warps": warps, "PDL": True, "launch_pdl": True}
     return {"num_warps": warps, "PDL": False}
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors that copy boxes into the memory that tensor cores read (compute capability 9.0); 0 where there are none."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Prepared:

@@ -128,7 +128,7 @@ def _runs(policy: type[SchedulingPolicy], page_size: int, overlap: bool) -> None
     _require(not found, found[0] if found else "")
 
 
-class Listener(logging.Handler):
+class _Listener(logging.Handler):
     """Keeps what is logged."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Listener(logging.Handler):
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
     """What is said inside of a policy at fault, with which requests are served all the same."""
-    listener = Listener()
+    listener = _Listener()
     guarded_policy.log.addHandler(listener)
     try:
         yield listener.sentences

@@ -69,8 +69,9 @@ class Product:
 
     def _prepare_many(self, weight: torch.Tensor) -> None:
         from frame.kernels import gated_linear
+        from frame.kernels.launch import processors
 
-        self._many, self._programs = gated_linear, gated_linear.processors(weight.device)
+        self._many, self._programs = gated_linear, processors(weight.device)
         self.multiply_many = gated_linear.gated_linear
         if kernels.streams(weight.device):
             from frame.kernels import gated_prefill
