@@ -23,6 +23,16 @@ class InvalidRequestError(ValueError):
         self.param = param
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt, alone or together with `max_tokens`, is longer than the model's context.
+
+    Clients such as LiteLLM recognise the condition by the sentence's beginning, so all of these begin alike.
+    """
+
+    def __init__(self, most: int, sentence: str, param: str) -> None:
+        super().__init__(f"This model's maximum context length is {most} tokens; {sentence}", param)
+
+
 class EngineDeadError(Exception):
     """The engine or another process is gone."""
 
@@ -59,17 +69,19 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
         _check_pooled(limits, prompt)
         return
     if len(prompt) >= limits.max_context:
-        raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens, and the context of {limits.max_context} must hold at least one more;"
-            " shorten the prompt, or serve with a larger --max-model-len",
+        raise ContextLengthError(
+            limits.max_context,
+            f"the prompt has {len(prompt)} tokens and must leave room for one more; shorten the prompt, or serve with a larger"
+            " --max-model-len",
             "prompt",
         )
-    room = min(limits.max_context, limits.capacity + 1) - len(prompt)
+    most = min(limits.max_context, limits.capacity + 1)
+    room = most - len(prompt)
     if (params.max_tokens or 1) > room:
         remedy = f"lower max_tokens to {room}" if room > 0 else "enlarge cache.max_total_tokens"
-        raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}, more than the {room + len(prompt)} that a"
-            f" request may have; {remedy}, or shorten the prompt",
+        raise ContextLengthError(
+            most,
+            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}; {remedy}, or shorten the prompt",
             "max_tokens",
         )
     _check_ids(limits, prompt)
@@ -94,9 +106,9 @@ def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
 def _check_pooled(limits: ClientLimits, prompt: Sequence[int]) -> None:
     _check_ids(limits, prompt)
     if len(prompt) > limits.longest_input:
-        raise InvalidRequestError(
-            f"the input has {len(prompt)} tokens, and the model takes {limits.longest_input}; shorten it, or have it cut with"
-            " truncate_prompt_tokens: -1",
+        raise ContextLengthError(
+            limits.longest_input,
+            f"the input has {len(prompt)} tokens; shorten it, or have it cut with truncate_prompt_tokens: -1",
             "input",
         )
 

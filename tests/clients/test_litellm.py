@@ -45,6 +45,12 @@ def test_errors_keep_their_sentence(litellm: Any, ask: dict[str, Any]) -> None:
         litellm.completion(**(ask | {"temperature": -1}))
 
 
+@pytest.mark.parametrize("more", [{"max_tokens": 100_000}, {"messages": [{"role": "user", "content": "seven " * 10_000}]}])
+def test_a_context_that_is_exceeded_is_recognised(litellm: Any, ask: dict[str, Any], more: dict[str, Any]) -> None:
+    with pytest.raises(litellm.exceptions.ContextWindowExceededError, match="maximum context length is"):
+        litellm.completion(**(ask | more))
+
+
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": WEATHER_SCHEMA}}
 
 

@@ -13,7 +13,7 @@ from frame.entrypoints.http.anthropic_schema import CountTokensRequest, Messages
 from frame.entrypoints.http.blocks import Block, Blocks, Silent
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.chat import answer_parsers, begin_chat, count_prompt
-from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.services import Operation, Routes, Services
@@ -28,7 +28,8 @@ ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "
 
 def _error_body(error: ApiError) -> bytes:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return _encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_LENGTH else error.message  # clients look for these words
+    return _encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
 def _event(name: str, **fields: Any) -> bytes:

@@ -49,6 +49,7 @@ def without_folders(value: Any) -> Any:
 
 
 RETRY_AFTER = 1  # seconds
+CONTEXT_LENGTH = "context_length_exceeded"  # the code of a prompt that does not fit
 
 
 class ApiError(Exception):

@@ -9,8 +9,8 @@ from frame.core.grammar_masks import BAD_GRAMMAR
 from frame.core.messages import Finish
 from frame.core.request import QUEUE_FULL, TIMED_OUT
 from frame.entrypoints.answers import Stream
-from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, public
-from frame.entrypoints.limits import EngineDeadError, InvalidRequestError
+from frame.entrypoints.http.errors import CONTEXT_LENGTH, RETRY_AFTER, ApiError, public
+from frame.entrypoints.limits import ContextLengthError, EngineDeadError, InvalidRequestError
 from frame.entrypoints.shares import ShareExceededError
 
 
@@ -44,8 +44,7 @@ def too_many(error: ShareExceededError) -> ApiError:
 def as_api_error(error: BaseException) -> BaseException:
     """What stopped a request before it ran; what is nobody's mistake comes back as it is."""
     if isinstance(error, InvalidRequestError):
-        code = "context_length_exceeded" if error.param in ("prompt", "max_tokens") and "tokens" in str(error) else None
-        return ApiError(400, str(error), error.param, code)
+        return ApiError(400, str(error), error.param, CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None)
     if isinstance(error, ChatTemplateError):
         return ApiError(400, public(str(error)), "messages")
     if isinstance(error, EngineDeadError):

@@ -136,7 +136,7 @@ def test_long_texts_are_refused_or_cut(minilm: RunningServer) -> None:
     long = "word " * 400
     refused = minilm.post("/v1/embeddings", {"input": long})
     assert refused.status_code == 400
-    assert "402 tokens, and the model takes 256" in refused.json()["error"]["message"]
+    assert "maximum context length is 256 tokens; the input has 402" in refused.json()["error"]["message"]
     cut = minilm.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": -1}).json()
     assert cut["usage"]["prompt_tokens"] == 256
     same = minilm.post("/v1/embeddings", {"input": "word " * 254}).json()  # with the two special tokens 256
