@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from frame.core.messages import Finish, Text, Tokens, Watch
 from frame.core.model_facts import find_model
 from frame.core.roster import mark_of
 from frame.core.sampling_params import SamplingParams
-from frame.core.text_stream import FAILED, TextStream
+from frame.core.text_stream import FAILED, ByteDecoder, TextStream
 from frame.core.tokenizer import Tokenizer
 
 LENGTH = Finish("length")
@@ -109,6 +110,28 @@ def test_window_decoder_keeps_the_space_after_the_prompt() -> None:
     assert joined(Detokenizer(tokenizer).stream(SamplingParams(), [hello]), [[world]])[0] == " world"
 
 
+class Counting(Tokenizer):
+    """Counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.decoded += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("piece", ["<0x80>", "</s>"], ids=["invalid byte", "skipped token"])
+def test_uncertain_text_costs_as_much_a_token_however_long_it_is(piece: str) -> None:
+    tokenizer = Counting(byte_fallback().backend)
+    token, a = tokenizer.token_id(piece), tokenizer.token_id("a")
+    assert token is not None
+    assert a is not None
+    stream = Detokenizer(tokenizer).stream(SamplingParams())
+    text = "".join(stream.feed([token], None)[0] for _ in range(1000)) + stream.feed([a], LENGTH)[0]
+    assert text == tokenizer.decode([token] * 1000 + [a])
+    assert tokenizer.decoded < 100 * 1000
+
+
 def test_incomplete_characters_are_held_back() -> None:
     tokenizer = byte_level()
     stream = Detokenizer(tokenizer).stream(SamplingParams())
@@ -138,6 +161,20 @@ def test_stop_strings_cut_at_the_first_match(text: str, stops: list[str], cuts: 
             expected, reason = text[: at + len(stop) if keep else at], Finish("stop", stop)
             break
     assert (found, end) == (expected, reason)
+
+
+def test_long_stop_strings_cost_as_much_a_token_as_short_ones() -> None:
+    def seconds(length: int) -> float:
+        stops = ("a" * length + "b", "b" + "a" * length, *(chr(99 + i) + "x" * length for i in range(14)))
+        stream = TextStream(ByteDecoder([b"a"]), SamplingParams(stop=stops))
+        for _ in range(length):
+            stream.feed([0], None)
+        started = time.process_time()
+        for _ in range(1000):
+            stream.feed([0], None)
+        return time.process_time() - started
+
+    assert min(seconds(1000) for _ in range(5)) < 8 * min(seconds(10) for _ in range(5))
 
 
 def test_text_is_held_back_only_while_a_stop_string_may_begin_in_it() -> None:
