@@ -103,7 +103,9 @@ class ModelSection(Section):
     dtype: Annotated[DType | None, Auto, TypeName] = setting(None, "Computing type of weights and activations.", flag="dtype")
     load_format: LoadFormat = setting("auto", "Where weights come from: safetensors (auto too), dummy (random).", flag="load-format")
     quantization: Annotated[str | None, Auto] = setting(None, "Quantization method, by plugin name; `none` for plain.", flag="quantization")
-    trust_remote_code: bool = setting(False, "Run Python code that a checkpoint brings.", flag="trust-remote-code")
+    trust_remote_code: bool = setting(
+        False, "Run Python code of the checkpoint (model, tokenizer, processor), with the server's rights.", flag="trust-remote-code"
+    )
     max_context: Annotated[int | None, Auto] = setting(None, "Longest prompt plus output, in tokens.", flag="max-model-len", ge=1)
     implementation: Annotated[str | None, Auto] = setting(
         None, "Model plugin by name, instead of the best for the architecture.", flag="model-impl"

@@ -6,6 +6,8 @@ Knows no plugin by name and no registry.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.memory_pool import DTYPES
 from frame.core.paired_attention import PairedAttention
+from frame.core.remote_code import load_class
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -60,7 +63,14 @@ def limits_of(resolved: Resolved) -> Limits:
 
 def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
     """The context of one rank, with its backend, quantization method, MoE runner and dispatcher built."""
-    base = BuildContext(device=device, dtype=DTYPES[resolved.dtype], tp=tp, limits=limits_of(resolved), task=resolved.task)
+    base = BuildContext(
+        device=device,
+        dtype=DTYPES[resolved.dtype],
+        tp=tp,
+        limits=limits_of(resolved),
+        task=resolved.task,
+        load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
+    )
     built: dict[str, Any] = {"attention": _build_attention(parts, base)}
     if parts.quantization is not None:
         checkpoint_config = resolved.facts.config.get("quantization_config")

@@ -100,7 +100,7 @@ def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
         return []
     if resolved.tokenizer_path is None:
         raise ConfigurationError("model.label_tokens need a tokenizer; leave out --skip-tokenizer-init")
-    tokenizer = Tokenizer.load(resolved.tokenizer_path)
+    tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
     ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
     for label, found in zip(labels, ids, strict=True):
         if len(found) != 1:

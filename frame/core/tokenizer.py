@@ -9,12 +9,14 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from frame.core.chat_template import ChatTemplate, ChatTemplateError, find_template, read_template
 from frame.core.errors import CheckpointError
+from frame.core.python_tokenizer import PythonTokenizer
+from frame.core.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -43,14 +45,15 @@ class Tokenizer:
         self._leading = self._missing_bos()
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's. Raises ConfigurationError."""
+    def load(cls, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's; `trust_remote_code` lets Python code of the
+        folder run. Raises ConfigurationError."""
         folder = Path(path)
         config = read_settings(folder)
         template = read_template(chat_template) if chat_template else find_template(folder, config)
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         eos_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
-        return cls(_load_backend(folder), config, template, eos_ids)
+        return cls(_load_backend(folder, trust_remote_code), config, template, eos_ids)
 
     # encode --------------------------------------------------------------------------------------------------------
 
@@ -112,6 +115,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id] if self.pieces is not None else self.decode([token_id], False).encode()
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is Python code, of which no description exists."""
+        return isinstance(self.backend, PythonTokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -187,25 +195,47 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load_backend(folder: Path) -> Backend:
+def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
+    if not trust_remote_code:
+        check_tokenizer_code(folder)
+    elif (code := find_tokenizer_code(folder)) is not None:
+        return _run_code(folder, *code, trust_remote_code)
     file = folder / "tokenizer.json"
     if file.is_file():
         from tokenizers import Tokenizer as Backend
 
         try:
-            backend = Backend.from_file(str(file))
-            backend.no_padding()  # files of embedding models ask for both, which is for batches of one length
-            backend.no_truncation()
-            return backend
+            return _plain(Backend.from_file(str(file)))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} cannot be read: {error}; fetch the file again") from error
     try:
         from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True, local_files_only=True)
+        slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True, local_files_only=True, trust_remote_code=trust_remote_code)
         return slow.backend_tokenizer
     except Exception as error:
         raise CheckpointError(
             f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({' '.join(str(error).split())}); "
             "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
         ) from error
+
+
+def _run_code(folder: Path, kind: str, reference: str, trust_remote_code: bool) -> Backend:
+    """The tokenizer that the folder's own class makes, or that its processor holds."""
+    own = load_class(folder if trust_remote_code else None, "tokenizer", reference)
+    try:
+        made = own.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the code raises
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{folder}: its own tokenizer ({reference}) cannot be made ({cause})") from error
+    if kind == "AutoProcessor":
+        made = made.tokenizer
+    backend = getattr(made, "backend_tokenizer", None)
+    return _plain(backend) if backend is not None else cast("Backend", PythonTokenizer(made))
+
+
+def _plain(backend: Backend) -> Backend:
+    """Without padding and truncation, which files of embedding models ask for: both are for batches of one length."""
+    backend.no_padding()
+    backend.no_truncation()
+    return backend

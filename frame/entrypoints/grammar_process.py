@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frame.core.grammars import TooLongError
+from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.resolved import Resolved
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.sampling import GrammarBackend
+    from frame.core.interfaces.sampling import CompiledGrammar
     from frame.plugins.registry import Registry
 
 START_SECONDS = 120.0  # most that a process may take to load its backend
@@ -136,8 +137,24 @@ def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:
     from frame.core.tokenizer import Tokenizer
 
     target, options = registry.choose(resolved.plugins["grammar"][0])
-    built: GrammarBackend = target(Tokenizer.load(Path(resolved.tokenizer_path or "")), resolved.facts.vocab_size, options)
+    tokenizer = Tokenizer.load(Path(resolved.tokenizer_path or ""), trust_remote_code=resolved.user.model.trust_remote_code)
+    if tokenizer.is_python:
+        return NoGrammars(tokenizer, resolved.facts.vocab_size)
+    built: GrammarBackend = target(tokenizer, resolved.facts.vocab_size, options)
     return built
+
+
+class NoGrammars(GrammarBackend):
+    """For a tokenizer that backends cannot read: refuses each request's grammar."""
+
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
+        raise ValueError(f"{kind} needs a tokenizer of the tokenizers library, and this checkpoint's is Python code; leave it out")
+
+    def dump(self, compiled: CompiledGrammar) -> bytes:
+        return b""
+
+    def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
+        return self.compile(kind, source)
 
 
 def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) -> None:

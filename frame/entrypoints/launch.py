@@ -54,7 +54,8 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     """The tokenizer, unless it is skipped."""
     if resolved.tokenizer_path is None:
         return None
-    return Tokenizer.load(resolved.tokenizer_path, resolved.user.text.chat_template)
+    user = resolved.user
+    return Tokenizer.load(resolved.tokenizer_path, user.text.chat_template, trust_remote_code=user.model.trust_remote_code)
 
 
 def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from frame.core.chat_template import ChatTemplate, find_template, read_template
 from frame.core.config import FrameConfig
 from frame.core.errors import ConfigError, PluginError
 from frame.core.hardware import Hardware
+from frame.core.interfaces.model import ModelCapabilities
 from frame.core.model_facts import find_model, read_facts
+from frame.core.remote_code import check_model_code, check_tokenizer_code
 from frame.core.resolve import resolve
 from frame.core.resolved import Resolved
 from frame.core.selection import UnknownPluginError
@@ -64,7 +67,19 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     except UnknownPluginError as error:
         registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
         raise PluginError(str(error)) from None
+    _check_code(resolved, registry)
     return Prepared(resolved, registry)
+
+
+def _check_code(resolved: Resolved, registry: Registry) -> None:
+    """Raise CheckpointError where the checkpoint cannot be served without its Python code, which may not run. Runs none."""
+    if resolved.user.model.trust_remote_code:
+        return
+    if resolved.tokenizer_path is not None:
+        check_tokenizer_code(Path(resolved.tokenizer_path))
+    capabilities = registry.get("model", resolved.choice("model").name).capabilities
+    if isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None:
+        check_model_code(resolved.facts, resolved.model_path)
 
 
 def _chat_template(config: FrameConfig) -> str:

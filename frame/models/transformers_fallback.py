@@ -20,7 +20,7 @@ from frame.core.interfaces.model import CausalLM
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.build import BuildContext, LoadCode
     from frame.core.interfaces.model import LazyTensor, ModelFacts
 
 _INTERFACE = "frame_paged"  # our name among transformers' attention functions
@@ -33,23 +33,22 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         super().__init__(facts, context)
         self.facts = facts
         self.context = context
-        self.architecture = find_architecture(facts)
+        self.architecture = find_architecture(facts, context.load_code)
         self.attention = PagedAttention(facts, context)
         self.parts: tuple[Any, ...] = ()  # (base model, tail): in a tuple, so that they are not registered a second time
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a checkpoint, for random weights."""
         with torch.device("meta"):
-            model = self._build_config_and(self.architecture._from_config)  # noqa: SLF001
+            model = self._build_config_and(self.architecture)
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         state = {name: tensor[...] for name, tensor in weights}
 
         def load(config: Any) -> Any:
-            return self.architecture.from_pretrained(
-                None, config=config, state_dict=state, dtype=self.context.dtype, output_loading_info=True
-            )
+            options = {"config": config, "state_dict": state, "dtype": self.context.dtype, "output_loading_info": True}
+            return self.architecture.from_pretrained(None, trust_remote_code=self.context.load_code is not None, **options)
 
         with _quiet():
             model, report = self._build_config_and(load)
@@ -81,15 +80,24 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         return hidden
 
     def _build_config_and(self, act: Any) -> Any:
-        from transformers import AutoConfig
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
         stored = {key: value for key, value in self.facts.config.items() if key not in ("model_type", "quantization_config")}
-        config = AutoConfig.for_model(self.facts.config["model_type"], **stored)
+        config = self._config_class()(**stored)
         config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented so by transformers
         config.dtype = self.context.dtype
         return act(config)
+
+    def _config_class(self) -> Any:
+        """The checkpoint's own where its code may run and names one; else the model type's."""
+        from transformers import CONFIG_MAPPING
+
+        reference = _own_code(self.facts, "AutoConfig")
+        if reference is not None and self.context.load_code is not None:
+            return self.context.load_code("configuration", reference)
+        kind = self.facts.config["model_type"]
+        return CONFIG_MAPPING.get(kind, self.architecture.config_class)
 
 
 class PagedAttention:
@@ -198,15 +206,20 @@ def attend(
     return attention.run(module, query, key, value, options), None
 
 
-def find_architecture(facts: ModelFacts) -> Any:
-    """The class of transformers, if it can serve. Raises ConfigurationError with the reason if not."""
+def find_architecture(facts: ModelFacts, load_code: LoadCode | None = None) -> Any:
+    """The class that can serve: the checkpoint's own where its code may run, else transformers'. Raises ConfigurationError with the
+    reason if there is none."""
     import transformers
 
-    name = facts.architecture
-    found = getattr(transformers, name, None)
+    name, reference = facts.architecture, _own_code(facts, "AutoModelForCausalLM")
+    if reference is not None and load_code is not None:
+        found = load_code("model", reference)
+    else:
+        found = getattr(transformers, name, None)
     if found is None or not hasattr(found, "from_pretrained"):
         version = transformers.__version__
-        raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: install a newer one.")
+        remedy = "install a newer one" if reference is None else "its checkpoint brings Python code for it, see --trust-remote-code"
+        raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
     if facts.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
     if not getattr(found, "_supports_attention_backend", False) or getattr(found, "_is_stateful", False):
@@ -216,6 +229,13 @@ def find_architecture(facts: ModelFacts) -> Any:
     if facts.config.get("is_encoder_decoder"):
         raise ConfigurationError(f"{name} is an encoder-decoder model; only decoders are served.")
     return found
+
+
+def _own_code(facts: ModelFacts, kind: str) -> str | None:
+    """What `auto_map` of the checkpoint names for one of transformers' auto classes."""
+    named = facts.config.get("auto_map")
+    reference = named.get(kind) if isinstance(named, dict) else None
+    return reference if isinstance(reference, str) else None
 
 
 def _spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:

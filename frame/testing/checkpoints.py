@@ -85,7 +85,7 @@ def make_checkpoint(
     model_type, changes = TINY[architecture] if architecture in TINY else TINY[_relative(architecture)]
     config = CONFIG_MAPPING[model_type](**{**_BASE, **changes, **overrides})
     config.architectures = [architecture]
-    model = _auto_class(architecture).from_config(config, attn_implementation="eager").to(torch.float32)
+    model = _auto_class(architecture).from_config(config, attn_implementation="eager", trust_remote_code=False).to(torch.float32)
     _set_weights(model, seed)
     folder = Path(folder)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
@@ -98,8 +98,9 @@ def load_reference(folder: str | Path) -> Any:
     import torch
     from transformers import AutoConfig
 
-    architecture = AutoConfig.from_pretrained(folder).architectures[0]
-    return _auto_class(architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    architecture = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return _auto_class(architecture).from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
 def _relative(architecture: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.model import CausalLM, ModelFacts
 from frame.core.model_facts import read_facts
 from frame.core.parallel import LocalGroup
+from frame.core.remote_code import load_class
 from frame.core.weights import WeightSource, load_model
 from frame.plugins.loader import load_registry
 
@@ -164,6 +166,8 @@ def build_context(facts: ModelFacts, tp: Collective | None = None, dtype: torch.
     registry = load_registry(installed=False)
     tp = tp or LocalGroup()
     base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": Limits(8, 512, 512, 4)}
+    if "load_code" in names:
+        base["load_code"] = names["load_code"]
     bare = BuildContext(**base)
 
     attention = names.get("attention", NaiveAttention)
@@ -191,6 +195,8 @@ def open_session(
         record = candidates[0]
     else:
         record = registry.get("model", model)
+    if names.pop("trust_remote_code", False):
+        names["load_code"] = partial(load_class, folder)
     context = build_context(facts, tp, dtype, **names)
     built, _ = load_model(registry.load(record), facts, context, WeightSource(folder, names.get("load_format", "auto")))
     sizes = {"page_size": names.get("page_size", 4), "max_tokens": names.get("max_tokens", 256)}

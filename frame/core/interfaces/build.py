@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,12 @@ class Collective(Protocol):
         ...
 
 
+class LoadCode(Protocol):
+    """Runs Python code of a checkpoint: `reference` (module.Class) as its JSON files have it, `part` for errors."""
+
+    def __call__(self, part: str, reference: str) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The greatest sizes that a step can have; buffers of fixed address are made for these."""
@@ -56,3 +62,4 @@ class BuildContext:
     moe_runner: MoERunner | None = None
     moe_dispatcher: MoEDispatcher | None = None
     task: Task = "generate"
+    load_code: LoadCode | None = None  # imports a class of the checkpoint's own code; None unless model.trust_remote_code allows it

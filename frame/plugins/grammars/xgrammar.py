@@ -135,5 +135,5 @@ class XGrammarBackend(GrammarBackend):
 
 def _as_transformers(tokenizer: Any) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, str | Path):
-        return PreTrainedTokenizerFast.from_pretrained(str(tokenizer))
+        return PreTrainedTokenizerFast.from_pretrained(str(tokenizer), local_files_only=True, trust_remote_code=False)
     return PreTrainedTokenizerFast(tokenizer_object=getattr(tokenizer, "backend", tokenizer))
