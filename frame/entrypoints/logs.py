@@ -1,18 +1,24 @@
 """Logging of every process: one line an event on standard error, as text or as JSON, each with the id of the request that it concerns.
 
-Knows no route. Contents of requests are never logged.
+The main process writes from a thread of its own and relays what its children write, so that a reader that stops reading stops no
+process. Knows no route. Contents of requests are never logged.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import select
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from queue import SimpleQueue
+from typing import IO, Any
 
 import msgspec
 
@@ -24,11 +30,115 @@ ACCESS = logging.getLogger("frame.access")
 HEADER = b"x-request-id"
 LONGEST_ID = 128
 ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+MOST_HELD = 4096  # entries that wait for the reader of standard error
+LONGEST_ENTRY = 16 * 1024  # bytes of one that a child writes
+LAST_LINES = 1.0  # seconds that the lines that wait at the end may take
+log = logging.getLogger(__name__)
 
 
-def configure(process: str, settings: LogSection) -> None:
-    """Send what this process logs to standard error. `process` names it in each line."""
-    handler = logging.StreamHandler(sys.stderr)
+class LogWriter(io.TextIOBase):
+    """Writes to a descriptor from a thread of its own; takes the place of `sys.stderr`. A write never waits: what exceeds `MOST_HELD`
+    entries is dropped and counted, and the log says so once all that waited is written."""
+
+    def __init__(self, descriptor: int = 2) -> None:
+        self.num_dropped = 0  # lines
+        self._descriptor = descriptor
+        # Its `put` is reentrant: a signal handler may log while the same thread does.
+        self._held: SimpleQueue[bytes | threading.Event] = SimpleQueue()
+        threading.Thread(target=self._run, name="log-writer", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        self.put(text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def put(self, data: bytes) -> None:
+        """Write whole lines, later."""
+        if self._held.qsize() < MOST_HELD:
+            self._held.put(data)
+        else:
+            self.num_dropped += data.count(b"\n")
+
+    def drain(self, seconds: float) -> None:
+        """Wait until all is written, for so long at most."""
+        done = threading.Event()
+        self._held.put(done)
+        done.wait(seconds)
+
+    def relay(self, source: IO[bytes]) -> threading.Thread:
+        """Take whatever is written to a pipe until its end, from a thread. Raises RuntimeError where no thread can be started."""
+        thread = threading.Thread(target=self._take, args=(source,), name="log-relay", daemon=True)
+        thread.start()
+        return thread
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def _take(self, source: IO[bytes]) -> None:
+        with source:
+            while line := source.readline(LONGEST_ENTRY):
+                self.put(line)
+
+    def _run(self) -> None:
+        num_told = 0
+        while True:
+            entry = self._held.get()
+            if isinstance(entry, threading.Event):
+                entry.set()
+            else:
+                self._write(entry)
+            num_dropped = self.num_dropped
+            if num_dropped > num_told and self._held.empty():
+                log.warning("%d log lines were dropped, since standard error was not read or not writable", num_dropped - num_told)
+                num_told = num_dropped
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # another program made the open file non-blocking
+                select.select([], [self._descriptor], [])
+            except OSError:  # the reader is gone, or the disk is full
+                self.num_dropped += data.count(b"\n")
+                return
+
+
+class LogHandler(logging.Handler):
+    """Hands formatted records to a `LogWriter`."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        super().__init__()
+        self.writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.write(self.format(record) + "\n")
+        except Exception:  # noqa: BLE001 - a line that cannot be formatted fails as the logging package does
+            self.handleError(record)
+
+    def close(self) -> None:
+        self.writer.drain(LAST_LINES)
+        super().close()
+
+
+def configured_writer() -> LogWriter | None:
+    """The writer that this process logs through, if it has one."""
+    return next((handler.writer for handler in logging.getLogger().handlers if isinstance(handler, LogHandler)), None)
+
+
+def configure(process: str, settings: LogSection, writer: LogWriter | None = None) -> None:
+    """Send what this process logs to standard error, with all else that Python code writes there. `process` names it in each line.
+    Without a `writer`, for children whose parent relays, the calling thread writes."""
+    handler = logging.StreamHandler(sys.stderr) if writer is None else LogHandler(writer)
+    if writer is not None:
+        sys.stderr = writer
+    logging.captureWarnings(True)
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     handler.addFilter(_add_request_id)
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)

@@ -20,9 +20,11 @@ from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Read
 from frame.core.resolved import Resolved
 from frame.core.roster import ROSTER, TEXT_ROSTER, read_roster
 from frame.core.transport import SocketDirectory, ZmqSender, ZmqTransport
+from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.stuck import ask_where
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
+LAST_WORDS = 0.5  # seconds for the last lines of children that ended
 
 
 def _death_signal() -> list[str]:
@@ -84,6 +86,9 @@ class Deployment:
             raise ConfigurationError(f"no folder for the processes' sockets can be made ({error}); make room, or set TMPDIR") from error
         self._config = resolved.model_dump_json().encode() + b"\n"
         self.children: dict[str, Child] = {}
+        writer = configured_writer()
+        self._log = None if writer is None or writer.isatty() else writer  # on a terminal, children draw their own progress
+        self._relays: dict[str, threading.Thread] = {}  # by the children's names
         address = self._sockets.address
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
@@ -127,8 +132,11 @@ class Deployment:
                 [*child.arguments, "--parent", str(os.getpid()), *_death_signal()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
+                stderr=None if self._log is None else subprocess.PIPE,
                 env={**os.environ, **child.environment},
             )
+            if self._log is not None and child.process.stderr is not None:
+                self._relays[child.name] = self._log.relay(child.process.stderr)
             if child.process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
                     child.process.stdin.write(self._config)
@@ -229,6 +237,9 @@ class Deployment:
     def kill(self) -> None:
         """End whatever is left, now, and remove the sockets."""
         self.end(self.names)
+        deadline = time.monotonic() + LAST_WORDS
+        for relay in self._relays.values():
+            relay.join(max(0.0, deadline - time.monotonic()))
         for sender in self.tokenizers:
             sender.close()
         self.transport.close()

@@ -214,7 +214,7 @@ def serve(arguments: list[str]) -> int:
 
     @config_command()
     def command(loaded: LoadedConfig) -> None:
-        logs.configure("main", loaded.config.log)
+        logs.configure("main", loaded.config.log, logs.LogWriter())
         prepared = prepare(loaded.config, is_served=True)
         codes.append(server.serve(prepared, server.configured_layout(prepared.resolved, "frame.testing.fake_engine")))
 

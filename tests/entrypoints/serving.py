@@ -21,9 +21,10 @@ START_TIMEOUT = 90.0
 
 
 class RunningServer:
-    """`fake`: the engine runs a fake model (`frame.testing.fake_engine`), which starts fast and needs no weights."""
+    """`fake`: the engine runs a fake model (`frame.testing.fake_engine`), which starts fast and needs no weights. `reads_log`: standard
+    error is read to its end; else only until the server is ready."""
 
-    def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None, reads_log: bool = True) -> None:
         module = ["frame.testing.fake_engine", "serve"] if fake else ["frame", "serve"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", *module, "--model", str(folder), "--port", "0", *flags],
@@ -33,6 +34,7 @@ class RunningServer:
             text=True,
         )
         self.lines: list[str] = []
+        self._reads_log = reads_log
         self._ready = threading.Event()
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -49,6 +51,8 @@ class RunningServer:
             if found:
                 self.url = found.group(1)
                 self._ready.set()
+                if not self._reads_log:
+                    return
         self._ready.set()
 
     def children(self) -> dict[str, psutil.Process]:

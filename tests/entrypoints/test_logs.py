@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from frame.entrypoints.logs import ACCESS, REQUEST_ID, JsonFormatter, Sparse, TextFormatter, _add_request_id, request_id_of
+from frame.entrypoints.logs import (
+    ACCESS,
+    MOST_HELD,
+    REQUEST_ID,
+    JsonFormatter,
+    LogHandler,
+    LogWriter,
+    Sparse,
+    TextFormatter,
+    _add_request_id,
+    request_id_of,
+)
 from tests.entrypoints.inprocess import serving
 from tests.entrypoints.serving import RunningServer, wait_until
 
@@ -94,3 +108,57 @@ def test_every_process_writes_json(checkpoint: Path) -> None:
     assert "told to fail" in failed["exception"]
     access = next(entry for entry in entries if entry["logger"] == "frame.access")
     assert (access["path"], access["status"], access["request_id"]) == ("/v1/completions", 500, "doomed")
+
+
+def full_pipe() -> tuple[int, int]:
+    """(read, write) of a pipe that takes not a byte more."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"." * 4096)
+    os.set_blocking(write, True)
+    return read, write
+
+
+def test_what_nobody_reads_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = full_pipe()
+    writer = LogWriter(write)
+    monkeypatch.setattr("sys.stderr", writer)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [LogHandler(writer)])
+    own_read, own_write = os.pipe()
+    relay = writer.relay(os.fdopen(own_read, "rb"))
+    os.write(own_write, b"a child's line\n" * 3)
+    os.close(own_write)
+    relay.join(10)
+    for number in range(MOST_HELD + 100):
+        logging.getLogger("frame.x").warning("line %d", number)
+    assert 100 <= writer.num_dropped <= 103  # the writer may hold one in its hand
+    writer.drain(0.0)  # does not wait for a reader
+    with os.fdopen(read, "rb") as log:
+        said = b""
+        while b"log lines were dropped" not in said:
+            said += log.read1(65536)
+    assert b"a child's line\n" * 3 in said
+    assert f"{writer.num_dropped} log lines were dropped".encode() in said
+    print("one that cannot be written", file=writer)  # the reader is gone
+    writer.drain(10)
+    assert writer.num_dropped >= 101
+
+
+def test_a_reader_that_stops_reading_stops_nothing(checkpoint: Path) -> None:
+    """Standard error is a full pipe: requests and probes are answered, and SIGTERM ends the server."""
+    flags = ("--access-log", "--max-model-len", "512", "--max-total-tokens", "1024", "--log-level", "debug")
+    server = RunningServer(checkpoint, *flags, env={"FRAME_FAKE_NAN": "9"}, reads_log=False)
+    try:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            for _ in range(100):  # 150 kB of lines; a pipe holds 64
+                assert client.get("/" + "x" * 1500).status_code == 404
+            for _ in range(10):  # the model fails on these, and the engine says so
+                client.post("/v1/completions", json={"prompt": [9, 6], "max_tokens": 2})
+            assert client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2}).status_code == 200
+            assert "frame_log_lines_dropped_total" in client.get("/metrics").text
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+    finally:
+        server.process.kill()

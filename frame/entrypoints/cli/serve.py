@@ -19,7 +19,7 @@ def command(ctx: click.Context, loaded: LoadedConfig) -> None:
     from frame.entrypoints.http.server import serve
     from frame.entrypoints.prepare import prepare
 
-    logs.configure("main", loaded.config.log)
+    logs.configure("main", loaded.config.log, logs.LogWriter())
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
         code = serve(prepared)

@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from frame.entrypoints.http.metric_aliases import aliases_of
+from frame.entrypoints.logs import configured_writer
 
 if TYPE_CHECKING:
     from frame.entrypoints.http.services import Services
@@ -151,6 +152,9 @@ class ServerMetrics(Collector):
                        client.stats.finished.get("abort", 0), labels)  # fmt: skip
         yield _gauge("requests_outstanding", "Requests that this server has taken and not finished.", client.num_outstanding, labels)
         yield _gauge("generation_tokens_per_second", "Tokens sent per second, lately.", self._throughput.rate, labels)
+        writer = configured_writer()
+        yield _counter("log_lines_dropped", "Log lines that were dropped because standard error was not read or not writable.",
+                       0 if writer is None else writer.num_dropped, labels)  # fmt: skip
         yield self._http_responses()
         yield from self._start()
         yield from self._load()
