@@ -53,6 +53,9 @@ def repair_accounts(running: RunningSet) -> list[str]:
         running.table.recycle(slot)
     if lost:
         done.append(f"{len(lost)} lost request slots were reclaimed")
+    for slot in _idle_prefills(running):
+        rid = running.prefilling.pop(slot).rid
+        done.append(f"request {rid} counted as being prefilled, which no step did; it no longer does")
     check_accounts(running)
     return done
 
@@ -77,8 +80,20 @@ def _lost_slots(running: RunningSet) -> list[int]:
     return sorted(set(range(table.num_slots)) - taken - set(table.free_slots()))
 
 
+def _idle_prefills(running: RunningSet) -> list[int]:
+    """Slots that count as being prefilled though no step computes their prompt: other requests would wait for them in vain."""
+    table = running.table
+    return [
+        slot
+        for slot, request in running.prefilling.items()
+        if table.requests[slot] is not request or not (slot in running.extending or running.is_in_flight(slot))
+    ]
+
+
 def _check_slots(running: RunningSet) -> None:
     table = running.table
+    if idle := _idle_prefills(running):
+        raise RuntimeError(f"request {running.prefilling[idle[0]].rid} counts as being prefilled, but no step computes its prompt")
     for request in running.requests:
         if table.requests[request.slot] is not request:
             raise RuntimeError(f"request {request.rid} runs in slot {request.slot}, which is not its own")

@@ -11,6 +11,7 @@ from frame.core.grammar_masks import replay
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
 from frame.core.request import Request
+from frame.core.shared_starts import LEAST
 from frame.core.token_ids import as_array
 
 
@@ -23,6 +24,7 @@ class SchedulerConfig:
     `growth_reserve` is how many tokens of growth are kept free at first for each running request when another is admitted:
     it doubles with every retraction and halves in calm times, down to half of what it was. With `pools` a request ends when its
     prompt is computed, and yields a vector instead of tokens; with `whole_prompts` a prompt is computed in one step.
+    `least_shared` is how many tokens a waiting request must have in common with a running one to wait for them.
     `jump_forward` is the fewest tokens forced by a grammar that are computed at once (0: all are drawn), and at least one for
     each `jump_rows` rows of the step (0: whatever rows it has); a step with them has no more than `jump_tokens` tokens (0: any number).
     """
@@ -43,6 +45,7 @@ class SchedulerConfig:
     whole_prompts: bool = False
     short_prompt_share: float = 0.5
     preemption: bool = True
+    least_shared: int = LEAST
     jump_forward: int = 0
     jump_rows: int = 0
     jump_tokens: int = 0

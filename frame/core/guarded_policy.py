@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.request import Request
@@ -27,22 +27,19 @@ class GuardedPolicy:
         self.needs_matches = policy.needs_matches
         self.may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
 
-    def order(self, window: Sequence[Request], view: SchedulerView) -> list[Request]:
-        """What waits, as the policy orders it; in the order that it has, where the policy fails. Requests that it returns twice, or that it
-        was not given, are left out."""
-        given = tuple(window)  # in their order, whatever the policy does to the window
+    def order(self, window: Sequence[Request], view: SchedulerView) -> Iterator[Request]:
+        """What waits, as the policy orders it; read as far as the caller does. What is left when the policy fails keeps its order. Requests
+        that the policy returns twice, or that it was not given, are left out."""
+        left = {id(request): request for request in window}  # in their order, whatever the policy does to the window
         try:
-            ordered = list(self._policy.order(window, view))
+            for request in islice(self._policy.order(window, view), 2 * len(left) + 1):  # whatever it yields, it ends
+                if left.pop(id(request), None) is not None:
+                    yield request
+                else:
+                    self._complain(view.now, "an order, returned requests twice, or such as it was not given; these are left out")
         except Exception as error:  # noqa: BLE001 - a stranger's code, and no waiting request's fault
             self._complain(view.now, f"an order, failed ({_named(error)}); what waits keeps its order instead", error)
-            return list(given)
-        if len(ordered) <= len(given) and all(map(is_, ordered, given)):
-            return ordered
-        names, known = set(map(id, ordered)), set(map(id, given))
-        if len(names) == len(ordered) and names <= known:
-            return ordered
-        self._complain(view.now, "an order, returned requests twice, or such as it was not given; these are left out")
-        return [request for request in {id(request): request for request in ordered}.values() if id(request) in known]
+            yield from list(left.values())
 
     def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         """Whom the policy would retract of `running`, oldest first; None where it names nobody, fails, or names one that may not be."""

@@ -45,6 +45,7 @@ class RunningSet:
         self.ledger = ledger
         self.requests: list[Request] = []  # oldest first
         self.extending: dict[int, Request] = {}  # by slot; those whose prompt is not wholly scheduled
+        self.prefilling: dict[int, Request] = {}  # by slot; those whose prompt a step computes and the prefix cache lacks so far
         self.in_flight: deque[InFlight] = deque()
         self._setups: list[SlotSetup] = []
         self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests that go on from other tokens than those that were drawn
@@ -67,7 +68,7 @@ class RunningSet:
         self.table.enter(request)
         self.ledger.enter(request, cached)
         insort(self.requests, request, key=attrgetter("index"))
-        self.extending[request.slot] = request
+        self.extending[request.slot] = self.prefilling[request.slot] = request
         self._setups.append(_setup(request))
 
     def extend(self, request: Request, tokens: list[int]) -> None:
@@ -94,6 +95,7 @@ class RunningSet:
         request.state = state
         self.requests.remove(request)
         self.extending.pop(slot, None)
+        self.prefilling.pop(slot, None)
         self._renewed.pop(slot, None)
         self.give_up(slot, pages)
         record = self._last_step_of(slot)
@@ -119,6 +121,10 @@ class RunningSet:
             if rows.size:
                 return int(record.num_computed[rows[0]])
         return int(self.table.arrays.computed[slot])
+
+    def is_in_flight(self, slot: int) -> bool:
+        """Whether a step in flight has a row of a slot."""
+        return self._last_step_of(slot) is not None
 
     def begin_commit(self, step: int) -> InFlight:
         """The oldest step in flight, which must be `step`; from now on it is not in flight."""

@@ -1,6 +1,7 @@
-"""`SharedStarts`: which waiting prompts begin like one that is being computed, and had better wait for it than compute the same again.
+"""`SharedStarts`: in-batch prefix sharing. Finds the running request whose prefill computes the prefix of a waiting one, which then had
+better wait and find it in the prefix cache than compute it again.
 
-Knows no page and no cache: only tokens, and how many of them a request would find cached.
+The planner uses it. It knows no page and no cache: only tokens, and how many of them a request would find cached.
 """
 
 from __future__ import annotations
@@ -16,34 +17,39 @@ MOST_COMPARED = 4  # prompts with the same first tokens that one is compared wit
 
 
 class SharedStarts:
-    """The prompts under way, by their first tokens. Made anew for each step that admits anybody."""
+    """The prefills under way, by their first tokens. Made anew for each step that admits anybody. `least`: tokens that must be shared."""
 
-    def __init__(self, underway: Iterable[Request]) -> None:
+    def __init__(self, prefilling: Iterable[Request], least: int = LEAST) -> None:
+        self._least = least
         self._by_start: dict[tuple[str, bytes], list[Request]] = {}
-        for request in underway:
+        for request in prefilling:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """A prompt that is being computed from now on."""
-        if len(request.tokens) > LEAST:
-            self._by_start.setdefault(_start(request, request.tokens), []).append(request)
+        """A request whose prefill is under way from now on."""
+        if len(request.tokens) > self._least:
+            self._by_start.setdefault(self._start(request, request.tokens), []).append(request)
 
-    def alike(self, request: Request) -> int:
-        """How many tokens of a waiting request are being computed for another, as far as it is worth to wait for them; else 0."""
-        if not self._by_start or request.num_tokens <= LEAST or request.wants_prompt_logprobs:
-            return 0
+    def find(self, request: Request) -> tuple[Request | None, int]:
+        """The request whose prefill has the longest prefix in common with a waiting one, and that prefix's tokens; (None, 0) where there is
+        none."""
+        if not self._by_start or request.num_tokens <= self._least or request.wants_prompt_logprobs:
+            return None, 0
         tokens = request.all_tokens()
-        found = self._by_start.get(_start(request, tokens), ())
-        return max((_common(tokens, other.tokens) for other in found[-MOST_COMPARED:]), default=0)
+        found = self._by_start.get(self._start(request, tokens), ())
+        best, longest = None, 0
+        for other in found[-MOST_COMPARED:]:
+            common = _common(tokens, other.tokens)
+            if common > longest:
+                best, longest = other, common
+        return best, longest
 
+    def is_worth_waiting(self, shared: int, cached: int, length: int) -> bool:
+        """Whether `shared` tokens that come soon save a prompt of `length` tokens half of its work or more, with `cached` there already."""
+        return shared - cached >= max(self._least, (length - cached) // 2)
 
-def is_worth_waiting(shared: int, cached: int, length: int) -> bool:
-    """Whether `shared` tokens that come soon save a prompt of `length` tokens at least half of its work, with `cached` there already."""
-    return shared - cached >= max(LEAST, (length - cached) // 2)
-
-
-def _start(request: Request, tokens: np.ndarray) -> tuple[str, bytes]:
-    return request.namespace, tokens[:LEAST].tobytes()
+    def _start(self, request: Request, tokens: np.ndarray) -> tuple[str, bytes]:
+        return request.namespace, tokens[: self._least].tobytes()
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

@@ -146,15 +146,16 @@ class StepOutcome:
         self._table.arrays.special[request.slot] = flags & ~(FIRST | PROMPT_LOGPROBS)
 
     def _share_prefilled(self, sampled: Sampled, record: InFlight) -> None:
-        """Offer the prompts that were completed in this step to the prefix cache, so that siblings find them while these run."""
+        """Insert the prefills that this step completes into the prefix cache, so that siblings find them while these requests run.
+
+        The prefill of a request that was preempted or recovered covers its output as well. A run of forced output is no prefill: it is
+        inserted when its request leaves."""
         for i in np.flatnonzero(sampled.rows >= record.num_decodes).tolist():
-            if i in sampled.finishes:
-                continue
             slot, row = int(sampled.slots[i]), int(sampled.rows[i])
-            request, start = self._table.request(slot), int(record.num_computed[row])
-            if start >= request.prompt_len:  # a run of output, which is shared when the request leaves
+            if i in sampled.finishes or slot not in self._running.prefilling:
                 continue
-            duplicates = self._running.ledger.share(request, start + int(record.num_scheduled[row]))
+            request = self._running.prefilling.pop(slot)
+            duplicates = self._running.ledger.share(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
             self._running.give_up(slot, duplicates)
 
     def _collect_prompt_logprobs(self, record: InFlight, chunks: list[PromptLogprobs | None]) -> None:

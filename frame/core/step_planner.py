@@ -6,6 +6,7 @@ Works on slot arrays; looks at a request object only when it starts, stops or is
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ from frame.core.guarded_policy import GuardedPolicy
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.request import Request, RequestState
 from frame.core.running import RunningSet
-from frame.core.shared_starts import SharedStarts, is_worth_waiting
+from frame.core.shared_starts import SharedStarts
 from frame.core.waiting_queue import WaitingQueue
 
 WINDOW = 128  # waiting requests that a policy sees
@@ -72,14 +73,15 @@ class StepPlanner:
             self._admit(rows, now)
         return rows
 
-    def retract(self, request: Request) -> None:
-        """Take a request off the device, back to the head of the queue, with its tokens and its cached prefix."""
+    def retract(self, request: Request, *, is_shortage: bool = True) -> None:
+        """Take a request off the device, back to the head of the queue, with its tokens and its cached prefix. A shortage of pages makes
+        the reserve for growth larger."""
         self._running.leave(request, keep=True, state=RequestState.WAITING)
         request.retractions += 1
         request.prompt_logprobs = []  # its prompt is computed anew
         self._queue.push_front(request)
         self.num_retracted += 1
-        if self._last_retraction != self._step:  # one shortage retracts several, but is one sign
+        if is_shortage and self._last_retraction != self._step:  # one shortage retracts several, but is one sign
             self._ahead = min(max(1, self._ahead * 2), AHEAD_MOST)
             self._last_retraction = self._step
 
@@ -172,12 +174,11 @@ class StepPlanner:
             self._ahead, self._last_retraction = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
         floor = 0 if longest is None else rows.budget - longest
         peeks = PEEKS
-        underway = SharedStarts(self._unshared())
+        prefills = SharedStarts(self._running.prefilling.values() if self._ledger.cache.reuses else (), self._config.least_shared)
         for request in self._candidates(now):
             if rows.budget <= floor or not self._running.table.num_free:
                 return
-            shared = underway.alike(request)
-            if shared and is_worth_waiting(shared, request.num_tokens - self._uncached(request), request.num_tokens):
+            if self._had_better_wait(request, prefills):
                 continue
             if longest is not None and request.num_tokens > rows.budget - floor:
                 peeks -= 1
@@ -186,28 +187,34 @@ class StepPlanner:
             need = self._enter(request, reserved, now)
             if need is None:
                 return
-            underway.add(request)
+            if self._ledger.cache.reuses:
+                prefills.add(request)
             held = int(self._running.table.arrays.num_pages[request.slot])
             self._extend(rows, request)
             reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
 
-    def _candidates(self, now: float) -> list[Request]:
-        """The head of the queue in the policy's order."""
+    def _candidates(self, now: float) -> Generator[Request]:
+        """The head of the queue in the policy's order, as far as it is read."""
         window = self._queue.head(MATCH_WINDOW if self._policy.needs_matches else WINDOW)
-        if self._policy.needs_matches:
+        try:
+            if self._policy.needs_matches:
+                for request in window:
+                    request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
+            yield from self._policy.order(window, self._view(now))
+        finally:
             for request in window:
-                request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
-        ordered = self._policy.order(window, self._view(now))
-        for request in window:
-            request.match = None  # good for the moment only, and it would keep nodes alive
-        return ordered
+                request.match = None  # good for the moment only, and it would keep nodes alive
 
-    def _unshared(self) -> list[Request]:
-        """Running requests whose prompt is being computed, and will be in the prefix cache."""
-        if not self._ledger.cache.reuses:
-            return []
-        num_shared, size = self._running.table.arrays.num_shared, self._config.page_size
-        return [request for request in self._running.requests if (num_shared[request.slot] + 1) * size <= request.prompt_len]
+    def _had_better_wait(self, request: Request, prefills: SharedStarts) -> bool:
+        """Whether a waiting request should find its prefix in the cache, once the prefill that computes it is done. Not behind a prefill
+        whose rest is long beside what it saves, since only whole prefills are inserted."""
+        other, shared = prefills.find(request)
+        if other is None:
+            return False
+        shared -= shared % self._config.page_size
+        if self._remaining(other) > max(self._config.token_budget, 2 * shared):
+            return False
+        return prefills.is_worth_waiting(shared, request.num_tokens - self._uncached(request), request.num_tokens)
 
     def _uncached(self, request: Request) -> int:
         """Tokens of a waiting request that must be computed."""
@@ -235,12 +242,10 @@ class StepPlanner:
         tokens = min(request.num_tokens + self._ahead, request.max_total)
         return -(-tokens // self._config.page_size)
 
-    def _reserved_pages(self) -> int:
-        """Pages that running requests will want soon: the rest of their prompts and some growth."""
-        if not len(self._running):
-            return 0
+    def _reserved_pages(self, leaving: Set[Request] = frozenset()) -> int:
+        """Pages that running requests will want soon, but for those that are leaving: the rest of their prompts and some growth."""
         a = self._running.table.arrays
-        slots = np.array([request.slot for request in self._running.requests], np.intp)
+        slots = np.array([request.slot for request in self._running.requests if request not in leaving], np.intp)
         tokens = np.minimum(a.total[slots] + self._ahead, a.max_total[slots])
         wanted = -(-tokens // self._config.page_size) - a.num_pages[slots]
         return int(np.maximum(wanted, 0).sum())
@@ -252,37 +257,64 @@ class StepPlanner:
         running = self._running.requests
         if len(running) < 2:
             return False
-        self.retract(self._victim(now) or running[-1])
+        self.retract(self._victim(running, now) or running[-1])
         return True
 
-    def _victim(self, now: float) -> Request | None:
-        """Whom the policy would retract."""
-        running = self._running.requests
-        if len(running) < 2:
-            return None
+    def _victim(self, running: Sequence[Request], now: float) -> Request | None:
+        """Whom of these, oldest first, the policy would retract."""
         for request in running:
             self._running.table.flush(request.slot)  # the policy may look at outputs
         return self._policy.victim(running, self._view(now))
 
     def _preempt(self, now: float) -> None:
-        """Retract running requests for the first waiting one, as long as the policy says so and it does not fit."""
-        first = next(iter(self._candidates(now)), None)
+        """Retract running requests for the first waiting one, where the policy says so and it does not fit otherwise."""
+        candidates = self._candidates(now)
+        first = next(candidates, None)
+        candidates.close()
         if first is None:
             return
         first.tokens = first.all_tokens()
-        need = self._pages_for(first) - len(self._ledger.lock_prefix(first))
-        while not self._would_fit(need) and any(self._policy.preempts(first, other, now) for other in self._running.requests[1:]):
-            victim = self._victim(now)
-            if victim is None or not self._policy.preempts(first, victim, now):
-                break
-            self.retract(victim)
+        cached = self._ledger.lock_prefix(first)
+        for victim in self._victims_for(first, cached, now):
+            self.retract(victim, is_shortage=False)
         self._ledger.unlock_prefix(first)
 
-    def _would_fit(self, need: int) -> bool:
-        """Whether a newcomer that needs `need` pages fits, once the steps in flight are done."""
+    def _victims_for(self, first: Request, cached: np.ndarray, now: float) -> list[Request]:
+        """Running requests that make room for `first`, whose locked prefix is `cached`, by leaving. None where it fits anyway, and where it
+        does not fit even when all leave that may be preempted."""
+        victims: set[Request] = set()
+        if self._would_fit(first, cached, victims):
+            return []
+        running = self._running.requests
+        left = [request for request in running[1:] if self._policy.preempts(first, request, now)]
+        if not left or not self._would_fit(first, cached, set(left)):
+            return []
+        while not self._would_fit(first, cached, victims):
+            victim = self._victim((running[0], *left), now) or left[-1]
+            victims.add(victim)
+            left.remove(victim)
+        return sorted(victims, key=lambda request: -request.index)  # back to the head of the queue, the oldest last
+
+    def _would_fit(self, first: Request, cached: np.ndarray, leaving: Set[Request]) -> bool:
+        """Whether a newcomer fits without the requests that are leaving, once the steps in flight are done."""
         running = self._running
-        pages = self._ledger.num_available + running.num_deferred_pages
-        return running.table.num_free + running.num_deferred_slots > 0 and self._reserved_pages() + need <= pages
+        pages = self._ledger.num_available + running.num_deferred_pages + self._num_freed(cached, leaving)
+        need = self._pages_for(first) - len(cached)
+        slots = running.table.num_free + running.num_deferred_slots + len(leaving)
+        return slots > 0 and self._reserved_pages(leaving) + need <= pages
+
+    def _num_freed(self, cached: np.ndarray, leaving: Set[Request]) -> int:
+        """Pages that can be had when requests leave: those that no other request holds. `cached` are the pages of another locked prefix."""
+        if not leaving:
+            return 0
+        ledger, is_freed = self._ledger, np.zeros(self._config.num_pages, np.bool_)
+        for request in leaving:
+            is_freed[ledger.shared_pages(request.slot)] = is_freed[ledger.private_pages(request.slot)] = True
+        for request in self._running.requests:
+            if request not in leaving:
+                is_freed[ledger.shared_pages(request.slot)] = False
+        is_freed[cached] = False
+        return int(np.count_nonzero(is_freed))
 
     def _view(self, now: float) -> SchedulerView:
         return SchedulerView(

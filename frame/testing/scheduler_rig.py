@@ -21,7 +21,10 @@ from frame.core.radix_cache import RadixCache
 from frame.core.request import NOT_FINITE, TIMED_OUT
 from frame.core.sampling_params import SamplingParams
 from frame.core.scheduler import Scheduler, SchedulerConfig
+from frame.core.step_planner import MATCH_WINDOW
 from frame.testing.fake_runner import FakeRunner, continuation
+
+PATIENCE = 6  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
 
 
 class OldestFirst(EvictionPolicy):
@@ -48,7 +51,7 @@ class SchedulerRig:
     """Runs requests and remembers what they should and did yield.
 
     `step` builds and launches one batch and commits those that are due (with overlap one stays in flight).
-    After every step pages, locks and slots are checked.
+    After every step pages, locks and slots are checked, and that nobody waits longer than `PATIENCE` steps while there is room.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class SchedulerRig:
         self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
         self.runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
+        self._kept_waiting: dict[str, int] = {}  # steps in a row
 
     def add(
         self,
@@ -94,7 +98,9 @@ class SchedulerRig:
 
     def step(self) -> bool:
         """One turn of an engine's loop; False when there was nothing to launch and nothing to commit."""
+        retracted = self.scheduler.load()["retracted"]
         batch = self.scheduler.next_batch(self.now)
+        self._check_admission(batch, self.scheduler.load()["retracted"] > retracted)
         if batch is not None:
             self.max_rows = max(self.max_rows, len(batch.slots))
             self._check_budget(batch)
@@ -175,6 +181,21 @@ class SchedulerRig:
         prompt_tokens = int(batch.num_scheduled[batch.num_decodes :].sum())
         if prompt_tokens > self.config.token_budget or len(batch.slots) > self.config.max_running:
             raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
+
+    def _check_admission(self, batch: ScheduledBatch | None, has_retracted: bool) -> None:
+        """The scheduler is work-conserving: with budget, slots and pages left, whoever waits is admitted within a few steps."""
+        scheduler, kept = self.scheduler, {}
+        prompt_tokens = 0 if batch is None else int(batch.num_scheduled[batch.num_decodes :].sum())
+        waiting = scheduler._queue.head(MATCH_WINDOW)
+        if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_retracted:
+            planner = scheduler._planner
+            most = max(map(planner._pages_for, waiting))
+            if planner._reserved_pages() + most < scheduler._running.ledger.num_available:
+                kept = {request.rid: self._kept_waiting.get(request.rid, 0) + 1 for request in waiting}
+        self._kept_waiting = kept
+        for rid, steps in kept.items():
+            if steps > PATIENCE:
+                raise AssertionError(f"{rid} waits for the {steps}th step in a row, though there is room for it")
 
     def _receive(self, tokens: Tokens | None) -> None:
         if tokens is None:

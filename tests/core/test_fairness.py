@@ -132,6 +132,55 @@ def test_high_priority_pushes_low_back_and_they_end_as_if_nothing_had_been(preem
     assert all(len(found.requests[rid].got) == 60 for rid in low)
 
 
+def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway() -> None:
+    found = rig("priority", page_size=16, num_pages=101, max_running=8, token_budget=2048, max_context=4096, growth_reserve=1)
+    found.add([1] * 900, params(400))  # the oldest, which is never preempted
+    found.step()
+    small = [found.add([token] * 64, params(100)) for token in (2, 3)]
+    found.step()
+    large = found.add([4] * 1200, params(10), priority=10)
+    for _ in range(120):
+        found.step()
+    assert found.scheduler.load()["retracted"] == 0
+    assert all(len(found.requests[rid].got) == 100 for rid in small)
+    assert not found.requests[large].got
+    found.run()
+
+
+def test_no_more_are_preempted_than_are_needed() -> None:
+    found = rig("priority", page_size=4, num_pages=41, token_budget=256, growth_reserve=0)
+    for i in range(4):
+        found.add(prompt(28, 10 * i), params(8))
+    found.step()
+    found.add(prompt(48, 90), params(3), priority=1)
+    found.run()
+    assert found.scheduler.load()["retracted"] == 1
+
+
+def test_pages_that_others_hold_too_make_no_room() -> None:
+    found = rig("priority", page_size=4, num_pages=40, max_running=8, token_budget=256, max_context=160)
+    shared = prompt(96, 0)
+    for i in range(3):  # 24 pages in common, and one or two of each one's own
+        found.add([*shared, i], params(6))
+        found.step()
+    found.add(prompt(60, 50), params(2), priority=1)  # 15 pages, where 9 are free and 4 would be with two gone
+    for _ in range(3):
+        found.step()
+        assert found.scheduler.load()["retracted"] == 0
+    found.run()
+
+
+def test_a_preemption_for_priority_is_no_sign_of_a_shortage() -> None:
+    found = rig("priority", max_running=2, growth_reserve=8)
+    for i in range(2):
+        found.add(prompt(20, i), params(30))
+    found.step()
+    found.add(prompt(20, 7), params(2), priority=1)
+    found.step()
+    assert found.scheduler.load()["retracted"] == 1
+    assert found.scheduler._planner._ahead == 8
+
+
 def test_equal_priorities_push_nobody() -> None:
     found = rig("priority", max_running=2)
     for i in range(4):

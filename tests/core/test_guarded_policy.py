@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -63,7 +64,8 @@ def view(now: float) -> SchedulerView:
 @pytest.mark.parametrize("name", FAILING)
 def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert GuardedPolicy(Faulty(FAILING[name])).order(list(waiting), VIEW) == waiting
+    expected = [waiting[-1], *waiting[:-1]] if name == "breaks off" else waiting  # what it ordered before it failed counts
+    assert list(GuardedPolicy(Faulty(FAILING[name])).order(list(waiting), VIEW)) == expected
     (record,) = caplog.records
     assert "tests.core.test_guarded_policy.Faulty" in record.getMessage() and "Error" in record.getMessage()
     assert record.levelno == logging.ERROR and record.exc_info is not None and record.exc_info[2] is not None
@@ -72,20 +74,38 @@ def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pyt
 @pytest.mark.parametrize("name", EXCESSIVE)
 def test_requests_are_left_out_that_the_policy_was_not_given(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert GuardedPolicy(Faulty(EXCESSIVE[name])).order(list(waiting), VIEW) == waiting
+    assert list(GuardedPolicy(Faulty(EXCESSIVE[name])).order(list(waiting), VIEW)) == waiting
     assert ["left out" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_part_of_what_waits_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).order(waiting, VIEW) == [waiting[3], waiting[0]]
+    assert list(GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).order(waiting, VIEW)) == [waiting[3], waiting[0]]
     assert not caplog.records
+
+
+def test_a_lazy_order_is_read_as_far_as_it_is_needed() -> None:
+    waiting, read = example_requests(5), []
+
+    def lazily(given: Sequence[Request]) -> Iterator[Request]:
+        for request in given:
+            read.append(request)
+            yield request
+
+    ordered = GuardedPolicy(Faulty(lazily)).order(waiting, VIEW)
+    assert [next(ordered), next(ordered)] == waiting[:2]
+    assert read == waiting[:2]
+
+
+def test_an_order_without_end_ends() -> None:
+    waiting = example_requests(5)
+    assert list(GuardedPolicy(Faulty(lambda given: repeat(FOREIGN))).order(waiting, VIEW)) == []
 
 
 def test_a_policy_that_goes_on_failing_is_named_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     policy = GuardedPolicy(Faulty(raises))
     for step in range(1000):
-        policy.order([], view(step * QUIET / 400))
+        list(policy.order([], view(step * QUIET / 400)))
     assert len(caplog.records) == 3
 
 

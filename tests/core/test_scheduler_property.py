@@ -1,4 +1,6 @@
-"""Random life of a scheduler: adds, aborts, steps, late commits, over tiny pools, all policies, overlap on and off.
+"""Random life of a scheduler: adds, aborts, preemptions, steps, late commits, over tiny pools, all policies, overlap on and off.
+
+The rig checks after each step that nobody waits without need, for a prefix that no step computes above all.
 
 The fake runner's tokens are hashes of what is read back through the page table, so whatever goes wrong with a page, a slot, a
 cached prefix or a retracted request shows as another token or as a refused step.
@@ -46,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         share=st.sampled_from([0.0, 0.5, 0.9]),
         preemption=st.booleans(),
         jump_forward=st.sampled_from([0, 2, 2, 4]),
+        least_shared=st.sampled_from([2, 4, 256]),
     )
     def start(
         self,
@@ -62,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         share: float,
         preemption: bool,
         jump_forward: int,
+        least_shared: int,
     ) -> None:
         config = SchedulerConfig(
             page_size=page_size,
@@ -76,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             short_prompt_share=share,
             preemption=preemption,
             jump_forward=jump_forward,
+            least_shared=least_shared,
         )
         self.rig = SchedulerRig(
             config, SCHEDULING[policy](), EVICTION[eviction](), prefix_cache=prefix_cache, is_invalid=is_invalid if invalid else None
@@ -145,6 +150,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.commit()
         self.rig.scheduler.check_integrity()
 
+    @precondition(lambda self: len(self.rig.scheduler._running) > 1)
+    @rule()
+    def preempt(self) -> None:
+        planner = self.rig.scheduler._planner
+        planner.retract(planner._running.requests[-1])
+
     @rule()
     def flush_cache(self) -> None:
         self.rig.scheduler.flush_cache()
@@ -173,6 +184,7 @@ def test_crowd(policy: str, overlap: bool) -> None:
         eos_ids=(EOS,),
         overlap=overlap,
         growth_reserve=4,
+        least_shared=4,
     )
     rig = SchedulerRig(config, SCHEDULING[policy]())
     for i in range(80):
