@@ -87,8 +87,7 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
     _check_ids(limits, prompt)
     if params.grammar is not None and not limits.grammar:
         raise InvalidRequestError(
-            "this server has no grammar backend; install one (pip install 'frame-serve[grammar]') and start it again,"
-            " with --grammar-backend NAME",
+            "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",
             "response_format",
         )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins import hookspecs
@@ -155,8 +157,6 @@ def test_named_elsewhere_is_needed() -> None:
 
 
 def test_manifests_are_listed_once() -> None:
-    import tomllib
-
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["frame"]
     manifests = {each.name for each in package() if each.path.endswith("__init__.py") and "@hookimpl" in each.text}
     assert Counter(entries.values()) == Counter(manifests)
@@ -181,3 +181,25 @@ def test_interface_of_kind_states_its_version(kind: str) -> None:
     page = KINDS[kind].interface.partition(":")[0]
     source = next(each for each in package() if each.name == page)
     assert f'"{KINDS[kind].api}"' in source.text
+
+
+def bounds() -> dict[str, set[str]]:
+    """The versions that the project file allows, by distribution: dependencies and extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for extra in project["optional-dependencies"].values() for line in extra] + project["dependencies"]
+    found: dict[str, set[str]] = {}
+    for requirement in map(Requirement, lines):
+        found.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    return found
+
+
+def test_records_require_the_versions_of_the_project_file() -> None:
+    allowed = bounds()
+    wrong = [
+        f"{record.kind} {record.name} requires {text}, the project file says {sorted(allowed.get(requirement.name, ()))}"
+        for record in records()
+        for text in record.requires
+        for requirement in [Requirement(text)]
+        if allowed.get(requirement.name) != {str(requirement.specifier)}
+    ]
+    assert wrong == []

@@ -1,4 +1,6 @@
-"""One server with the embedded model for all client libraries, which are used as they come: only their base URL is ours."""
+"""One server with the embedded model for all client libraries, which are used as they come: only their base URL is ours.
+
+The server sees the base installation alone, so that what clients do works without extras."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.entrypoints import base_only
 from tests.entrypoints.serving import RunningServer
 
 # frame-tiny's own template knows no tools; this one shows them, and takes the results back, as Hermes models are trained to.
@@ -61,7 +64,7 @@ def clients_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
     template.write_text(TEMPLATE)
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(template=template, key=KEY))
-    with RunningServer(Path(MODEL), "--config", str(config), fake=False) as running:
+    with RunningServer(Path(MODEL), "--config", str(config), fake=False, env=base_only.environment()) as running:
         yield running
 
 

@@ -123,6 +123,11 @@ class ToolCallParser(ABC):
     @abstractmethod
     def finish(self) -> ToolDelta: ...
 
+    def finish_cut(self) -> ToolDelta:
+        """Called instead of `finish` when the answer was cut off, by `max_tokens` or an abort: marks and beginnings of calls are not
+        content."""
+        return self.finish()
+
 
 def held_back(text: str, *marks: str) -> int:
     """How many characters at the end of `text` may be the start of one of `marks`."""

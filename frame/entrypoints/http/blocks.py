@@ -69,7 +69,7 @@ class Blocks:
         """Take in what is new of a sequence; returns its events."""
         text, _, _ = sequence.take()
         is_last = sequence.finish is not None
-        events = self.feed([{"content": text}] if parser is None else parser.feed(text, is_last), writer)
+        events = self.feed([{"content": text}] if parser is None else parser.feed(text, sequence.finish), writer)
         return events + self.finish(writer) if is_last else events
 
     def finish(self, writer: BlockWriter) -> bytes:

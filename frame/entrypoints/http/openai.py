@@ -140,7 +140,7 @@ class ChatResponse(Response):
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
         parser = self._parsers.get(sequence.index)
-        deltas: list[dict[str, Any]] = parser.feed(text, finish is not None) if parser else [{"content": text}] if text else []
+        deltas: list[dict[str, Any]] = parser.feed(text, finish) if parser else [{"content": text}] if text else []
         if finish is not None and not deltas:
             deltas = [{}]
         if not deltas and parts:
@@ -167,7 +167,7 @@ class ChatResponse(Response):
         parser = self._parsers.get(sequence.index)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if parser is not None:
-            parser.feed(text, True)
+            parser.feed(text, sequence.finish)
             message = parser.message()
         return {
             "index": sequence.index,

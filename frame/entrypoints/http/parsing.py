@@ -17,6 +17,7 @@ from frame.entrypoints.http.structured import constrained_by, format_of
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import Format, ReasoningParser, ToolCallParser, ToolDelta
+    from frame.core.messages import Finish
     from frame.core.sampling_params import SamplingParams
     from frame.core.tokenizer import Tokenizer
     from frame.entrypoints.http.tools import ToolUse
@@ -100,16 +101,17 @@ class AnswerParser:
     def has_thoughts(self) -> bool:
         return bool(self._thoughts)
 
-    def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """The deltas that a piece of text adds; with `is_last` also what was held back."""
+    def feed(self, text: str, finish: Finish | None) -> list[dict[str, Any]]:
+        """The deltas that a piece of text adds; with `finish` also what was held back, but no markup of a call that was cut off."""
+        is_last = finish is not None
         deltas: list[dict[str, Any]] = []
         for thought, content in self._think(text, is_last):
             if thought:
                 self._thoughts.append(thought)
                 deltas.append({"reasoning_content": thought, "reasoning": thought})
             self._speak(content, deltas)
-        if is_last and self._tools is not None:
-            self._take_calls(self._tools.finish(), deltas)
+        if finish is not None and self._tools is not None:
+            self._take_calls(self._tools.finish() if finish.reason == "stop" else self._tools.finish_cut(), deltas)
         return deltas
 
     def _think(self, text: str, is_last: bool) -> list[tuple[str, str]]:

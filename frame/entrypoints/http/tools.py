@@ -41,7 +41,9 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
     allowed, is_required = _chosen(choice, list(functions))
     if choice == "none" or not functions:
         return None
-    return ToolUse(given, CallRule(tuple(functions[name] for name in dict.fromkeys(allowed)), is_required, is_parallel is not False))
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"  # that one call is wanted, whatever is_parallel says
+    rule = CallRule(tuple(functions[name] for name in dict.fromkeys(allowed)), is_required, is_parallel is not False and not is_named)
+    return ToolUse(given, rule)
 
 
 def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list[str], bool]:

@@ -23,7 +23,7 @@ def register_grammars(registry: KindRegistry) -> None:
         "frame.plugins.grammars.combined:CombinedBackend",
         capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
-        requires=("llguidance>=1.3", "xgrammar>=0.2"),
+        requires=("llguidance>=1.8", "xgrammar>=0.2"),
         summary="Every kind of grammar: by llguidance, whose masks cost less; structural tags and what that refuses by xgrammar.",
         rank=20,
         api="grammar/2",
@@ -43,7 +43,7 @@ def register_grammars(registry: KindRegistry) -> None:
         "frame.plugins.grammars.llguidance:LLGuidanceBackend",
         capabilities=GrammarCapabilities(("json_schema", "json_object", "regex", "ebnf", "choice")),
         options=GrammarOptions,
-        requires=("llguidance>=1.3",),
+        requires=("llguidance>=1.8",),
         summary="JSON schema, JSON, regular expressions, EBNF and choices by llguidance; compiles at once, covers more of JSON schema.",
         api="grammar/2",
     )

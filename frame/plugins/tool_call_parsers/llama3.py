@@ -6,7 +6,7 @@ An answer that is another JSON object, or names no function that was offered, is
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.core.interfaces.parsing import CallRule, Format, Function, ToolDelta
 from frame.plugins.tool_call_parsers.formats import arguments_of, either, sequence, several, tag, text
 from frame.plugins.tool_call_parsers.machine import Machine
 from frame.plugins.tool_call_parsers.object_run import ObjectRun
@@ -62,6 +62,11 @@ class Llama3(Machine):
             return True
         self._follows_call = run.num_calls > 0
         return self.go(self._text)
+
+    def finish_cut(self) -> ToolDelta:
+        if self.read == self._objects and self._run is not None and not self._run.may_be_call:
+            self._run.end()  # an answer in JSON
+        return super().finish_cut()
 
     def end(self) -> None:
         if self.read == self._objects and self._run is not None:

@@ -41,6 +41,11 @@ class Machine(ToolCallParser):
         self.held = ""
         return self._taken()
 
+    def finish_cut(self) -> ToolDelta:
+        """What is held may begin a call, and is dropped."""
+        self.held = ""
+        return self._taken()
+
     def start(self) -> bool:
         """The first state."""
         raise NotImplementedError

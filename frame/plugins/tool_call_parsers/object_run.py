@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 
 from frame.plugins.tool_call_parsers.call_scanner import CallScanner
 from frame.plugins.tool_call_parsers.machine import Machine
+
+_KEYS = ("name", "arguments", "parameters", "type", "id")  # that a call may begin with
+_FIRST_KEY = re.compile(r"\s*\{\s*(?:\"(?P<key>[^\"]*)(?P<end>\"?))?")
 
 
 class ObjectRun:
@@ -47,6 +51,14 @@ class ObjectRun:
         self._scanner = None
         self.is_over = scanner.is_bad
         return True
+
+    @property
+    def may_be_call(self) -> bool:
+        """Whether what is being read can still become a call, going by its first key; an object without a mark may be an answer in JSON."""
+        found = None if self._scanner is None else _FIRST_KEY.match(self._scanner.raw)
+        if found is None or found["key"] is None or any(lead.strip() for lead in self._lead):
+            return True
+        return any(key == found["key"] if found["end"] else key.startswith(found["key"]) for key in _KEYS)
 
     def end(self) -> None:
         """The text is over: what was read of an object that never became a call is text."""

@@ -84,12 +84,12 @@ def merged(deltas: list[dict[str, Any]]) -> dict[str, Any]:
 @given(text=st.text(alphabet="ab|#", max_size=20), cuts=st.lists(st.integers(0, 20), max_size=6))
 def test_deltas_add_up_to_the_message(text: str, cuts: list[int]) -> None:
     whole = AnswerParser(Thinks(), Calls())
-    whole.feed(text, True)
+    whole.feed(text, Finish("stop"))
     message = whole.message()
     bounds = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(bounds)] or [""]
     parser = AnswerParser(Thinks(), Calls())
-    deltas = [delta for i, piece in enumerate(pieces) for delta in parser.feed(piece, i == len(pieces) - 1)]
+    deltas = [delta for i, piece in enumerate(pieces) for delta in parser.feed(piece, Finish("stop") if i == len(pieces) - 1 else None)]
     found = merged(deltas)
     assert found["content"] == (message["content"] or "")
     assert found["reasoning_content"] == message.get("reasoning_content", "")
@@ -99,7 +99,7 @@ def test_deltas_add_up_to_the_message(text: str, cuts: list[int]) -> None:
 
 def test_a_message_of_calls_only_has_no_content() -> None:
     parser = AnswerParser(None, Calls())
-    parser.feed('#{"x": 1}', True)
+    parser.feed('#{"x": 1}', Finish("stop"))
     message = parser.message()
     assert message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}

@@ -76,6 +76,30 @@ def test_every_split_gives_the_same(name):
         assert parse(name, cut(text, dice)) == whole, (text, whole)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lead", ["", "Let me see.\n"])
+def test_no_markup_of_a_cut_call_becomes_content(name, lead):
+    """An answer may end anywhere when its tokens are up: within the marks of its first call, or of its second."""
+    if lead and name in ("llama3", "pythonic"):
+        pytest.skip("its calls begin the answer")
+    text = lead + WRITERS[name]([("get_weather", {"city": "Rome"}), ("now", {}), ("get_weather", {"city": "Rome", "days": 2})])
+    whole = parse(name, [text])[1]
+    for size in range(len(text)):
+        pieces = list(text[:size]) if size % 2 else [text[:size]]
+        content, calls = collect(make(name), pieces, is_cut=True)
+        assert lead.startswith(content), (text[:size], content)
+        assert content.strip() or size < len(lead.strip()) or not lead
+        for (called, arguments), (expected, complete) in zip(calls, whole, strict=False):
+            assert called == expected
+            assert complete.startswith(arguments) or json.loads(complete) == json.loads(arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cut_answer_keeps_its_text(name):
+    for text in ("Hello, wor", '{"city": "Ro', "1 + [2]", "x\n\ny"):
+        assert collect(make(name), [text], is_cut=True) == (text, [])
+
+
 def test_schemas_that_are_none():
     """What clients send as a schema is not looked at before; a parser must not fail on it."""
     for schema in ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None):

@@ -125,11 +125,11 @@ def cut(text: str, dice: random.Random) -> list[str]:
     return pieces
 
 
-def collect(parser: ToolCallParser, chunks: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
-    """What a parser makes of a text in pieces: (content, [(name, arguments)])."""
+def collect(parser: ToolCallParser, chunks: Iterable[str], is_cut: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """What a parser makes of a text in pieces: (content, [(name, arguments)]). `is_cut`: the text was cut off."""
     content = ""
     calls: list[list[str]] = []
-    for delta in [*(parser.feed(chunk) for chunk in chunks), parser.finish()]:
+    for delta in [*(parser.feed(chunk) for chunk in chunks), parser.finish_cut() if is_cut else parser.finish()]:
         content += delta.content
         for call in delta.calls:
             if call.name is not None:
