@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -58,7 +59,7 @@ class InProcess:
     ) -> Response:
         target, _, query = path.partition("?")
         scope = {
-            "type": "http", "http_version": "1.1", "method": method, "path": target, "raw_path": target.encode("utf-8", "replace"),
+            "type": "http", "http_version": "1.1", "method": method, "path": unquote(target), "raw_path": target.encode("utf-8", "replace"),
             "query_string": query.encode(), "root_path": "", "scheme": "http", "headers": list(headers), "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2), "state": {},
         }  # fmt: skip

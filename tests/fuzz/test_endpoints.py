@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.entrypoints.http.app import ADMIN_PATHS, ADMIN_ROUTES, ROUTES, App
+from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, App
+from frame.entrypoints.http.services import Access
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, Response, serving
 from tests.fuzz.mutations import TEXTS, dumped, mutated, spoiled
 from tests.fuzz.requests import BODIES
@@ -21,6 +22,7 @@ AT_ONCE = 8
 FIRST, ROUNDS = int(os.environ.get("FRAME_FUZZ_FIRST", "2")), int(os.environ.get("FRAME_FUZZ_ROUNDS", "50"))  # 20,000 each
 HEADERS = (b"authorization", b"content-type", b"x-request-timeout", b"x-request-id", b"content-length", b"accept", b"traceparent")
 METHODS = ("POST", "GET", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "X")
+POSTED = {operation.path for operation in ROUTES if "POST" in operation.methods and operation.access is Access.ADMIN}
 STOPPING = {"/pause_generation"}  # does what it says: nothing after it would be answered
 PATHS = [operation.path for operation in ROUTES if operation.path not in STOPPING]
 PATHS += [*BODIES, *BODIES]  # routes with a body are worth more tries
@@ -71,7 +73,7 @@ def method_of(rng: random.Random, path: str) -> str:
     if rng.random() < 0.1:
         return rng.choice(METHODS)
     path = path.partition("?")[0]
-    return "POST" if path in BODIES or (path in ADMIN_PATHS and rng.random() < 0.5) else "GET"
+    return "POST" if path in BODIES or (path in POSTED and rng.random() < 0.5) else "GET"
 
 
 async def attack(server: InProcess, seed: int, count: int, paths: Sequence[str] = PATHS, key: bytes = b"") -> dict[int, int]:

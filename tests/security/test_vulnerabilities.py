@@ -138,7 +138,7 @@ async def test_paths_lead_nowhere() -> None:
         for path in ("/page/../../../../etc/passwd", "/page/..%2f..%2fetc%2fpasswd", "/page/app.py", "/page/%2e%2e/app.py",
                      "/v1/models/../../etc", "/v1/responses/../../x", "/page/..\\..\\x"):  # fmt: skip
             answer = await server.request("GET", path)
-            assert answer.status == 404, path
+            assert answer.status == (400 if "%2f" in path else 404), path
             assert b"root:" not in answer.body
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from frame.core.messages import Finish
 from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
-from frame.entrypoints.http.admin import AdminGuard
+from frame.entrypoints.http.access import AdminGuard
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.metrics import package_version

@@ -1,4 +1,4 @@
-"""Routes for operators: cache, pause, abort, self-check, profile, what was resolved; and `AdminGuard`, which says who may use them where.
+"""Routes for operators: cache, pause, abort, self-check, profile, what was resolved. `AdminGuard` says who may use them where.
 
 They are served on a listener of their own (`server.admin_port`, `server.admin_socket`), or beside the API to whoever brings
 `server.admin_key`, or, when nobody needs a key for anything, to everybody who reaches the API. A user's key never opens them.
@@ -7,17 +7,14 @@ They are served on a listener of their own (`server.admin_port`, `server.admin_s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from frame.core.config import ServerSection
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.services import Operation, Routes, Services
-from frame.entrypoints.keys import KeyRing, load_keys, ring_of
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.limits import EngineDeadError
 
 
@@ -28,41 +25,6 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 _abort_decoder = msgspec.json.Decoder(AbortRequest)
 _profile_decoder = msgspec.json.Decoder(ProfileRequest)
-
-
-class AdminGuard:
-    """Who may use the routes of operators. `is_own_listener`: asked on a listener that serves nothing else."""
-
-    def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
-        self._is_elsewhere = not is_own_listener and has_listener(server)
-        self._keys: KeyRing | None = None if server.admin_key is None else ring_of(server.admin_key, "server.admin_key")
-        self._is_open = server.admin_key is None and (is_own_listener or load_keys(server) is None)
-
-    def opens(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Whether the request brings the admin key."""
-        return self._keys is not None and self._keys.tenant(headers) is not None
-
-    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raise ApiError unless the request may go on."""
-        if self._is_elsewhere:
-            raise ApiError(403, "this route is for operators and is served on the admin listener only", code="admin_only")
-        if self._is_open:
-            return
-        if self._keys is None:
-            raise ApiError(
-                403,
-                "this route is for operators, and users' keys do not open it; serve with --admin-port, --admin-socket or --admin-key",
-                code="admin_only",
-            )
-        if not self.opens(headers):
-            error = ApiError(401, "this route needs the admin key; send Authorization: Bearer KEY", code="invalid_admin_key")
-            error.headers = ((b"www-authenticate", b"Bearer"),)
-            raise error
-
-
-def has_listener(server: ServerSection) -> bool:
-    """Whether operators have a port or a socket of their own."""
-    return server.admin_port is not None or server.admin_socket is not None
 
 
 async def flush_cache(call: Call, services: Services) -> None:
@@ -137,13 +99,13 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
 
 
 ROUTES: Routes = (
-    Operation("/flush_cache", ("GET", "POST"), flush_cache),
-    Operation("/server_info", ("GET",), server_info),
-    Operation("/get_server_info", ("GET",), server_info),
-    Operation("/check_integrity", ("POST",), check_integrity),
-    Operation("/pause_generation", ("POST",), pause),
-    Operation("/continue_generation", ("POST",), resume),
-    Operation("/abort_request", ("POST",), abort_request, AbortRequest),
-    Operation("/start_profile", ("POST",), start_profile, ProfileRequest),
-    Operation("/stop_profile", ("POST",), stop_profile),
+    Operation("/flush_cache", ("POST",), Access.ADMIN, flush_cache),
+    Operation("/server_info", ("GET",), Access.ADMIN, server_info),
+    Operation("/get_server_info", ("GET",), Access.ADMIN, server_info),
+    Operation("/check_integrity", ("POST",), Access.ADMIN, check_integrity),
+    Operation("/pause_generation", ("POST",), Access.ADMIN, pause),
+    Operation("/continue_generation", ("POST",), Access.ADMIN, resume),
+    Operation("/abort_request", ("POST",), Access.ADMIN, abort_request, AbortRequest),
+    Operation("/start_profile", ("POST",), Access.ADMIN, start_profile, ProfileRequest),
+    Operation("/stop_profile", ("POST",), Access.ADMIN, stop_profile),
 )

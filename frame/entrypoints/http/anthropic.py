@@ -16,7 +16,7 @@ from frame.entrypoints.http.chat import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai_schema import ChatRequest
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountTokensRequest)
@@ -173,6 +173,6 @@ def _aborted() -> ApiError:
 
 
 ROUTES: Routes = (
-    Operation("/v1/messages", ("POST",), messages, MessagesRequest, errors=ERRORS),
-    Operation("/v1/messages/count_tokens", ("POST",), count_tokens, CountTokensRequest, errors=ERRORS),
+    Operation("/v1/messages", ("POST",), Access.USER, messages, MessagesRequest, errors=ERRORS),
+    Operation("/v1/messages/count_tokens", ("POST",), Access.USER, count_tokens, CountTokensRequest, errors=ERRORS),
 )

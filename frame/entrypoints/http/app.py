@@ -1,5 +1,5 @@
-"""The ASGI application: guards (key, method, path), the table of routes, and what becomes of errors. Plain ASGI all the way, because every
-wrapper around `send` would be paid for each token.
+"""The ASGI application: the table of routes, the access check of the matched route, and what becomes of errors. Plain ASGI all the way,
+because every wrapper around `send` would be paid for each token.
 """
 
 from __future__ import annotations
@@ -10,25 +10,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
-
 from frame.entrypoints.http import admin, anthropic, batches, classes, embeddings, moderations, native, openai, page, relevance, responses
+from frame.entrypoints.http.access import Gate
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
-from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.openapi import description_of
-from frame.entrypoints.http.origin import why_foreign
-from frame.entrypoints.http.services import Operation, Routes, Services
-from frame.entrypoints.keys import load_keys
+from frame.entrypoints.http.routing import Router, decode_path
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
 from frame.entrypoints.shares import ShareExceededError
 from frame.entrypoints.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})  # no key needed
 LONGEST_PATH = 200  # characters of a path that an error quotes
 
 REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
@@ -48,25 +44,37 @@ ROUTES: Routes = (
     *admin.ROUTES,
 )
 ADMIN_ROUTES: Routes = (*admin.ROUTES, *native.OBSERVING, *page.ROUTES)  # of the listener for operators
-ADMIN_PATHS = frozenset(operation.path for operation in admin.ROUTES)
 
 
 class Endpoint:
-    """One route: makes the `Call`, and answers for the handler when it raises."""
+    """One operation: admits the request by the operation's access level, makes the `Call`, and answers when the handler raises."""
 
-    def __init__(self, operation: Operation, services: Services, bodies: Bodies) -> None:
+    def __init__(self, operation: Operation, services: Services, bodies: Bodies, gate: Gate) -> None:
+        self.access = operation.access
+        self.errors = operation.errors
         self._path = operation.path
         self._handler = operation.handler
-        self._errors = operation.errors
         self._traced = "POST" in operation.methods
         self._services = services
         self._bodies = bodies
+        self._gate = gate
         self._max_body = services.resolved.user.server.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError, ShareExceededError for a request that may not run."""
+        tenant = scope["tenant"] = self._gate.admit(scope, self.access)
+        if not tenant:
+            await self.run(scope, receive, send)
+            return
+        with self._services.shares.open(tenant) as share:
+            scope["share"] = share
+            await self.run(scope, receive, send)
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the handler for a request that was admitted."""
         tracing = self._services.tracing
         span = None if tracing is None or not self._traced else tracing.start(f"{scope['method']} {self._path}", scope["headers"])
-        call = Call(scope, receive, send, self._max_body, self._errors, self._bodies)
+        call = Call(scope, receive, send, self._max_body, self.errors, self._bodies)
         with suppress(DisconnectedError):
             try:
                 await self._handler(call, self._services)
@@ -85,28 +93,25 @@ class Endpoint:
 
 
 class App:
-    """The whole application. Every path but the health checks and the page's files needs a key, if there are keys, also where
-    there is no route.
+    """The whole application. A path without a route has the access level `user`, so that strangers do not learn which paths exist.
 
     `scope["tenant"]` names the key's holder for the routes: "" where no key is asked for. `is_admin`: the application of operators' own
     listener, where users' keys mean nothing.
     """
 
-    def __init__(self, services: Services, is_admin: bool = False) -> None:
+    def __init__(self, services: Services, is_admin: bool = False, routes: Routes | None = None) -> None:
         server = services.resolved.user.server
         self._services = services
-        self._keys = None if is_admin else load_keys(server)
-        self._admin = admin.AdminGuard(server, is_admin)
-        self._is_open_to_all = server.insecure
-        routes: Routes = ADMIN_ROUTES if is_admin else ROUTES
-        operations = (*routes, description_of(routes))
-        self._shapes = {operation.path: operation.errors for operation in operations}
+        self._gate = Gate(server, is_admin)
+        if routes is None:
+            routes = ADMIN_ROUTES if is_admin else ROUTES
         bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout)
-        self._router = Router([Route(o.path, Endpoint(o, services, bodies), methods=list(o.methods)) for o in operations])
-        self._router.redirect_slashes = False
+        self._router = Router(
+            (operation.path, operation.methods, Endpoint(operation, services, bodies, self._gate))
+            for operation in (*routes, description_of(routes))
+        )
         if services.batches is not None and not is_admin:
-            services.batches.route = self._route
-        self._router.default = _not_found
+            services.batches.route = self.run_for_tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -118,46 +123,34 @@ class App:
         scope["request_id"] = request_id_of(scope["headers"])
         scope["arrived"] = time.perf_counter()
         REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
+        errors = OPENAI
         try:
-            if scope["path"] in ADMIN_PATHS:
-                if self._keys is not None and not self._admin.opens(scope["headers"]) and self._keys.tenant(scope["headers"]) is None:
-                    raise _no_key()  # to strangers these are paths like any other
-                self._admin.check(scope["headers"])
-                self._check_origin(scope)
-                await self._route(scope, receive, send)
-                return
-            if self._keys is None:
-                self._check_origin(scope)
-            if self._keys is None or scope["path"] in OPEN_PATHS or page.is_open(scope["path"]):
-                await self._route(scope, receive, send)
-                return
-            tenant = self._keys.tenant(scope["headers"])
-            if tenant is None:
-                raise _no_key()
-            scope["tenant"] = tenant
-            with self._services.shares.open(tenant) as share:
-                scope["share"] = share
-                await self._route(scope, receive, send)
+            found = self._router.find(decode_path(scope["raw_path"]))
+            if found is None:
+                self._gate.admit(scope, Access.USER)
+                raise _not_found(scope)
+            errors = next(iter(found.endpoints.values())).errors
+            endpoint = found.endpoint(scope["method"])
+            if endpoint is None:
+                self._gate.admit(scope, max(other.access for other in found.endpoints.values()))
+                raise _wrong_method(scope, found.methods())
+            errors, scope["path_params"] = endpoint.errors, found.parameters
+            await endpoint(scope, receive, send)
         except ShareExceededError as error:
-            await self._refuse(scope, receive, send, too_many(error))
+            await self._refuse(scope, receive, send, too_many(error), errors)
         except ApiError as error:
-            await self._refuse(scope, receive, send, error)
-        except HTTPException as error:
-            await self._refuse(scope, receive, send, _method_error(scope, error))
+            await self._refuse(scope, receive, send, error, errors)
 
-    def _check_origin(self, scope: Scope) -> None:
-        """Where no key is asked for, a browser must not be made to act for a page from elsewhere."""
-        is_safe = self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
-        sentence = None if is_safe else why_foreign(scope["headers"])
-        if sentence is not None:
-            raise ApiError(403, sentence)
+    async def run_for_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a request of the server's own for a tenant whose key was checked when the work was given, such as a line of a batch."""
+        found = self._router.find(scope["path"])
+        endpoint = None if found is None else found.endpoint(scope["method"])
+        if endpoint is None or endpoint.access is Access.ADMIN:
+            raise ValueError(f"{scope['method']} {scope['path']} cannot be run for a tenant")
+        await endpoint.run(scope, receive, send)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # lets the router raise for a wrong method instead of answering in plain text
-        await self._router(scope, receive, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
-        call = Call(scope, receive, send, 0, self._shapes.get(scope["path"], OPENAI))
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError, errors: ErrorShape) -> None:
+        call = Call(scope, receive, send, 0, errors)
         with suppress(DisconnectedError):
             await call.fail(error)
         _count(self._services, REFUSED, call)
@@ -185,34 +178,21 @@ def _end(span: RequestSpan, route: str, call: Call) -> None:
     span.end(attributes, call.answer, f"status {status}" if status >= 500 else None)
 
 
-def _is_unix(scope: Scope) -> bool:
-    """Whether the request came over a Unix socket, which no browser reaches."""
-    server = scope.get("server")
-    return server is not None and server[1] is None
-
-
 def _host(scope: Scope) -> str | None:
     return scope["client"][0] if scope.get("client") else None
 
 
-def _no_key() -> ApiError:
-    error = ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY", code="invalid_api_key")
-    error.headers = ((b"www-authenticate", b"Bearer"),)
-    return error
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+def _not_found(scope: Scope) -> ApiError:
     path = scope["path"][:LONGEST_PATH]
-    raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
+    return ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
 
 
-def _method_error(scope: Scope, error: HTTPException) -> ApiError:
+def _wrong_method(scope: Scope, methods: list[str]) -> ApiError:
     """405 with the methods that the path takes, in the sentence and as `Allow`."""
-    allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
-    shown = " or ".join(method for method in allowed if method != "HEAD")
-    found = ApiError(error.status_code, f"{scope['path'][:LONGEST_PATH]} does not take {scope['method']}; use {shown or 'another method'}")
-    found.headers = ((b"allow", ", ".join(allowed).encode()),)
-    return found
+    shown = " or ".join(method for method in methods if method != "HEAD")
+    error = ApiError(405, f"{scope['path'][:LONGEST_PATH]} does not take {scope['method']}; use {shown}")
+    error.headers = ((b"allow", ", ".join(methods).encode()),)
+    return error
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

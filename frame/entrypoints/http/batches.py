@@ -13,7 +13,7 @@ from frame.entrypoints.http.batch_files import Card, NoRoomError
 from frame.entrypoints.http.batch_runner import ENDPOINTS, Batch, BatchRunner
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
 T = TypeVar("T")
 MOST_LISTED = 100
@@ -178,13 +178,13 @@ async def _respond_list(call: Call, shown: list[dict[str, Any]]) -> None:
 
 
 ROUTES: Routes = (
-    Operation("/v1/files", ("POST",), upload),
-    Operation("/v1/files", ("GET",), files, query=("purpose", "limit", "after")),
-    Operation("/v1/files/{name}", ("GET",), file),
-    Operation("/v1/files/{name}", ("DELETE",), delete_file),
-    Operation("/v1/files/{name}/content", ("GET",), file_content),
-    Operation("/v1/batches", ("POST",), create, BatchRequest),
-    Operation("/v1/batches", ("GET",), batches, query=("limit", "after")),
-    Operation("/v1/batches/{name}", ("GET",), batch),
-    Operation("/v1/batches/{name}/cancel", ("POST",), cancel),
+    Operation("/v1/files", ("POST",), Access.USER, upload),
+    Operation("/v1/files", ("GET",), Access.USER, files, query=("purpose", "limit", "after")),
+    Operation("/v1/files/{name}", ("GET",), Access.USER, file),
+    Operation("/v1/files/{name}", ("DELETE",), Access.USER, delete_file),
+    Operation("/v1/files/{name}/content", ("GET",), Access.USER, file_content),
+    Operation("/v1/batches", ("POST",), Access.USER, create, BatchRequest),
+    Operation("/v1/batches", ("GET",), Access.USER, batches, query=("limit", "after")),
+    Operation("/v1/batches/{name}", ("GET",), Access.USER, batch),
+    Operation("/v1/batches/{name}/cancel", ("POST",), Access.USER, cancel),
 )

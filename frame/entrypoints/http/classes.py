@@ -10,7 +10,7 @@ import msgspec
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Caller, Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Caller, Operation, Routes, Services
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,6 +65,6 @@ def labels_of(services: Services) -> list[str]:
 
 
 ROUTES: Routes = (
-    Operation("/v1/classify", ("POST",), classify, ClassifyRequest),
-    Operation("/classify", ("POST",), classify, ClassifyRequest),
+    Operation("/v1/classify", ("POST",), Access.USER, classify, ClassifyRequest),
+    Operation("/classify", ("POST",), Access.USER, classify, ClassifyRequest),
 )

@@ -10,7 +10,7 @@ import msgspec
 from frame.core.interfaces.model import SentenceFacts
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Caller, Operation, Prompt, Routes, Services
+from frame.entrypoints.http.services import Access, Caller, Operation, Prompt, Routes, Services
 from frame.entrypoints.relevance import shortened
 
 if TYPE_CHECKING:
@@ -88,4 +88,4 @@ def _written(vectors: np.ndarray, form: str | None) -> list[Any]:
     return rows
 
 
-ROUTES: Routes = (Operation("/v1/embeddings", ("POST",), embeddings, EmbeddingRequest),)
+ROUTES: Routes = (Operation("/v1/embeddings", ("POST",), Access.USER, embeddings, EmbeddingRequest),)

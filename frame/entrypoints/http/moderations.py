@@ -19,7 +19,7 @@ from frame.entrypoints.answers import Stream
 from frame.entrypoints.http.classes import labels_of
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, vectors_of
-from frame.entrypoints.http.services import Caller, Chat, Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Caller, Chat, Operation, Routes, Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
 
 if TYPE_CHECKING:
@@ -135,4 +135,4 @@ def _result(scores: dict[str, float]) -> dict[str, Any]:
     }
 
 
-ROUTES: Routes = (Operation("/v1/moderations", ("POST",), moderations, ModerationRequest),)
+ROUTES: Routes = (Operation("/v1/moderations", ("POST",), Access.USER, moderations, ModerationRequest),)

@@ -17,7 +17,7 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.mistakes import misfit
 from frame.entrypoints.http.openai_schema import check_choices, conversation_of
-from frame.entrypoints.http.services import Chat, Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Chat, Operation, Routes, Services
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.terms import Terms
 
@@ -274,17 +274,17 @@ async def metrics(call: Call, services: Services) -> None:
 
 
 OBSERVING: Routes = (
-    Operation("/health", ("GET",), ready),
-    Operation("/health/ready", ("GET",), ready),
-    Operation("/health/live", ("GET",), live),
-    Operation("/metrics", ("GET",), metrics),
+    Operation("/health", ("GET",), Access.OPEN, ready),
+    Operation("/health/ready", ("GET",), Access.OPEN, ready),
+    Operation("/health/live", ("GET",), Access.OPEN, live),
+    Operation("/metrics", ("GET",), Access.USER, metrics),
 )
 ROUTES: Routes = (
-    Operation("/generate", ("POST",), generate, GenerateRequest),
-    Operation("/tokenize", ("POST",), tokenize, TokenizeRequest),
-    Operation("/v1/tokenize", ("POST",), tokenize, TokenizeRequest),
-    Operation("/detokenize", ("POST",), detokenize, DetokenizeRequest),
-    Operation("/v1/detokenize", ("POST",), detokenize, DetokenizeRequest),
-    Operation("/health_generate", ("GET",), health_generate),
+    Operation("/generate", ("POST",), Access.USER, generate, GenerateRequest),
+    Operation("/tokenize", ("POST",), Access.USER, tokenize, TokenizeRequest),
+    Operation("/v1/tokenize", ("POST",), Access.USER, tokenize, TokenizeRequest),
+    Operation("/detokenize", ("POST",), Access.USER, detokenize, DetokenizeRequest),
+    Operation("/v1/detokenize", ("POST",), Access.USER, detokenize, DetokenizeRequest),
+    Operation("/health_generate", ("GET",), Access.USER, health_generate),
     *OBSERVING,
 )

@@ -13,11 +13,10 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.chat import answer_parsers, begin_chat, thinking_tokens
-from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.http.sse import DONE, ChunkWriter, finish_reason, usage_of
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -268,8 +267,6 @@ async def models(call: Call, services: Services) -> None:
 async def model(call: Call, services: Services) -> None:
     """One model."""
     name = call.scope["path_params"]["name"]
-    if not name:
-        raise ApiError(404, "name a model after /v1/models/, or leave the slash out for the list")
     services.check_model(name)
     await call.respond_json(_card(services))
 
@@ -286,8 +283,8 @@ def _card(services: Services) -> dict[str, Any]:
 
 
 ROUTES: Routes = (
-    Operation("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
-    Operation("/v1/completions", ("POST",), completions, CompletionRequest),
-    Operation("/v1/models", ("GET",), models),
-    Operation("/v1/models/{name:path}", ("GET",), model),
+    Operation("/v1/chat/completions", ("POST",), Access.USER, chat_completions, ChatRequest),
+    Operation("/v1/completions", ("POST",), Access.USER, completions, CompletionRequest),
+    Operation("/v1/models", ("GET",), Access.USER, models),
+    Operation("/v1/models/{name:path}", ("GET",), Access.USER, model),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from frame.entrypoints.http.call import Call
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
 _PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 _REFERENCE = "#/components/schemas/{name}"
@@ -26,7 +26,7 @@ def description_of(routes: Routes) -> Operation:
         """This description, as OpenAPI 3.1."""
         await call.respond(body())
 
-    operation = Operation("/openapi.json", ("GET",), openapi)
+    operation = Operation("/openapi.json", ("GET",), Access.USER, openapi)
     body: Callable[[], bytes] = lru_cache(maxsize=1)(lambda: msgspec.json.encode(describe((*routes, operation))))
     return operation
 
@@ -75,6 +75,8 @@ def _operation(row: Operation, method: str, body: dict[str, Any] | None) -> dict
     parameters += [{"name": part, "in": "query", "schema": {"type": "string"}} for part in row.query]
     if parameters:
         described["parameters"] = parameters
+    if row.access is Access.OPEN:
+        described["security"] = []
     if body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return described

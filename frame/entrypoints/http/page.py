@@ -18,7 +18,7 @@ from frame.entrypoints.config_sources import LoadedConfig
 from frame.entrypoints.explain import explain_all
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.plugin_data import as_data
 from frame.entrypoints.prepare import Prepared
 from frame.plugins.kinds import KINDS
@@ -126,15 +126,9 @@ def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
 
 
 ROUTES: Routes = (
-    Operation("/", ("GET",), index),
-    Operation("/page/live.json", ("GET",), live),
-    Operation("/page/cache.json", ("GET",), prefix_cache),
-    Operation("/page/about.json", ("GET",), about),
-    Operation("/page/{name}", ("GET",), asset),
+    Operation("/", ("GET",), Access.OPEN, index),
+    Operation("/page/live.json", ("GET",), Access.USER, live),
+    Operation("/page/cache.json", ("GET",), Access.USER, prefix_cache),
+    Operation("/page/about.json", ("GET",), Access.USER, about),
+    Operation("/page/{name}", ("GET",), Access.OPEN, asset),
 )
-DATA = frozenset({operation.path for operation in ROUTES if operation.path.endswith(".json")})
-
-
-def is_open(path: str) -> bool:
-    """Whether a path is one of the page's files, which need no key."""
-    return path == "/" or (path.startswith("/page/") and path not in DATA)

@@ -13,7 +13,7 @@ import numpy as np
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Caller, Chat, Operation, Pair, Prompt, Routes, Services
+from frame.entrypoints.http.services import Access, Caller, Chat, Operation, Pair, Prompt, Routes, Services
 from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ def _texts(request: ScoreRequest, *names: str) -> list[str]:
 
 
 ROUTES: Routes = (
-    Operation("/v1/rerank", ("POST",), rerank, RerankRequest),
-    Operation("/v2/rerank", ("POST",), rerank, RerankRequest),
-    Operation("/rerank", ("POST",), rerank, RerankRequest),
-    Operation("/v1/score", ("POST",), score, ScoreRequest),
-    Operation("/score", ("POST",), score, ScoreRequest),
+    Operation("/v1/rerank", ("POST",), Access.USER, rerank, RerankRequest),
+    Operation("/v2/rerank", ("POST",), Access.USER, rerank, RerankRequest),
+    Operation("/rerank", ("POST",), Access.USER, rerank, RerankRequest),
+    Operation("/v1/score", ("POST",), Access.USER, score, ScoreRequest),
+    Operation("/score", ("POST",), Access.USER, score, ScoreRequest),
 )

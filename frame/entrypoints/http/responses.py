@@ -21,7 +21,7 @@ from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.response_store import Kept
 from frame.entrypoints.http.responses_events import EventWriter
 from frame.entrypoints.http.responses_schema import ResponsesRequest
-from frame.entrypoints.http.services import Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 _encode = msgspec.json.encode
@@ -284,9 +284,9 @@ def _error(finish: Finish | None) -> dict[str, Any] | None:
 
 
 ROUTES: Routes = (
-    Operation("/v1/responses", ("POST",), create, ResponsesRequest, errors=ERRORS),
-    Operation("/v1/responses/input_tokens", ("POST",), count, ResponsesRequest),
-    Operation("/v1/responses/{name}", ("GET",), retrieve),
-    Operation("/v1/responses/{name}", ("DELETE",), delete),
-    Operation("/v1/responses/{name}/cancel", ("POST",), cancel),
+    Operation("/v1/responses", ("POST",), Access.USER, create, ResponsesRequest, errors=ERRORS),
+    Operation("/v1/responses/input_tokens", ("POST",), Access.USER, count, ResponsesRequest),
+    Operation("/v1/responses/{name}", ("GET",), Access.USER, retrieve),
+    Operation("/v1/responses/{name}", ("DELETE",), Access.USER, delete),
+    Operation("/v1/responses/{name}/cancel", ("POST",), Access.USER, cancel),
 )

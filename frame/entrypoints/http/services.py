@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -313,16 +314,39 @@ class Services:
 Handler = Callable[["Call", Services], Awaitable[None]]
 
 
-class Operation(NamedTuple):
-    """A row of a module's table of routes. `request` is the JSON body and `query` the query parameters, for the OpenAPI description, which
-    takes its summary from the handler's docstring."""
+class Access(IntEnum):
+    """Who may use a route. `OPEN`: everybody, without a key. `USER`: who brings an API key, where there are keys. `ADMIN`: operators, on
+    their own listener or with the admin key. A higher level includes no lower one: the admin key is no user's key."""
+
+    OPEN = 0
+    USER = 1
+    ADMIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A row of a module's table of routes.
+
+    A new route declares its access level, which has no default: `Operation("/v1/things", ("POST",), Access.USER, things, ThingsRequest)`.
+    `Access.USER` is right for whatever serves requests or tells of them, `Access.ADMIN` for what changes the server for everybody or
+    tells of its configuration, `Access.OPEN` only for what says nothing of the server. The endpoint checks the level after the route
+    matched; nothing compares paths. What changes state takes POST (or DELETE), never GET.
+
+    `request` is the JSON body and `query` the query parameters, for the OpenAPI description, which takes its summary from the handler's
+    docstring.
+    """
 
     path: str
     methods: tuple[str, ...]
+    access: Access
     handler: Handler
     request: type[msgspec.Struct] | None = None
     query: tuple[str, ...] = ()
     errors: ErrorShape = OPENAI
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.access, Access):
+            raise TypeError(f"the route {self.path} declares no access level; give Access.OPEN, USER or ADMIN after its methods")
 
 
 Routes = tuple[Operation, ...]

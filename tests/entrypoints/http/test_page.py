@@ -35,7 +35,7 @@ def test_files_need_nothing_from_elsewhere(server: RunningServer) -> None:
         assert "https://" not in found.text
         assert httpx.get(f"{server.url}/page/{name}", headers={"if-none-match": found.headers["etag"]}).status_code == 304
     for wrong in ("/page/none.js", "/page/..%2fpage.py", "/page/page.py"):
-        assert httpx.get(server.url + wrong).status_code == 404
+        assert httpx.get(server.url + wrong).status_code == (400 if "%2f" in wrong else 404)
 
 
 def test_the_data_say_what_runs_and_why(server: RunningServer) -> None:
