@@ -273,10 +273,13 @@ class ServerSection(Section):
         (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
     )
     response_store_size: int = setting(
-        1000, "Most answers of /v1/responses that are kept for previous_response_id; 0 keeps none.", flag="response-store-size", ge=0
+        1000, "Most responses and conversations that are stored in memory; 0 stores none.", flag="response-store-size", ge=0
     )
-    response_store_bytes: int = setting(64 * 1024 * 1024, "Most memory for kept responses.", flag="response-store-bytes", ge=0)
-    response_store_ttl: float = setting(3600.0, "Seconds that a response is kept.", flag="response-store-ttl", gt=0)
+    response_store_bytes: int = setting(64 * 1024 * 1024, "Most memory for stored responses.", flag="response-store-bytes", ge=0)
+    response_store_share: float = setting(
+        0.25, "Part of the response store that one API key may fill.", flag="response-store-share", gt=0, le=1
+    )
+    response_store_ttl: float = setting(3600.0, "Seconds that a response or conversation is stored.", flag="response-store-ttl", gt=0)
     drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
     heartbeat_timeout: float = setting(
         120.0, "Seconds of silence after which a process counts as hung and is restarted; 0: never.", flag="heartbeat-timeout", ge=0

@@ -35,7 +35,8 @@ EXCEPTIONS: dict[str, str] = {
         f"clock frame/{path}.py": "shows the time; nothing waits for it"
         for path in (
             "core/chat_template",
-            *(f"entrypoints/http/{name}" for name in ("classes", "openai", "page", "relevance", "responses", "services")),
+            *(f"entrypoints/http/{name}" for name in ("classes", "conversations", "openai", "page", "relevance", "responses_answer")),
+            "entrypoints/http/services",
         )
     },
     "clock frame/entrypoints/http/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",

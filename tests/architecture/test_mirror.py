@@ -33,7 +33,10 @@ UNTESTED: dict[str, str] = {
     },
     **{
         f"frame.entrypoints.http.{part}": PART_OF_DIALECTS
-        for part in ("anthropic_schema", "batch_files", "batch_runner", "dialects", "responses", "responses_events", "responses_schema")
+        for part in (
+            *("anthropic_schema", "batch_files", "batch_runner", "conversations", "dialects", "items"),
+            *("responses", "responses_answer", "responses_events", "responses_schema"),
+        )
     },
     "frame.kernels.experts": "every product in tests/kernels/moe.py is launched by frame.kernels.expert_products",
     "frame.kernels.pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",

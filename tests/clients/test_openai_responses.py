@@ -10,6 +10,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from openai.types.responses import Response
 
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
 
@@ -167,17 +168,19 @@ FAR = {"type": "json_schema", "name": "a", "schema": {"type": "object", "propert
         ({"temperature": -1}, "temperature is -1"),
         ({"max_output_tokens": 0}, "max_tokens is 0"),
         ({"input": []}, "messages is empty"),
-        ({"background": True, "stream": True}, "leave stream out"),
-        ({"background": True, "store": False}, "has to be kept; leave store out"),
+        ({"background": True, "store": False}, "has to be stored; leave store out"),
         ({"background": True, "temperature": -1}, "temperature is -1"),
         ({"tools": [{"type": "web_search"}]}, "runs no tools"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"type": "item_reference"}]}, r"input\[0\].id: expected a string"),
+        ({"include": ["x"]}, r"include\[0\] is 'x'"),
+        ({"top_logprobs": 21}, "top_logprobs is 21"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "lark"}}]}, "takes regex"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "text only"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "arguments: expected a string"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: expected an object"),
         ({"text": {"format": FAR}}, r"the \$ref 'http://x/y'.*'param': 'text.format'"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
     ],
 )
 def test_bad_requests(client: openai.OpenAI, change: dict[str, Any], says: str) -> None:
@@ -188,3 +191,157 @@ def test_bad_requests(client: openai.OpenAI, change: dict[str, Any], says: str) 
 def test_keys_see_their_own(url: str) -> None:
     found = httpx.post(url + "/v1/responses", json=ASK, trust_env=False)
     assert found.status_code == 401
+
+
+def raw_response(url: str, **change: Any) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    found = httpx.post(url + "/v1/responses", json=ASK | change, headers=headers, trust_env=False)
+    return dict(found.raise_for_status().json())
+
+
+def test_the_object_has_every_key_that_the_package_knows(url: str) -> None:
+    body = raw_response(url, tools=[WEATHER, RUN], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [RUN]})
+    assert set(Response.model_fields) - set(body) == set()
+    Response.model_validate(body)
+    assert (body["truncation"], body["top_logprobs"], body["max_tool_calls"]) == ("disabled", 0, None)
+    asked = {"max_tool_calls": 3, "safety_identifier": "a", "prompt_cache_key": "b", "include": ["reasoning.encrypted_content"]}
+    body = raw_response(url, **asked)
+    assert {name: body[name] for name in asked if name != "include"} | {"include": asked["include"]} == asked
+
+
+def test_logprobs_of_the_text(client: openai.OpenAI) -> None:
+    asked = ASK | {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    plain = client.responses.create(**ASK)
+    assert not plain.output[0].content[0].logprobs
+    whole = client.responses.create(**asked)
+    assert whole.top_logprobs == 3
+    (part,) = whole.output[0].content
+    assert "".join(entry.token for entry in part.logprobs) == part.text == plain.output_text
+    assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 3 and bytes(entry.bytes) for entry in part.logprobs)
+    events = list(client.responses.create(**asked, stream=True))
+    deltas = [entry.token for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    assert deltas == [entry.token for entry in part.logprobs] == [entry.token for entry in done.logprobs]
+
+
+def test_logprobs_are_those_of_the_answer_alone(client: openai.OpenAI) -> None:
+    asked = CALLING | {"include": ["message.output_text.logprobs"]}
+    whole = client.responses.create(**asked)
+    tokens = [entry.token for entry in whole.output[1].content[0].logprobs]
+    assert "ok" in "".join(tokens)
+    assert len(tokens) < whole.usage.output_tokens / 2, "thinking and calls have none"
+
+
+def test_input_items(client: openai.OpenAI) -> None:
+    first = client.responses.create(**ASK)
+    second = client.responses.create(**(ASK | {"input": [{"role": "user", "content": "And 3 + 3?"}]}), previous_response_id=first.id)
+    items = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.type for item in items] == ["message"] * 3
+    assert [item.content[0].text for item in items] == [ASK["input"], first.output_text, "And 3 + 3?"]
+    assert len({item.id for item in items}) == 3
+    page = client.responses.input_items.list(second.id, limit=1)
+    assert (page.data[0].content[0].text, page.has_more) == ("And 3 + 3?", True)
+    assert [item.id for item in client.responses.input_items.list(second.id, limit=2)] == [item.id for item in reversed(items)]
+    with pytest.raises(openai.BadRequestError, match="no such item"):
+        client.responses.input_items.list(second.id, after="msg_x")
+
+
+def test_truncation_drops_the_oldest_turns(client: openai.OpenAI) -> None:
+    turn = [{"role": "user", "content": "What is 1 + 1? " * 10}, {"role": "assistant", "content": "2"}]
+    context = client.models.list().data[0].model_dump()["max_model_len"]
+    one = client.responses.input_tokens.count(model=MODEL, input=turn).input_tokens
+    long = turn * (2 * context // one) + [{"role": "user", "content": ASK["input"]}]
+    asked = ASK | {"input": long, "instructions": "Be brief."}
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.responses.create(**asked)
+    found = client.responses.create(**asked, truncation="auto")
+    room = context - ASK["max_output_tokens"]
+    assert room - 2 * one < found.usage.input_tokens <= room, "no more is dropped than needed"
+    assert found.truncation == "auto"
+    short = client.responses.create(**ASK, truncation="auto")
+    assert short.usage.input_tokens == client.responses.create(**ASK).usage.input_tokens
+
+
+def test_a_background_response_is_streamed_and_taken_up_again(client: openai.OpenAI) -> None:
+    asked = ASK | {"max_output_tokens": 60, "background": True, "stream": True, "extra_body": {"ignore_eos": True}}
+    with client.responses.create(**asked) as stream:
+        first = [next(stream) for _ in range(4)]
+    name = first[0].response.id
+    rest = list(client.responses.retrieve(name, stream=True, starting_after=first[-1].sequence_number))
+    numbers = [event.sequence_number for event in (*first, *rest)]
+    assert numbers == list(range(len(numbers)))
+    assert rest[-1].type == "response.incomplete"
+    again = list(client.responses.retrieve(name, stream=True))
+    assert [event.type for event in again] == [event.type for event in (*first, *rest)]
+    assert client.responses.retrieve(name).output_text == rest[-1].response.output_text
+
+
+def test_the_events_of_a_response_that_was_not_streamed(client: openai.OpenAI) -> None:
+    whole = client.responses.create(**CALLING)
+    events = list(client.responses.retrieve(whole.id, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response == whole
+    kinds = list(dict.fromkeys(event.type for event in client.responses.create(**CALLING, stream=True)))
+    assert list(dict.fromkeys(event.type for event in events)) == kinds
+    later = list(client.responses.retrieve(whole.id, stream=True, starting_after=3))
+    assert later == events[4:]
+
+
+RUN: dict[str, Any] = {"type": "custom", "name": "run", "description": "Runs a shell command."}
+RUN_CALL = r'<tool_call>\{"name": "run", "arguments": \{"input": "(ls|pwd)"\}\}</tool_call>'
+
+
+def test_custom_tools(client: openai.OpenAI) -> None:
+    asked = ASK | {"max_output_tokens": 120, "tools": [RUN], "extra_body": {"regex": RUN_CALL}}
+    whole = client.responses.create(**asked)
+    (call,) = whole.output
+    assert (call.type, call.name, call.input in ("ls", "pwd")) == ("custom_tool_call", "run", True)
+    events = list(client.responses.create(**asked, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta")
+    done = next(event for event in events if event.type == "response.custom_tool_call_input.done")
+    assert done.input == text == events[-1].response.output[0].input
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "a.txt"}
+    kept = client.responses.create(**(ASK | {"input": [result], "tools": [RUN]}), previous_response_id=whole.id)
+    items = [{"role": "user", "content": ASK["input"]}, call, result]
+    sent = client.responses.create(**(ASK | {"input": items, "tools": [RUN]}))
+    assert kept.usage.input_tokens == sent.usage.input_tokens > whole.usage.input_tokens
+    assert client.responses.create(**(asked | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [RUN]}})).output
+
+
+def test_item_references(client: openai.OpenAI) -> None:
+    first = client.responses.create(**ASK)
+    question = next(iter(client.responses.input_items.list(first.id)))
+    new = {"role": "user", "content": "And 3 + 3?"}
+    references = [{"type": "item_reference", "id": question.id}, {"id": first.output[0].id}, new]
+    by_name = client.responses.create(**(ASK | {"input": references}))
+    whole = client.responses.create(**(ASK | {"input": [new]}), previous_response_id=first.id)
+    assert by_name.usage.input_tokens == whole.usage.input_tokens
+    with pytest.raises(openai.NotFoundError, match=r"input\[0\].id: there is no item 'x'"):
+        client.responses.create(**(ASK | {"input": [{"type": "item_reference", "id": "x"}]}))
+
+
+def test_conversations(client: openai.OpenAI) -> None:
+    talk = client.conversations.create(metadata={"a": "b"}, items=[{"role": "system", "content": "Be brief."}])
+    assert client.conversations.retrieve(talk.id) == talk
+    assert client.conversations.update(talk.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    first = client.responses.create(**ASK, conversation=talk.id)
+    assert first.conversation.id == talk.id
+    second = client.responses.create(**(ASK | {"input": "And 3 + 3?"}), conversation={"id": talk.id})
+    items = list(client.conversations.items.list(talk.id, order="asc", limit=2))
+    assert [item.content[0].text for item in items] == ["Be brief.", ASK["input"], first.output_text, "And 3 + 3?", second.output_text]
+    sent = [{"role": item.role, "content": item.content[0].text} for item in items[:-1]]
+    assert client.responses.create(**(ASK | {"input": sent})).usage.input_tokens == second.usage.input_tokens
+    added = client.conversations.items.create(talk.id, items=[{"role": "user", "content": "Thanks."}])
+    assert client.conversations.items.retrieve(added.data[0].id, conversation_id=talk.id) == added.data[0]
+    client.conversations.items.delete(added.data[0].id, conversation_id=talk.id)
+    assert len(list(client.conversations.items.list(talk.id))) == 5
+    client.conversations.delete(talk.id)
+    for use in (client.conversations.retrieve, lambda name: client.responses.create(**ASK, conversation=name)):
+        with pytest.raises(openai.NotFoundError, match="no conversation"):
+            use(talk.id)
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.responses.create(**ASK, conversation=talk.id, previous_response_id=first.id)
+    with pytest.raises(openai.BadRequestError, match="metadata has 17 entries"):
+        client.conversations.create(metadata={str(i): "" for i in range(17)})
+    with pytest.raises(openai.BadRequestError, match=r"items\[0\].role"):
+        client.conversations.create(items=[{"role": "nobody", "content": ""}])

@@ -10,7 +10,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from frame.entrypoints.http import admin, anthropic, batches, classes, embeddings, moderations, native, openai, page, relevance, responses
+from frame.entrypoints.http import (
+    admin,
+    anthropic,
+    batches,
+    classes,
+    conversations,
+    embeddings,
+    moderations,
+    native,
+    openai,
+    page,
+    relevance,
+    responses,
+)
 from frame.entrypoints.http.access import Gate
 from frame.entrypoints.http.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
@@ -33,6 +46,7 @@ GONE = 499  # the status of a request whose client left before the response bega
 ROUTES: Routes = (
     *openai.ROUTES,
     *responses.ROUTES,
+    *conversations.ROUTES,
     *embeddings.ROUTES,
     *relevance.ROUTES,
     *classes.ROUTES,

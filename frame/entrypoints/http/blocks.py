@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from frame.entrypoints.answers import Stream
+    from frame.entrypoints.http.logprobs import TextLogprobs
     from frame.entrypoints.http.parsing import AnswerParser
 
 Kind = Literal["reasoning", "text", "call"]
@@ -18,13 +19,16 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """`place` in the row; `name` and `call_id` of a call, whose pieces are its arguments as JSON text."""
+    """`place` in the row; `name` and `call_id` of a call, whose pieces are its arguments as JSON text. `logprobs` of all its tokens, and
+    of those of the last piece, where they were asked for."""
 
     place: int
     kind: Kind
     name: str = ""
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    last_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -42,9 +46,10 @@ class BlockWriter(Protocol):
 
 
 class Blocks:
-    """One a sequence."""
+    """One a sequence. `logprobs`: assigns log-probabilities to the pieces, where they were asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: TextLogprobs | None = None) -> None:
+        self._logprobs = logprobs
         self.row: list[Block] = []
         self.open: Block | None = None  # the last of the row, until it is closed
         self._call = -1  # the open call's number among the calls
@@ -67,7 +72,9 @@ class Blocks:
 
     def read(self, sequence: Stream, parser: AnswerParser | None, writer: BlockWriter) -> bytes:
         """Take in what is new of a sequence; returns its events."""
-        text, _, _ = sequence.take()
+        text, _, parts = sequence.take()
+        if self._logprobs is not None:
+            self._logprobs.add(parts)
         is_last = sequence.finish is not None
         events = self.feed([{"content": text}] if parser is None else parser.feed(text, sequence.finish), writer)
         return events + self.finish(writer) if is_last else events
@@ -91,6 +98,9 @@ class Blocks:
         block = self.row[-1]
         if piece:
             block.pieces.append(piece)
+            if self._logprobs is not None:
+                block.last_logprobs = self._logprobs.take_logprobs(piece)
+                block.logprobs += block.last_logprobs
             events.append(writer.grown(block, piece))
         return events
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from frame.core.chat_template import ChatTemplateError
 from frame.entrypoints.answers import Answer, Stream
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_api_error
 from frame.entrypoints.http.openai_schema import ChatRequest, check_choices
 from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
@@ -43,6 +46,35 @@ async def count_prompt(services: Services, request: ChatRequest) -> int:
         return len(await services.need_text_input().encode_chat(chat.messages, chat.tools, chat.arguments))
     except ChatTemplateError as error:
         raise as_api_error(error) from None
+
+
+async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
+    """The request without its oldest turns, as many as it takes for the rest to fit the context with the tokens that it asks for. System
+    messages at the beginning and the last user message stay. Raises ApiError."""
+    messages = request.messages
+    roles = [message.get("role") for message in messages]
+    lead = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+    starts = [lead, *(i for i in range(lead + 1, len(roles)) if roles[i] == "user")]
+    candidates = [msgspec.structs.replace(request, messages=messages[:lead] + messages[start:]) for start in starts]
+    limits = services.client.limits
+    room = min(limits.max_context, limits.capacity + 1) - (request.max_completion_tokens or request.max_tokens or 1)
+    low, high = 0, len(candidates) - 1
+    while low < high:  # how much is left out only grows
+        middle = (low + high) // 2
+        if await _prompt_fits(services, candidates[middle], room):
+            high = middle
+        else:
+            low = middle + 1
+    return candidates[low]
+
+
+async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
+    try:
+        return await count_prompt(services, request) <= room
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return False
 
 
 def _chat_of(request: ChatRequest) -> Chat:

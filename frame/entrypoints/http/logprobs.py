@@ -42,6 +42,36 @@ def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[
     return {"content": content}
 
 
+class TextLogprobs:
+    """Assigns the log-probabilities of tokens to the pieces of text that parsers make of them, in order. Tokens of which no piece was
+    made, such as the tags of a tool call, are left out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[dict[str, Any]] = []  # entries as in `chat_logprobs`
+
+    def add(self, parts: Iterable[TokenLogprobs]) -> None:
+        """The tokens that came since the last call."""
+        self._pending += chat_logprobs(parts, self._tokenizer)["content"]
+
+    def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
+        """Those of the tokens that `piece` was made of; all that wait where it is not found among them, as in the midst of a character."""
+        start, place = "".join(entry["token"] for entry in self._pending).find(piece), 0
+        if start < 0:
+            found, self._pending = self._pending, []
+            return found
+        found, rest = [], []
+        for entry in self._pending:
+            after = place + len(entry["token"])
+            if place >= start + len(piece):
+                rest.append(entry)
+            elif after > start:
+                found.append(entry)
+            place = after
+        self._pending = rest
+        return found
+
+
 def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, places: TextPlaces) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` has seen the sequence's tokens before these."""
     tokens: list[str] = []

@@ -123,7 +123,8 @@ class Services:
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
         self.shares = Shares(server.max_requests_per_key)
-        self.responses = ResponseStore(server.response_store_size, server.response_store_bytes, server.response_store_ttl)
+        store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
+        self.responses = ResponseStore(*store)
         if batches.folder is not None:
             self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
 

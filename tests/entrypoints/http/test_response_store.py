@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from frame.entrypoints.http import response_store
-from frame.entrypoints.http.response_store import OVERHEAD, ResponseStore
+from frame.entrypoints.http.response_store import OVERHEAD, EventLog, ResponseStore
+from tests.entrypoints.inprocess import serving
 
 
 def test_another_tenant_sees_nothing() -> None:
@@ -48,3 +52,75 @@ def test_off() -> None:
     store = ResponseStore()
     store.put("a", "", b"{}", b"[]")
     assert (store.is_on, len(store)) == (False, 0)
+
+
+def test_one_key_never_evicts_a_smaller_ones() -> None:
+    store = ResponseStore(8, 8 * (OVERHEAD + 100), 60.0, share=0.5)
+    store.put("mine", "quiet", b"x" * 98, b"[]")
+    for number in range(40):
+        assert store.put(f"{number}", "loud", b"x" * 98, b"[]")
+    assert [name for name in map(str, range(40)) if store.get(name, "loud")] == ["36", "37", "38", "39"], "a key has half of the room"
+    for tenant in ("loud 2", "loud 3"):
+        for number in range(40):
+            assert store.put(f"{number}", tenant, b"x" * 98, b"[]")
+    assert store.get("mine", "quiet") is not None, "the largest make room"
+    assert len(store) == 8
+    assert store.num_bytes == 8 * (OVERHEAD + 100)
+
+
+def test_a_key_may_not_store_what_fills_more_than_its_share() -> None:
+    store = ResponseStore(8, 4000, 60.0, share=0.5)
+    assert not store.put("a", "one", b"x" * 2000, b"[]")
+    assert store.put("a", "", b"x" * 2000, b"[]"), "without keys there is one tenant"
+    assert store.num_bytes == 2000 + 2 + OVERHEAD
+
+
+async def test_events_count_and_are_dropped_at_the_bound() -> None:
+    store, log = ResponseStore(8, 4000, 60.0), EventLog()
+    store.put("other", "", b"x" * 1000, b"[]")
+    store.put("a", "", b"{}", b"[]", log=log)
+    reader = log.open_reader(1)
+    store.add_events("a", "", log, b"one\n\ntwo\n\nthree\n\n")
+    assert await reader.read() == b"two\n\nthree\n\n"
+    assert store.num_bytes == 1000 + 2 + 4 + 2 * OVERHEAD + log.size
+    store.add_events("a", "", log, b"x" * 2000 + b"\n\n")
+    assert store.get("other", "") is None, "the log's own entry is the newest"
+    store.add_events("a", "", log, b"x" * 2000 + b"\n\n")
+    assert (log.is_lost, await reader.read()) == (True, None)
+    assert store.num_bytes == 4 + OVERHEAD
+    store.delete("a", "")
+    assert store.num_bytes == 0
+
+
+async def test_readers_end_with_the_log_and_with_their_clients() -> None:
+    log = EventLog()
+    first, second = log.open_reader(0), log.open_reader(0)
+    waiting = asyncio.create_task(second.read())
+    await asyncio.sleep(0)
+    second.hang_up()
+    assert await waiting is None
+    log.add(b"one\n\n")
+    log.close()
+    assert (await first.read(), await first.read()) == (b"one\n\n", None)
+
+
+async def test_large_responses_of_one_key_leave_anothers_alone(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("quiet\nloud\n")
+    async with serving({"server": {"api_keys": str(keys), "response_store_bytes": 32_768}}) as served:
+
+        async def create(key: str, text: str) -> str:
+            asked = {"input": text, "max_output_tokens": 1}
+            return str((await served.post("/v1/responses", asked, authorization=f"Bearer {key}")).json()["id"])
+
+        async def status(key: str, name: str) -> int:
+            headers = [(b"authorization", f"Bearer {key}".encode())]
+            return (await served.request("GET", f"/v1/responses/{name}", headers=headers)).status
+
+        mine = await create("quiet", "Hello")
+        theirs = [await create("loud", "x" * 200 + str(number)) for number in range(24)]
+        assert await status("quiet", mine) == 200
+        assert await status("loud", theirs[-1]) == 200
+        assert await status("loud", theirs[0]) == 404, "its own oldest one made room"
+        assert await status("loud", mine) == 404
+        assert served.services.responses.num_bytes <= 32_768
