@@ -1,4 +1,4 @@
-"""`KeyRing`: the API keys that a server takes, and whose a request is. Keys are kept as digests and compared in constant time.
+"""`KeyRing`: the API keys that a server takes, and whose a request is. Keys are kept as digests and looked up by keyed digests.
 
 Knows no route; `check_exposure` says whether a configuration may be served to others at all.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,23 +22,28 @@ TENANT_LENGTH = 16  # hexadecimal digits
 
 
 class KeyRing:
-    """Takes `Authorization: Bearer KEY` and `x-api-key: KEY`. A key's tenant is a name that says nothing about the key."""
+    """Takes `Authorization: Bearer KEY` and `x-api-key: KEY`. A key's tenant is a name that says nothing about the key.
+
+    Tenants are found by an HMAC of the key's digest under a secret of this object. A client cannot choose or learn such a tag, so the
+    time of a lookup tells nothing of the keys, and one lookup is enough however many keys there are.
+    """
 
     def __init__(self, digests: Iterable[bytes]) -> None:
-        self._tenants = {digest: hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH] for digest in digests}
+        self._secret = secrets.token_bytes()
+        self._tenants = {self._tag(digest): hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH] for digest in digests}
 
     def __len__(self) -> int:
         return len(self._tenants)
 
     def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """Whose request this is; None when it brings no key of ours. Every key is compared, whether or not one matched already."""
+        """The tenant of a request; None when it brings no key of ours."""
         found = None
         for given in _given(headers):
-            digest = hashlib.sha256(given).digest()
-            for known, tenant in self._tenants.items():
-                if hmac.compare_digest(digest, known):
-                    found = tenant
+            found = self._tenants.get(self._tag(hashlib.sha256(given).digest()), found)
         return found
+
+    def _tag(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
 
 
 def _given(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:

@@ -161,6 +161,64 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert [len(part.partition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200")[1:]] == [1, 2, 3]
 
 
+async def tell(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body, then answers with the headers of the request."""
+    while (await receive()).get("more_body"):
+        pass
+    body = b"\n".join(name + b": " + value for name, value in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("parts", [(CHUNKED, b"2\r\nhi\r\n0\r\n"), (CHUNKED + b"2\r\nhi\r\n0\r\n",), (CHUNKED, b"0\r\n")])
+async def test_trailers_are_no_headers(parts: tuple[bytes, ...]) -> None:
+    trailers = b"x-api-key: secret\r\nauthorization: Bearer secret\r\nexpect: 100-continue\r\n\r\n"
+    for sent in ((*parts, trailers), (b"".join((*parts, trailers)),)):
+        async with listening(tell) as connect:
+            answer = await talk(connect, *sent)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert b"transfer-encoding: chunked" in answer and b"secret" not in answer and b"100" not in answer.split(b"\r\n\r\n")[1]
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 1", b"transfer-encoding: identity"])
+async def test_trailers_do_not_change_the_framing(framing: bytes) -> None:
+    async with listening(tell) as connect:
+        sent = CHUNKED.replace(b"connection: close\r\n", b"") + b"0\r\n" + framing + b"\r\n\r\n"
+        answer = await talk(connect, sent + b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400") or answer.count(b"HTTP/1.1 200") == 2, answer
+
+
+async def test_a_trailer_brings_no_key() -> None:
+    async with serving({"server": {"api_key": "secret"}}) as server, listening(server.app) as connect:
+        request = CHUNKED.replace(b"POST /", b"POST /tokenize") + b'12\r\n{"prompt": "hi!!"}\r\n0\r\n'
+        assert (await talk(connect, request + b"x-api-key: secret\r\n\r\n")).startswith(b"HTTP/1.1 401")
+        with_key = request.replace(b"host: x", b"x-api-key: secret")
+        assert (await talk(connect, with_key + b"x-api-key: other\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_trailers_have_a_size() -> None:
+    async with listening(tell) as connect:
+        assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: y\r\n" * (MOST_HEADERS + 1))) == 431
+    async with listening(tell) as connect:
+        assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: " + b"y" * (2 * LARGEST_HEAD + 1) + b"\r\n\r\n")) == 431
+    for endless in (b"0\r\nx: ", b"2\r\nhi\r\n0\r\nx: ", b"2;x="):  # without an end nobody would look at it
+        async with listening(tell) as connect:
+            assert status(await talk(connect, CHUNKED, endless, *[b"y" * LARGEST_HEAD] * 4)) == 431
+
+
+async def test_a_request_after_one_with_trailers_has_its_own_headers() -> None:
+    async with listening(tell) as connect:
+        first = CHUNKED.replace(b"connection: close\r\n", b"") + b"0\r\nx: trailer\r\n\r\n"
+        answer = await talk(connect, first + b"GET / HTTP/1.1\r\ny: header\r\nconnection: close\r\n\r\n")
+        assert b"trailer" not in answer and b"y: header" in answer
+    async with listening(tell) as connect:  # an offer of HTTP/2 is read again without it
+        offer = b"GET / HTTP/1.1\r\ny: header\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
+        assert b"y: header" in await talk(connect, offer)
+
+
 # bodies ------------------------------------------------------------------------------------------------------------
 
 

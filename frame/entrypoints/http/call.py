@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from frame.entrypoints.http.bodies import MOST_LEVELS, PATIENCE, Bodies, is_too_deep
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.mistakes import misfit, unreadable
+from frame.entrypoints.http.routing import BAD_ESCAPE
 from frame.entrypoints.logs import HEADER
 
 if TYPE_CHECKING:
@@ -128,12 +130,15 @@ class Call:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 
     def query(self, name: str) -> str | None:
-        """One query parameter, undecoded."""
-        for pair in self.scope.get("query_string", b"").decode("latin-1").split("&"):
-            key, _, value = pair.partition("=")
-            if key == name:
-                return value
-        return None
+        """The first value of a query parameter, decoded as a form's: percent escapes of UTF-8, and + for a space. Raises ApiError 400."""
+        query: bytes = self.scope.get("query_string", b"")
+        try:
+            pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
+        except UnicodeDecodeError:
+            raise ApiError(400, "the query string is not valid UTF-8; percent-encode the UTF-8 bytes of each value") from None
+        if BAD_ESCAPE.search(query):
+            raise ApiError(400, "the query string has a % that two hexadecimal digits do not follow; write %25 for a percent sign")
+        return next((value for key, value in pairs if key == name), None)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
         """Call `act` when the client hangs up, whether or not anything is being sent. The body must have been read."""

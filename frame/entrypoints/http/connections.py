@@ -41,7 +41,9 @@ class GuardedProtocol(HalfClosableProtocol):
         self._limits = limits
         self._is_head = True  # between two requests, or in the head of one
         self._has_begun = False  # a head has
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head, or of what came since the last bytes of the body: chunk extensions and trailers
+        self._num_headers = 0  # trailers too
+        self._has_body = False  # bytes of a body came with the data at hand
         self._refusal: ApiError | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
@@ -79,11 +81,11 @@ class GuardedProtocol(HalfClosableProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:  # it is being closed
             return
-        was_head = self._is_head
+        was_head, self._has_body = self._is_head, False
         super().data_received(data)
         if self._refusal is not None or self.transport.is_closing():
             return
-        if was_head and self._is_head:
+        if was_head == self._is_head and not self._has_body:
             try:
                 self._count(len(data))
             except ApiError as error:
@@ -98,8 +100,8 @@ class GuardedProtocol(HalfClosableProtocol):
         self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request; send HTTP/1.1"))
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        self._has_begun = True
+        self._head_bytes = self._num_headers = 0
+        self._is_head = self._has_begun = True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -107,10 +109,18 @@ class GuardedProtocol(HalfClosableProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer after a chunked body. Trailers are dropped: they bring no credentials and change no framing."""
         self._count(len(name) + len(value))
-        if len(self.headers) >= MOST_HEADERS:
+        self._num_headers += 1
+        if self._num_headers > MOST_HEADERS:
             self._raise(f"the request has more than {MOST_HEADERS} headers; send fewer")
-        super().on_header(name, value)
+        if self._is_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._is_head = self._has_begun = False

@@ -16,7 +16,7 @@ from frame.entrypoints.http.errors import ApiError
 E = TypeVar("E")
 ENCODED_SLASH = "\0"  # stands for it in a decoded path, where no other NUL can be: it separates no segments
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _SLASH_ESCAPE = re.compile(rb"%2f", re.IGNORECASE)
 _PARAMETER = re.compile(r"{(\w+)(:path)?}")
 
@@ -26,7 +26,7 @@ def decode_path(raw: bytes) -> str:
     if b"%" not in raw and raw.isascii():
         path = raw.decode("ascii")
     else:
-        if _BAD_ESCAPE.search(raw):
+        if BAD_ESCAPE.search(raw):
             raise ApiError(400, "the path has a % that two hexadecimal digits do not follow; write %25 for a percent sign")
         try:
             parts = [unquote_to_bytes(part).decode() for part in _SLASH_ESCAPE.split(raw)]
