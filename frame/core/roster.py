@@ -27,9 +27,9 @@ def open_roster(path: Path, num_slots: int) -> np.ndarray:
 
 
 def read_roster(path: Path) -> frozenset[int]:
-    """The marks of the requests that were in work last; none when no process came so far as to make a roster."""
+    """The marks of the requests that were in work last; none when there is no roster, or no descriptor to read it with."""
     try:
         marks = np.fromfile(path, np.uint64)
-    except FileNotFoundError:
+    except OSError:
         return frozenset()
     return frozenset(marks[marks != 0].tolist())

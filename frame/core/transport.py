@@ -6,6 +6,8 @@ no meaning of a message; nothing is ever pickled.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -28,6 +30,7 @@ from frame.core.messages import AnyMessage, Message, decode, encode
 log = logging.getLogger(__name__)
 
 NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes raises
+LONGEST_SOCKET = "frame-12345678/tokenizer-63"  # the longest path below the folder of temporary files
 FLUSH_MS = 2000  # how long a closing socket may still deliver what was sent
 
 
@@ -113,6 +116,7 @@ class ZmqTransport:
         self._context = zmq.Context(io_threads=1)
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
+        self._inbox = inbox
         self._pull.bind(inbox)
         pushes = {address: _push(self._context, address) for address in {*(routes or {}).values(), *([default] if default else [])}}
         self._pushes = pushes
@@ -160,14 +164,19 @@ class ZmqTransport:
         for message in messages:
             self.send(message)
 
+    def rebind(self) -> None:
+        """Listen at the inbox's address again after its file was deleted. Connections that exist stay."""
+        self._pull.bind(self._inbox)
+
     def renew(self, address: str) -> None:
-        """Somebody else will listen at `address`: drop what was not delivered there, and connect anew."""
+        """Somebody else will listen at `address`: drop what was not delivered there, and connect anew. Raises zmq.ZMQError, and changes
+        nothing then."""
         with self._lock:
             old = self._pushes.get(address)
             if old is None:
                 return
-            old.close(linger=0)
             new = self._pushes[address] = _push(self._context, address)
+            old.close(linger=0)
             self._default = new if self._default is old else self._default
             self._routes = {kind: new if socket is old else socket for kind, socket in self._routes.items()}
 
@@ -182,23 +191,33 @@ class ZmqSender:
     """A PUSH socket alone, to one address."""
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self._context = zmq.Context(io_threads=1)
         self._socket = _push(self._context, address)
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def close(self, linger: int | None = None) -> None:
-        """`linger`: milliseconds that what was sent may still take to be delivered."""
-        self._socket.close(linger)
+    def renew(self) -> None:
+        """Somebody else will listen: drop what was not delivered, and connect anew. Raises zmq.ZMQError, and changes nothing then."""
+        new = _push(self._context, self._address)
+        self._socket.close(linger=0)
+        self._socket = new
+
+    def close(self) -> None:
+        self._socket.close()
         self._context.term()
 
 
 def _push(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, FLUSH_MS)
-    socket.connect(address)
+    try:
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, FLUSH_MS)
+        socket.connect(address)
+    except BaseException:
+        socket.close(linger=0)
+        raise
     return socket
 
 
@@ -310,19 +329,50 @@ class BatchReceiver:
 
 
 class SocketDirectory:
-    """A 0700 directory that holds one deployment's ipc:// sockets; removed at the end."""
+    """A 0700 directory that holds one deployment's ipc:// sockets; removed at the end. Whoever makes it holds a lock on it, for which
+    systemd-tmpfiles leaves it alone. Raises OSError."""
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = Path(path or tempfile.mkdtemp(prefix="frame-"))
+        self.path = _make_directory() if path is None else Path(path)
         self._owned = path is None
-        mode = self.path.stat()
-        if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid != os.getuid():
-            raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
+        self._lock: int | None = None
+        self._check()
+
+    def restore(self) -> None:
+        """Make the directory again, with the same name, if a cleaner removed it. Raises OSError, also when it is somebody else's now."""
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700, parents=True)
+            self._release()
+        self._check()
 
     def address(self, name: str) -> str:
         return f"ipc://{self.path}/{name}"
 
     def remove(self) -> None:
         """Delete the sockets and the directory, if this object made it."""
+        self._release()
         if self._owned:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def _check(self) -> None:
+        found = self.path.stat()
+        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+            raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
+        if self._owned and self._lock is None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _make_directory() -> Path:
+    """A new directory where temporary files go, or, if that name is too long for sockets, in $XDG_RUNTIME_DIR or /tmp."""
+    bases = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]  # noqa: S108 - made with mkdtemp
+    for base in filter(None, bases):
+        if len(os.fsencode(f"{base}/{LONGEST_SOCKET}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
+            return Path(tempfile.mkdtemp(prefix="frame-", dir=base))
+    raise OSError(f"{bases[0]} is too long a name for a folder of sockets, and there is no /tmp")

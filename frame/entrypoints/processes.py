@@ -24,6 +24,7 @@ from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.stuck import ask_where
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
+INBOX = "client"  # the name of this process' socket
 LAST_WORDS = 0.5  # seconds for the last lines of children that ended
 
 
@@ -93,7 +94,7 @@ class Deployment:
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
             routes = {Watch: address("detokenizer"), Forget: address("detokenizer")}
-        self.transport = ZmqTransport(address("client"), address("engine"), routes)
+        self.transport = ZmqTransport(address(INBOX), address("engine"), routes)
         self.tokenizers = [ZmqSender(address(f"tokenizer-{i}")) for i in range(layout.tokenizers)]
         try:
             self._plan(resolved)
@@ -118,12 +119,22 @@ class Deployment:
         self.children[name] = Child(name, command, environment or {})
 
     def start(self, names: Sequence[str]) -> None:
-        """Start these children, which do not run. What was sent to those before them is dropped."""
-        children = [self.children[name] for name in names]
+        """Start these children, which do not run. What was sent to those before them is dropped. Raises what the system refuses
+        (OSError, RuntimeError for a thread, zmq.ZMQError), and then none of them runs."""
+        try:
+            self._start([self.children[name] for name in names])
+        except BaseException:
+            self.end(names)
+            raise
+
+    def _start(self, children: Sequence[Child]) -> None:
+        self._sockets.restore()
+        if not (self._sockets.path / INBOX).exists():
+            self.transport.rebind()
         if any(child.is_rank for child in children):
             for left in (ROSTER, "ranks"):  # who was on the device; where the ranks met
                 (self._sockets.path / left).unlink(missing_ok=True)
-        if "detokenizer" in names:
+        if any(child.name == "detokenizer" for child in children):
             (self._sockets.path / TEXT_ROSTER).unlink(missing_ok=True)
         for child in children:
             self._renew(child.name)
@@ -143,13 +154,10 @@ class Deployment:
                     child.process.stdin.flush()
 
     def _renew(self, name: str) -> None:
-        address = self._sockets.address(name)
         if name.startswith("tokenizer-"):
-            number = int(name.removeprefix("tokenizer-"))
-            self.tokenizers[number].close(0)
-            self.tokenizers[number] = ZmqSender(address)
+            self.tokenizers[int(name.removeprefix("tokenizer-"))].renew()
         else:
-            self.transport.renew(address)
+            self.transport.renew(self._sockets.address(name))
 
     def end(self, names: Sequence[str]) -> None:
         """Kill these children, whatever state they are in, and wait for their ends."""
@@ -162,6 +170,11 @@ class Deployment:
             if child.process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     child.process.stdin.close()
+
+    def kill_children(self, names: Sequence[str]) -> None:
+        """Kill these children, and do not wait for their ends."""
+        for name in names:
+            self.children[name].process.kill()
 
     def roster(self) -> frozenset[int]:
         """Marks of the requests that the engine has on the device, also after its end."""

@@ -19,6 +19,7 @@ from frame.entrypoints.processes import EXIT_CONFIGURATION, Child, Deployment
 from frame.entrypoints.usage import UsageWatch
 
 TICK = 0.1  # seconds between two looks at the children
+POLL = 0.01  # seconds between two looks at a process that was killed
 WATCH = 1.0  # seconds between two looks at what they hold
 WINDOW = 600.0  # seconds in which restarts are counted
 BACKOFF = 0.5  # seconds before the second attempt at a start that failed; doubles
@@ -123,7 +124,7 @@ class Supervisor:
     async def _look(self, unit: Unit, now: float, passed: float) -> None:
         if unit.state == "down":
             if now >= unit.resume_at:
-                self._start(unit)
+                await self._start(unit)
             return
         why = self._failure(unit, passed)
         if why is not None:
@@ -184,13 +185,20 @@ class Supervisor:
         return True
 
     async def _take_down(self, unit: Unit) -> None:
-        await asyncio.to_thread(self._deployment.end, unit.names)  # a device may take its time
+        self._deployment.kill_children(unit.names)
+        # No thread waits for their ends, since there may be none to be had; a device may take its time.
+        while any(child.process.poll() is None for child in unit.children):  # noqa: ASYNC110 - a process tells nobody of its end
+            await asyncio.sleep(POLL)
+        self._deployment.end(unit.names)
         delay = min(MAX_BACKOFF, BACKOFF * 2 ** (unit.failed_starts - 1)) if unit.failed_starts else 0.0
         unit.state, unit.resume_at = "down", time.monotonic() + delay
 
-    def _start(self, unit: Unit) -> None:
+    async def _start(self, unit: Unit) -> None:
         unit.state, unit.since = "starting", time.monotonic()
-        self._deployment.start(unit.names)  # in this thread, the main one, at whose end the kernel ends the child
+        try:
+            self._deployment.start(unit.names)  # in this thread, the main one, at whose end the kernel ends the child
+        except Exception as error:  # noqa: BLE001 - descriptors, processes, memory, room: there may be some later
+            await self._fail(unit, f"{unit.name} could not be started ({error})")
 
     def _came_up(self, unit: Unit) -> None:
         if unit in self._units.tokenizers:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -115,6 +119,49 @@ def test_directory_is_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError, match="0700"):
         SocketDirectory(str(tmp_path))
+
+
+def test_a_folder_of_sockets_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sockets = SocketDirectory()
+    handle = os.open(sockets.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles does before it removes anything
+    os.close(handle)
+    sockets.restore()  # it is there
+    near = ZmqTransport(sockets.address("near"), None)
+    old = ZmqSender(sockets.address("near"))
+    old.send(Abort(rids=["old"]))
+    assert near.receive(10.0) == [Abort(rids=["old"])]
+    shutil.rmtree(sockets.path)
+    sockets.restore()
+    near.rebind()
+    new = ZmqSender(sockets.address("near"))
+    try:
+        for sender in (old, new):
+            sender.send(Abort(rids=["x"]))
+            assert near.receive(10.0) == [Abort(rids=["x"])]
+        shutil.rmtree(sockets.path)
+        sockets.path.mkdir(mode=0o755)
+        with pytest.raises(PermissionError):  # somebody else may have made it
+            sockets.restore()
+    finally:
+        for end in (old, new, near):
+            end.close()
+        sockets.remove()
+
+
+def test_a_long_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses of sockets have 107 characters at most."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    sockets = SocketDirectory()
+    try:
+        ZmqTransport(sockets.address("tokenizer-63"), None).close()
+        assert not sockets.path.is_relative_to(long)
+    finally:
+        sockets.remove()
 
 
 # batches -----------------------------------------------------------------------------------------------------------

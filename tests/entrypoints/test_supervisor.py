@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +33,24 @@ class Process:
     def poll(self) -> int | None:
         return self.code
 
+    def kill(self) -> None:
+        self.code = self.code or -9
+
 
 class Deployment:
     def __init__(self, *names: str) -> None:
         self.children = {name: Child(name, [], {}) for name in names}
         self.started: list[str] = []
         self.asked: list[str] = []
+        self.refusals: list[tuple[str, Exception]] = []  # of the next starts of a process
         for name in names:
             self.start([name])
             self.children[name].is_ready = True
         self.started.clear()
 
     def start(self, names: list[str]) -> None:
+        if self.refusals and self.refusals[0][0] in names:
+            raise self.refusals.pop(0)[1]
         for name in names:
             self.started.append(name)
             child = self.children[name]
@@ -54,6 +61,10 @@ class Deployment:
         for name in names:
             if self.children[name].process.poll() is None:
                 self.children[name].process.code = -9  # type: ignore[attr-defined]
+
+    def kill_children(self, names: list[str]) -> None:
+        for name in names:
+            self.children[name].process.kill()
 
     def roster(self) -> frozenset[int]:
         return frozenset()
@@ -245,3 +256,33 @@ async def test_starts_that_fail_are_tried_ever_more_rarely(monkeypatch: pytest.M
     gaps = [later - earlier for earlier, later in pairwise(starts)]
     assert all(later > 1.5 * earlier for earlier, later in pairwise(gaps))
     assert not any(isinstance(message, Generate) for message in rig.sent)
+
+
+@pytest.mark.parametrize("name", ["engine", "detokenizer", "tokenizer-0"])
+async def test_starts_that_the_system_refuses_are_tried_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rig = Rig(monkeypatch, "engine", "detokenizer", "tokenizer-0", max_restarts=10)
+    stream = started(rig)
+    errors = (OSError(errno.EMFILE, "no files"), BlockingIOError(errno.EAGAIN, "no processes"), MemoryError(), RuntimeError("no thread"))
+    rig.deployment.refusals += [(name, error) for error in errors]
+    await rig.kill(name)
+    since = rig.now
+    while rig.deployment.refusals:
+        await rig.tick()
+        assert rig.client.dead is None
+    assert rig.now - since == pytest.approx(0.1 + 0.5 + 1 + 2, abs=0.5)  # with back-off
+    assert sum("could not be started" in line for line in rig.lines) == 4
+    while name not in rig.deployment.started:
+        await rig.tick()
+    await rig.get_ready()
+    assert rig.client.away is None
+    assert stream.finish is None
+
+
+async def test_refused_starts_count_as_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine", max_restarts=3)
+    rig.deployment.refusals += [("engine", OSError(errno.ENOMEM, "no memory"))] * 9
+    await rig.kill("engine")
+    for _ in range(200):
+        await rig.tick()
+    assert rig.client.dead == "engine could not be started ([Errno 12] no memory); the server cannot go on"
+    assert len(rig.deployment.refusals) == 6
