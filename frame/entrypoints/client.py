@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 ENDED_IT = "this request ended the engine {} times at the same place, the last time alone; it is refused, send another one"
 ENDED_TEXT = "the text of this request ended the detokenizer {} times at the same place; it is refused, send another one"
+LOST = "the server failed to take in a step's tokens of this request, which ends with it; the server's log says why"
+EXPIRY_GRACE = 10.0  # seconds that the engine may be late with the end of a request that is past its deadline
 
 
 class Link(Protocol):
@@ -222,10 +224,14 @@ class EngineClient:
             try:
                 self._take(message, touched)
             except Exception:  # the others of this batch are not to be lost with it
-                log.exception("a %s could not be taken in, and is dropped", type(message).__name__)
+                log.exception("a %s could not be taken in", type(message).__name__)
+                self._give_up(message)
         for answer in touched:
-            if answer.changed:
-                answer.wake()
+            try:
+                if answer.changed:
+                    answer.wake()
+            except Exception:  # nor the others' news with one answer's
+                log.exception("the news of request %s could not be handed on", answer.rid)
         if self._readmission.on_trial is not None:
             self._readmission.look()
 
@@ -276,6 +282,24 @@ class EngineClient:
         for answer in {id(s.answer): s.answer for s in sequences}.values():
             answer.wake()
 
+    def _give_up(self, message: AnyMessage) -> None:
+        """End the requests of a step that could not be taken in: it may have held their last tokens."""
+        if not isinstance(message, Tokens | Text):
+            return
+        try:
+            self._end_lost([s for rid in message.rids if (s := self._sequences.get(rid)) is not None], Finish("error", None, LOST))
+        except Exception:
+            log.exception("the requests of a %s that was lost could not all be ended", type(message).__name__)
+
+    def _end_lost(self, sequences: Sequence[Stream], finish: Finish) -> None:
+        """End sequences that the engine may go on with, which is told to stop."""
+        admitted = [sequence.standing.name for sequence in sequences if not self._readmission.is_held(sequence)]
+        self._end_here(sequences, finish)
+        if admitted:
+            self.link.send(Abort(rids=admitted))
+            if self._detokenizer is not None:
+                self._detokenizer.forget(admitted)
+
     # deaths --------------------------------------------------------------------------------------------------------
 
     def fail(self, error: str) -> None:
@@ -309,14 +333,16 @@ class EngineClient:
         self._readmission.resume()
 
     def expire(self) -> None:
-        """End what waits outside the engine and is past its time; the engine does so for its own."""
+        """End what waits outside the engine and is past its time. The engine does so for its own; what it has not ended `EXPIRY_GRACE`
+        seconds later is ended here as well, whatever became of it there."""
         now = time.monotonic()
-        for sequence in self._readmission.held:
-            if sequence.standing.expires <= now:
-                asked = sequence.standing.message.deadline if sequence.standing.message is not None else None
-                seconds = self.limits.request_timeout if asked is None else asked
-                sentence = f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time"
-                self._end_here([sequence], Finish("error", None, sentence))
+        late = [sequence for sequence in self._readmission.held if sequence.standing.expires <= now]
+        late += [s for s in self._sequences.values() if s.standing.expires + EXPIRY_GRACE <= now and not self._readmission.is_held(s)]
+        for sequence in late:
+            asked = sequence.standing.message.deadline if sequence.standing.message is not None else None
+            seconds = self.limits.request_timeout if asked is None else asked
+            sentence = f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time"
+            self._end_lost([sequence], Finish("error", None, sentence))
 
     def _admit(self, sequence: Stream) -> None:
         """Send a sequence to the engine, from where it stands."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from frame.core.messages import (
     Watch,
 )
 from frame.core.model_facts import find_model
+from frame.core.request import TIMED_OUT
 from frame.core.roster import mark_of
 from frame.core.sampling_params import SamplingParams
 from frame.core.text_stream import TextStream
 from frame.core.tokenizer import Tokenizer
-from frame.entrypoints.client import EngineClient
+from frame.entrypoints.client import EXPIRY_GRACE, EngineClient
 from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
 from frame.entrypoints.tokenizing import INLINE_CHARACTERS, ProcessInput, ThreadedInput, tokenize
 
@@ -156,6 +158,59 @@ async def test_text_is_made_here_or_elsewhere_or_nowhere() -> None:
     client, link = make(remote_text=True)
     submit(client, SamplingParams())
     assert [type(m) for m in link.sent] == [Watch, Generate]
+
+
+async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
+    client, link = make(detokenizer=detokenizer)
+    first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
+    process = detokenizer.process
+
+    def fails_on_the_first(message: Tokens) -> Text:
+        if "a" in message.rids:
+            raise RuntimeError("boom")
+        return process(message)
+
+    monkeypatch.setattr(detokenizer, "process", fails_on_the_first)
+    link.inbox = [tokens_of(generated(link)[0], 5, finish=Finish("length")), tokens_of(generated(link)[1], 6, finish=Finish("length"))]
+    client.drain()
+    for answer in (first, second):
+        await asyncio.wait_for(answer.complete(), 1)
+    lost, fine = first.sequences[0].finish, second.sequences[0].finish
+    assert lost is not None and lost.reason == "error" and "the server's log" in (lost.error or "")
+    assert fine == Finish("length")
+    assert link.sent[-1] == Abort(rids=["a"])
+    assert client.num_outstanding == len(detokenizer) == 0
+
+
+async def test_news_that_cannot_be_handed_on_keep_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, link = make()
+    first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
+
+    def fails() -> None:
+        raise RuntimeError("boom")
+
+    first.on_news = fails
+    link.inbox = [Text(rids=["a", "b"], texts=["x", "y"], token_ids=[[5], [6]], finishes={0: Finish("length"), 1: Finish("length")})]
+    waiting = asyncio.create_task(second.wait())
+    await asyncio.sleep(0)
+    client.drain()
+    assert [stream.rid for stream in await asyncio.wait_for(waiting, 1)] == ["b"]
+
+
+async def test_what_the_engine_does_not_end_in_time_ends_here() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams())
+    client.expire()
+    answer.sequences[0].standing.expires = time.monotonic() - EXPIRY_GRACE / 2
+    client.expire()
+    assert answer.open == 1  # the engine's to say
+    answer.sequences[0].standing.expires -= EXPIRY_GRACE
+    client.expire()
+    finish = answer.sequences[0].finish
+    assert finish is not None and (finish.error or "").startswith(TIMED_OUT)
+    assert link.sent[-1] == Abort(rids=["r"])
+    assert client.num_outstanding == 0
 
 
 async def test_death_ends_everything() -> None:
