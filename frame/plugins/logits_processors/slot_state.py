@@ -22,7 +22,10 @@ class Column:
 
 
 class SlotState:
-    """Rows by slot. `state[name]` is the tensor, `rows(slots)` where the slots' rows are."""
+    """Rows by slot. `state[name]` is the tensor, `rows(slots)` where the slots' rows are.
+
+    An allocation that fails leaves the state as it was: the slot has no row, and all others keep theirs.
+    """
 
     def __init__(self, max_slots: int, device: torch.device, columns: Mapping[str, Column]) -> None:
         self._columns = dict(columns)
@@ -50,9 +53,7 @@ class SlotState:
             self.release(slot)
         if not self._free:
             self._grow(max(1, 2 * self.capacity))
-        row = self._free.pop()
-        self._rows[slot] = row
-        self._row_of[slot].fill_(row)  # an assignment of a number would wait for a GPU
+        row = self._free[-1]
         for name, column in self._columns.items():
             value = values.get(name)
             if isinstance(value, torch.Tensor):
@@ -61,6 +62,8 @@ class SlotState:
                 target[tuple(slice(size) for size in value.shape)] = value.to(self._device, column.dtype, non_blocking=True)
             else:
                 self._tensors[name][row].fill_(column.fill if value is None else value)
+        self._row_of[slot].fill_(row)  # an assignment of a number would wait for a GPU
+        self._rows[slot] = self._free.pop()
 
     def release(self, slot: int) -> None:
         """Take a slot's row back; the last one frees everything."""
@@ -70,14 +73,15 @@ class SlotState:
             self._tensors.clear()
 
     def _grow(self, capacity: int) -> None:
-        old = self.capacity
-        self._free.extend(range(capacity - 1, old - 1, -1))
+        old, grown = self.capacity, {}
         for name, column in self._columns.items():
             before = self._tensors.get(name)
             shape = column.shape if before is None else before.shape[1:]
-            self._tensors[name] = self._filled(column, (capacity, *shape))
+            grown[name] = self._filled(column, (capacity, *shape))
             if before is not None:
-                self._tensors[name][:old] = before
+                grown[name][:old] = before
+        self._tensors = grown
+        self._free.extend(range(capacity - 1, old - 1, -1))
 
     def _widen(self, name: str, shape: torch.Size) -> None:
         """Make room for a value of this shape in every row."""
