@@ -41,8 +41,11 @@ class LeadingRunner(ModelRunner):
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
     def profile(self, request: ProfileRequest | None) -> str:
+        """Raises ProfileError, also for a follower's failure; the other ranks have done as they were told then."""
         path = self._runner.profile(request)
-        self._followers.send_order(Profile(request))
+        problems = self._followers.ask(Profile(request))
+        if problems:
+            raise ProfileError(f"rank 0 did so, but not all others: {'; '.join(problems)}")
         return path
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver |
     try:
         while (batch := batches.receive()) is not None:
             if isinstance(batch, Profile):
-                _profile(runner, batch)
+                batches.reply(_profile(runner, batch))
                 continue
             if isinstance(batch, Traced):
                 if observer is not None:
@@ -113,8 +116,11 @@ def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver |
         batches.close()
 
 
-def _profile(runner: ModelRunner, order: Profile) -> None:
+def _profile(runner: ModelRunner, order: Profile) -> str:
+    """-> why there is no profile of this rank, whose steps go on; empty where there is one."""
     try:
         runner.profile(order.request)
-    except ProfileError as error:  # rank 0 records, and this rank does not; its steps go on
+    except ProfileError as error:
         log.error("no profile of this rank: %s", error)
+        return str(error)
+    return ""

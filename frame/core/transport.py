@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,10 +115,8 @@ class ZmqTransport:
 
     def __init__(self, inbox: str, default: str | None, routes: Mapping[type[Message], str] | None = None) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._pull = self._context.socket(zmq.PULL)
-        self._pull.set_hwm(0)
         self._inbox = inbox
-        self._pull.bind(inbox)
+        self._pull = _pull(self._context, inbox)
         pushes = {address: _push(self._context, address) for address in {*(routes or {}).values(), *([default] if default else [])}}
         self._pushes = pushes
         self._default = pushes[default] if default else None
@@ -221,6 +220,13 @@ def _push(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[b
     return socket
 
 
+def _pull(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PULL)
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
+
+
 # ScheduledBatch to the other ranks ---------------------------------------------------------------------------------
 
 
@@ -269,59 +275,106 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
     trace: str
 
 
+class OrderReply(msgspec.Struct, frozen=True):
+    """A follower's answer to order `number`: `error` is a sentence, empty when the order was carried out."""
+
+    rank: int
+    number: int
+    error: str = ""
+
+
 Order = Profile | Traced
+BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
+REPLY_TIMEOUT = 30.0  # seconds that a follower may take for an order that is answered
 _order_encoder = msgspec.msgpack.Encoder()
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_reply_decoder = msgspec.msgpack.Decoder(OrderReply)
 
 
 class BatchSender:
-    """Rank 0's side: the same bytes to every follower, in order. An empty frame means stop."""
+    """Rank 0's side: the same bytes to every follower (ranks 1 and on), in order. A single empty frame means stop. Followers answer at
+    the address `replies`."""
 
-    def __init__(self, addresses: list[str]) -> None:
+    def __init__(self, addresses: list[str], replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
         self._sockets = [_push(self._context, address) for address in addresses]
+        self._replies = _pull(self._context, replies)
+        self._number = 0
 
     def send(self, batch: ScheduledBatch) -> None:
-        data = encode_batch(batch)
-        for socket in self._sockets:
-            socket.send(data)
+        self._send_all(encode_batch(batch), BATCH)
 
     def send_order(self, order: Order) -> None:
         """What else the followers are to know, between the batches."""
-        data = _order_encoder.encode(order)
-        for socket in self._sockets:
-            socket.send_multipart([data, b"order"])
+        self._number += 1
+        self._send_all(_order_encoder.encode(order), ORDER, str(self._number).encode())
+
+    def ask(self, order: Order, timeout: float = REPLY_TIMEOUT) -> list[str]:
+        """Send an order and wait until every follower has carried it out. -> what failed, a sentence a rank."""
+        self.send_order(order)
+        silent, problems, until = set(range(1, len(self._sockets) + 1)), [], time.monotonic() + timeout
+        while silent and self._replies.poll(max(0, int(1000 * (until - time.monotonic())))):
+            data = self._replies.recv()
+            try:
+                reply = _reply_decoder.decode(data)
+            except NOT_OURS as error:
+                log.warning("%d bytes that arrived are no reply, and are dropped: %s", len(data), error)
+                continue
+            if reply.number == self._number and reply.rank in silent:
+                silent.remove(reply.rank)
+                problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
+        return problems + [f"rank {rank} did not answer within {timeout:g} s" for rank in sorted(silent)]
 
     def close(self) -> None:
         """Tell the followers to stop."""
+        self._send_all(b"")
         for socket in self._sockets:
-            socket.send(b"")
             socket.close()
+        self._replies.close(linger=0)
         self._context.term()
+
+    def _send_all(self, *frames: bytes) -> None:
+        for socket in self._sockets:
+            socket.send_multipart(frames)
 
 
 class BatchReceiver:
-    """A follower's side."""
+    """The side of follower `rank`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, rank: int, replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
+        self._socket = _pull(self._context, address)
+        self._replies = _push(self._context, replies)
+        self._rank = rank
+        self._number = 0  # of the last order
 
     def receive(self) -> ScheduledBatch | Order | None:
-        """Block for the next batch or order; None when rank 0 stops."""
+        """Block for the next batch or order; None when rank 0 stops.
+
+        Bytes that do not look like rank 0's are dropped. A batch or an order of rank 0 that cannot be decoded raises RuntimeError: rank 0
+        would wait in a collective operation for this rank, so the process must end.
+        """
         while True:
             data, *rest = self._socket.recv_multipart()
+            if not data and not rest:
+                return None
             try:
-                if rest:
+                if rest == [BATCH]:
+                    return decode_batch(data)
+                if len(rest) == 2 and rest[0] == ORDER:
+                    self._number = int(rest[1])
                     return _order_decoder.decode(data)
-                return decode_batch(data) if data else None
-            except NOT_OURS as error:
-                log.warning("%d bytes that arrived are no batch, and are dropped: %s", len(data), error)
+            except (*NOT_OURS, ValueError, TypeError) as error:
+                raise RuntimeError(f"what rank 0 sent cannot be decoded, and this rank cannot go on without it: {error}") from error
+            log.warning("%d bytes that arrived are no batch, and are dropped", len(data))
+
+    def reply(self, error: str = "") -> None:
+        """Tell rank 0 that the last order was carried out, or why not."""
+        self._replies.send(msgspec.msgpack.encode(OrderReply(self._rank, self._number, error)))
 
     def close(self) -> None:
         self._socket.close(linger=0)
+        self._replies.close()
         self._context.term()
 
 

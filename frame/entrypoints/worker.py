@@ -86,7 +86,8 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
     imports = round(time.perf_counter() - clock, 3)
     sockets = SocketDirectory(options.sockets)
-    followers = BatchSender([sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]) if options.tp > 1 else None
+    batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]
+    followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
     place = Place(0, options.tp, Path(options.sockets))
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
@@ -106,7 +107,8 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     from frame.core.follower import follow
     from frame.entrypoints.assembly import Place, build_rank, with_profiles
 
-    batches = BatchReceiver(SocketDirectory(options.sockets).address(f"batches-{options.rank}"))
+    sockets = SocketDirectory(options.sockets)
+    batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
     place = Place(options.rank, options.tp, Path(options.sockets))
     runner = with_profiles(resolved, build_rank(resolved, registry_of(resolved), place), place)
     tracing = open_tracing(resolved.user.server, name)

@@ -9,6 +9,8 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +21,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frame.core import transport
 from frame.core.follower import LeadingRunner, follow
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, StepResult
-from frame.core.interfaces.runner import ModelRunner
+from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 from frame.core.messages import Abort, Heartbeat, Tokens
 from frame.core.sampling_params import SamplingParams
 from frame.core.transport import (
     BatchReceiver,
     BatchSender,
     InProcessTransport,
+    Profile,
     SocketDirectory,
     Traced,
     ZmqSender,
@@ -242,14 +246,15 @@ def test_followers_run_what_rank_0_runs() -> None:
     sockets = SocketDirectory()
     addresses = [sockets.address(f"batches-{i}") for i in (1, 2)]
     runners = [Recorder(), Recorder()]
-    receivers = [BatchReceiver(address) for address in addresses]
+    replies = sockets.address("replies")
+    receivers = [BatchReceiver(address, rank, replies) for rank, address in enumerate(addresses, 1)]
     watched: list[Any] = []
     observer = SimpleNamespace(on_launch=lambda batch: watched.append(batch.step), on_end=watched.append)
     threads = [threading.Thread(target=follow, args=each) for each in zip(runners, receivers, (None, observer), strict=True)]
     for thread in threads:
         thread.start()
     own = Recorder()
-    sender = BatchSender(addresses)
+    sender = BatchSender(addresses, replies)
     leader = LeadingRunner(own, sender)
     for step in range(20):
         leader.launch(make_batch(step)).wait()
@@ -263,3 +268,90 @@ def test_followers_run_what_rank_0_runs() -> None:
     assert own.closed
     assert all(runner.closed for runner in runners)
     sockets.remove()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[tuple[BatchSender, BatchReceiver, str]]:
+    """Rank 0's end, rank 1's, and the address of the latter."""
+    address, replies = f"ipc://{tmp_path}/batches", f"ipc://{tmp_path}/replies"
+    receiver = BatchReceiver(address, 1, replies)
+    sender = BatchSender([address], replies)
+    yield sender, receiver, address
+    receiver.close()
+    sender.close()
+
+
+def test_a_batch_that_cannot_be_decoded_ends_the_follower(
+    ranks: tuple[BatchSender, BatchReceiver, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it rank 0 waits in a collective operation for a rank that never comes."""
+    sender, receiver, _ = ranks
+    runner = Recorder()
+    sender.send(make_batch(0))
+    monkeypatch.setattr(transport, "encode_batch", lambda batch: encode_batch(batch)[:-9])
+    sender.send(make_batch(1))
+    with pytest.raises(RuntimeError, match="cannot be decoded"):
+        follow(runner, receiver)
+    assert runner.steps == [0]
+    assert runner.closed
+
+
+def test_bytes_of_others_are_dropped(ranks: tuple[BatchSender, BatchReceiver, str], caplog: pytest.LogCaptureFixture) -> None:
+    sender, receiver, address = ranks
+    stranger = ZmqSender(address)
+    stranger._socket.send(b"junk")
+    stranger._socket.send_multipart([b"junk", b"junk"])
+    stranger.close()
+    sender.send(make_batch(3))
+    batch = receiver.receive()
+    assert isinstance(batch, ScheduledBatch)
+    assert batch.step == 3
+
+
+class Profiled(Recorder):
+    """Records when it is let."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__()
+        self.may, self.requests, self.error = threading.Event(), [], error
+
+    def profile(self, request: ProfileRequest | None) -> str:
+        assert self.may.wait(10)
+        if self.error:
+            raise ProfileError(self.error)
+        self.requests.append(request)
+        return "trace"
+
+
+@pytest.mark.parametrize("error", ["", "the disk is full"])
+def test_a_profile_is_answered_when_all_ranks_have_begun(ranks: tuple[BatchSender, BatchReceiver, str], error: str) -> None:
+    sender, receiver, _ = ranks
+    own, other = Profiled(), Profiled(error)
+    own.may.set()
+    leader = LeadingRunner(own, sender)
+    follower = threading.Thread(target=follow, args=(other, receiver), daemon=True)
+    follower.start()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(leader.profile, ProfileRequest())
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        other.may.set()
+        if error:
+            with pytest.raises(ProfileError, match="rank 1: the disk is full"):
+                answer.result(10)
+        else:
+            assert answer.result(10) == "trace"
+            assert other.requests == [ProfileRequest()]
+    leader.launch(make_batch(0)).wait()
+    sender._send_all(b"")
+    follower.join(10)
+    assert other.steps == [0]
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks: tuple[BatchSender, BatchReceiver, str]) -> None:
+    sender, receiver, _ = ranks
+    assert sender.ask(Profile(None), timeout=0.05) == ["rank 1 did not answer within 0.05 s"]
+    receiver.receive()
+    receiver.reply("late")  # is no answer to the next
+    threading.Thread(target=lambda: (receiver.receive(), receiver.reply())).start()
+    assert sender.ask(Profile(None), timeout=10) == []

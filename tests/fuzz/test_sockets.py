@@ -190,7 +190,7 @@ async def test_client_and_texts_for_long(tmp_path: Path, seed: int) -> None:
 
 def test_batches_of_other_ranks(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/batches"
-    receiver = BatchReceiver(address)
+    receiver = BatchReceiver(address, 1, f"ipc://{tmp_path}/replies")
     with pushing(address) as socket:
         for data in packets(1, 300):
             if data:  # an empty one means stop
