@@ -4,6 +4,7 @@ must be answered with calls of the functions' schemas, one where one was asked f
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,10 @@ from tests.entrypoints import base_only
 
 CITIES = ["Oslo", "Rome"]
 SCHEMA = {
-    "properties": {"city": {"enum": CITIES, "title": "City", "type": "string"}, "days": {"enum": [1, 2], "title": "Days", "type": "integer"}},
+    "properties": {
+        "city": {"enum": CITIES, "title": "City", "type": "string"},
+        "days": {"enum": [1, 2], "title": "Days", "type": "integer"},
+    },
     "required": ["city", "days"],
     "title": "Weather",
     "type": "object",
@@ -42,7 +46,7 @@ CHAT = {
         "tool_choice": {"type": "function", "function": {"name": "Weather"}},
     },
     "smolagents, ToolCallingAgent": {
-        "messages": [{"role": "system", "content": "You are an expert."}, {"role": "user", "content": [{"type": "text", "text": "Weather?"}]}],
+        "messages": [{"role": "system", "content": "You help."}, {"role": "user", "content": [{"type": "text", "text": "Weather?"}]}],
         "stop": ["Observation:", "Calling tools:"],
         "tools": [function("weather", {"type": "object", "properties": STRICT["properties"], "required": ["city", "days"]})],
         "tool_choice": "required",
@@ -154,6 +158,4 @@ for module in ("openai", "grpc", "pytest", "opentelemetry"):
 names = {found.metadata["Name"].lower() for found in importlib.metadata.distributions()}
 assert "openai" not in names and "torch" in names, names
 """
-    import os
-
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **base_only.environment()}, check=True, timeout=60)

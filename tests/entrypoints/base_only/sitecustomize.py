@@ -19,7 +19,6 @@ class _Hider(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in _hidden:
             raise ModuleNotFoundError(f"No module named {name!r} (not part of the base installation)", name=name)
-        return
 
 
 def _name_of(distribution) -> str:
