@@ -151,8 +151,8 @@ class Engine:
                 if isinstance(message, Generate):
                     self._refuse(message, Finish("error", error=f"the request could not be started: {_sentence(error)}"))
         if self.grammars is not None:
-            for request, grammar in self.grammars.ready():
-                self._add(request, grammar)
+            for request, grammar, arrival in self.grammars.ready():
+                self._add(request, grammar, arrival)
         if not messages and (timeout != 0.0 or self._audit is not None) and not self._settled and self.scheduler.is_idle:
             self._settle()
 
@@ -169,9 +169,9 @@ class Engine:
         else:
             log.warning("the engine does not take %s", type(message).__name__)
 
-    def _add(self, message: Generate, grammar: Grammar | Finish | None = None) -> None:
+    def _add(self, message: Generate, grammar: Grammar | Finish | None = None, arrival: float | None = None) -> None:
         self._audit = None  # the books change; the self-check begins anew when this is done
-        refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add(message, grammar)
+        refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add(message, grammar, arrival)
         if refusal is not None:
             self._refuse(message, refusal)
 

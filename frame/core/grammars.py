@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from frame.core.grammar_masks import sentence_of
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
-from frame.core.request import QUEUE_FULL
+from frame.core.request import QUEUE_FULL, timed_out
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
@@ -39,12 +39,14 @@ class CompilerProcess(Protocol):
 @dataclass(frozen=True, slots=True)
 class GrammarSettings:
     """`kinds` that the backend compiles; `patience`: most seconds that a grammar waits behind others that
-    took all the time they may; `cache_bytes` of compiled grammars are kept; `workers` compile at a time."""
+    took all the time they may; `cache_bytes` of compiled grammars are kept; `workers` compile at a time; `request_timeout`: the deadline
+    in seconds of a request without one of its own."""
 
     kinds: tuple[str, ...] = GRAMMAR_KINDS
     workers: int = 1
     patience: float = 10.0
     cache_bytes: int = 256 * 1024 * 1024
+    request_timeout: float = 600.0
 
 
 class TooBusyError(RuntimeError):
@@ -89,6 +91,15 @@ class _Compilation:
     rids: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request and where its grammar comes from. `arrival` in seconds of the clock."""
+
+    message: Generate
+    source: _Compilation | CompiledGrammar | ValueError
+    arrival: float
+
+
 class GrammarCompiler:
     """A few threads compile, in order of arrival, each by a process of its own where `start_process` is given, else by the backend
     itself. `len` is the number of requests that wait.
@@ -102,6 +113,7 @@ class GrammarCompiler:
         make: Callable[[], GrammarBackend],
         settings: GrammarSettings | None = None,
         start_process: Callable[[], CompilerProcess] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make = make
         self._settings = settings or GrammarSettings()
@@ -112,7 +124,8 @@ class GrammarCompiler:
         self._processes: list[CompilerProcess] = []
         self._cache = GrammarCache(self._settings.cache_bytes)
         self._compiling: dict[Key, _Compilation] = {}
-        self._waiting: dict[str, tuple[Generate, _Compilation | CompiledGrammar | ValueError]] = {}
+        self._clock = clock
+        self._waiting: dict[str, _Waiting] = {}
         self._own = threading.local()  # a thread's process
         self._held_up_at = 0.0  # when a grammar last took all the time that it may
 
@@ -124,7 +137,7 @@ class GrammarCompiler:
         key = message.params.grammar
         if key is None:
             return False
-        self._waiting[message.rid] = message, self._find(key, message.rid)
+        self._waiting[message.rid] = _Waiting(message, self._find(key, message.rid), self._clock())
         return True
 
     def _find(self, key: Key, rid: str) -> _Compilation | CompiledGrammar | ValueError:
@@ -139,28 +152,27 @@ class GrammarCompiler:
         self._compiling[key].rids.add(rid)
         return self._compiling[key]
 
-    def ready(self) -> list[tuple[Generate, Grammar | Finish]]:
-        """Requests whose grammar is there, or why it is not."""
+    def ready(self) -> list[tuple[Generate, Grammar | Finish, float]]:
+        """Requests whose grammar is there, or why it is not: also those whose deadline has passed meanwhile. The last is when each
+        arrived, on the clock: their deadlines run from there."""
         for key in [key for key, compilation in self._compiling.items() if compilation.future.done()]:
             error = self._compiling[key].future.exception()
             if error is None or isinstance(error, ValueError):  # others may pass
                 # the sentence alone: an error as it was raised keeps the frames that it went through
                 self._cache.put(key, self._compiling[key].future.result() if error is None else ValueError(str(error)))
             del self._compiling[key]
-        found = [(message, outcome) for message, source in self._waiting.values() if (outcome := _outcome(source)) is not None]
-        for message, _ in found:
-            del self._waiting[message.rid]
+        now = self._clock()
+        outcomes = [(each, self._outcome(each, now)) for each in self._waiting.values()]
+        found = [(each.message, outcome, each.arrival) for each, outcome in outcomes if outcome is not None]
+        for message, _, _ in found:
+            self._forget(message.rid)
         return found
 
     def drop(self, rids: Sequence[str], reason: FinishReason) -> Tokens | None:
         """Forget these requests (all, when empty); returns their ends."""
         gone = [rid for rid in (rids or list(self._waiting)) if rid in self._waiting]
         for rid in gone:
-            source = self._waiting.pop(rid)[1]
-            if isinstance(source, _Compilation):
-                source.rids.discard(rid)
-                if not source.rids and source.future.cancel():
-                    self._compiling.pop(source.key, None)
+            self._forget(rid)
         if not gone:
             return None
         return Tokens(rids=gone, token_ids=[[] for _ in gone], finishes={i: Finish(reason) for i in range(len(gone))})
@@ -170,6 +182,18 @@ class GrammarCompiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
+
+    def _outcome(self, waiting: _Waiting, now: float) -> Grammar | Finish | None:
+        deadline = self._settings.request_timeout if waiting.message.deadline is None else waiting.message.deadline
+        return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting.source)
+
+    def _forget(self, rid: str) -> None:
+        """Let a request go; a compilation that has not begun and that no other request wants is cancelled."""
+        source = self._waiting.pop(rid).source
+        if isinstance(source, _Compilation):
+            source.rids.discard(rid)
+            if not source.rids and source.future.cancel():
+                self._compiling.pop(source.key, None)
 
     # in the threads -----------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,18 @@ import numpy as np
 from frame.core.interfaces.batch import PromptLogprobs
 from frame.core.interfaces.cache import Match
 from frame.core.interfaces.sampling import Grammar
+from frame.core.messages import Finish
 from frame.core.sampling_params import SamplingParams
 
 # Prefixes of `Finish.error`, so that the HTTP side can tell a 503 and a 504 from a 400 without a second field.
 QUEUE_FULL = "queue full"
 TIMED_OUT = "deadline exceeded"
 NOT_FINITE = "the model's logits were not finite"
+
+
+def timed_out(seconds: float) -> Finish:
+    """The end of a request whose deadline has passed."""
+    return Finish("error", error=f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time")
 
 
 class RequestState(IntEnum):

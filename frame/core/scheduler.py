@@ -25,7 +25,7 @@ from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.jump_forward import JumpForward
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.page_ledger import PageLedger
-from frame.core.request import QUEUE_FULL, TIMED_OUT, Request, RequestState
+from frame.core.request import QUEUE_FULL, Request, RequestState, timed_out
 from frame.core.request_table import GRAMMAR, PROMPT_LOGPROBS, RequestTable
 from frame.core.roster import open_roster
 from frame.core.running import InFlight, RunningSet
@@ -75,13 +75,14 @@ class Scheduler:
 
     # requests -----------------------------------------------------------------------------------------------------------
 
-    def add(self, message: Generate, grammar: Grammar | None = None) -> Finish | None:
-        """Queue a request; a `Finish` says why it is refused (its error starts with `QUEUE_FULL` when it may be tried again)."""
+    def add(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
+        """Queue a request; a `Finish` says why it is refused (its error starts with `QUEUE_FULL` when it may be tried again). `arrival`:
+        when the engine received it, on the clock, where that was not just now; its deadline runs from there."""
         if message.rid in self._requests:
             return Finish("error", error=f"request id {message.rid} is in use; choose another")
         if len(self._queue) >= self.config.max_queued:
             return Finish("error", error=f"{QUEUE_FULL}: {len(self._queue)} requests are waiting; try again later")
-        request = self._admission.accept(message, self._clock(), self._jumps.watch(grammar, message.params))
+        request = self._admission.accept(message, self._clock() if arrival is None else arrival, self._jumps.watch(grammar, message.params))
         if isinstance(request, Finish):
             return request
         self._requests[request.rid] = request
@@ -120,8 +121,7 @@ class Scheduler:
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
         for request in self._deadlines.expired(now):
-            seconds = request.deadline - request.arrival
-            self._end(request, Finish("error", error=f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time"))
+            self._end(request, timed_out(request.deadline - request.arrival))
         rows = self._planner.plan(self._step, now)
         if not rows:
             return None

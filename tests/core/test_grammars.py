@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -67,7 +68,7 @@ def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish
     found: dict[str, Grammar | Finish] = {}
     ready = threading.Event()
     for _ in range(2000):
-        found |= {message.rid: outcome for message, outcome in compiler.ready()}
+        found |= {message.rid: outcome for message, outcome, _ in compiler.ready()}
         if len(found) >= count:
             return found
         ready.wait(0.005)
@@ -86,7 +87,7 @@ def test_a_grammar_is_compiled_once_for_all() -> None:
     found = collect(compiler, 5)
     assert len({id(grammar) for grammar in found.values()}) == 5  # each its own state
     assert compiler.hold(ask("again", regex="x"))
-    assert [message.rid for message, _ in compiler.ready()] == ["again"]  # at once
+    assert [message.rid for message, *_ in compiler.ready()] == ["again"]  # at once
     assert backend.sources == ["x"] and len(compiler) == 0
     compiler.close()
 
@@ -154,6 +155,28 @@ def test_requests_that_leave_take_their_grammar_along() -> None:
     assert set(collect(compiler, 2)) == {"a", "c"}
     assert "third" not in backend.sources
     assert compiler.drop([], "abort") is None
+    compiler.close()
+
+
+def test_deadlines_run_while_a_grammar_compiles() -> None:
+    backend, now = Counting(), [100.0]
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(request_timeout=50.0), clock=lambda: now[0])
+    message = ask("mine", regex="x")
+    compiler.hold(ask("default", regex="x"))
+    compiler.hold(msgspec.structs.replace(message, deadline=2.0))
+    compiler.hold(msgspec.structs.replace(message, rid="patient", deadline=1000.0))
+    now[0] = 101.9
+    assert compiler.ready() == []
+    for late, rid, deadline in ((102.1, "mine", "2 s"), (150.1, "default", "50 s")):
+        now[0] = late
+        ((ended, finish, _),) = compiler.ready()
+        assert ended.rid == rid and isinstance(finish, Finish)
+        assert finish.error == f"deadline exceeded: the request took longer than its {deadline}; allow it more time"
+    backend.gate.set()
+    while not (ready := compiler.ready()):
+        threading.Event().wait(0.005)
+    assert [(found.rid, arrival) for found, _, arrival in ready] == [("patient", 100.0)]
     compiler.close()
 
 
