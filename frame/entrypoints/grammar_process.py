@@ -1,9 +1,9 @@
 """Grammars are compiled in a process of their own, since a compiler that takes too long or too much can only be stopped with its process.
 
 `GrammarProcess` is the engine's side: it starts the process when there is something to compile, and starts another when that one was
-ended. `main` is the process: `python -m frame.entrypoints.grammar_process`, with the resolved configuration as its first frame on
-standard input. A frame is its length, 4 bytes, and MessagePack. Time is kept by an alarm and memory by a limit on the address space,
-so the kernel ends the process, also when the engine is gone.
+ended. `main` is the process: `python -m frame.entrypoints.grammar_process ENGINE`, the engine's process id, with the resolved
+configuration as its first frame on standard input. A frame is its length, 4 bytes, and MessagePack. Time is kept by an alarm, memory by
+a limit on the address space, and the engine's life by a death signal: in all three cases the kernel ends the process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import msgspec
 from frame.core.grammars import TooLongError
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.resolved import Resolved
+from frame.entrypoints.processes import die_with
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar
@@ -70,7 +71,7 @@ class GrammarProcess:
         if self._closed:
             raise RuntimeError("the engine stops")
         process = subprocess.Popen(
-            self._command,
+            (*self._command, str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -161,6 +162,7 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     """Serve until standard input ends. `load` gives the backend (tests put others here)."""
     from frame.plugins.loader import load_registry
 
+    die_with(int(sys.argv[1]))  # a compilation reads no input, whose end would say that the engine is gone
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     answers = os.dup(1)

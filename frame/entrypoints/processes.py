@@ -7,13 +7,16 @@ Knows no request, and not when to restart (that is `frame.entrypoints.supervisor
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from frame.core.errors import ConfigurationError
 from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, Watch
@@ -23,14 +26,26 @@ from frame.core.transport import SocketDirectory, ZmqSender, ZmqTransport
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.stuck import ask_where
 
+EXIT_ORPHANED = 3
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
 INBOX = "client"  # the name of this process' socket
+PR_SET_PDEATHSIG = 1
 LAST_WORDS = 0.5  # seconds for the last lines of children that ended
 
 
 def _death_signal() -> list[str]:
     # The kernel's signal comes when the starting thread ends, which only for the main thread means the process.
     return ["--death-signal"] if threading.current_thread() is threading.main_thread() else []
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel (Linux) to end this process when the parent's thread that started it ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    library: Any = ctypes.CDLL(None, use_errno=True)
+    library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request took effect
+        raise SystemExit(EXIT_ORPHANED)
 
 
 @dataclass(frozen=True, slots=True)

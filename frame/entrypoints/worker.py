@@ -7,7 +7,6 @@ standard input ends. Exit codes: 0 stopped, 1 failed, 78 wrong configuration or 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from frame.core.errors import ConfigurationError
 from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
@@ -27,7 +26,7 @@ from frame.core.resolved import Resolved
 from frame.core.roster import ROSTER, TEXT_ROSTER, open_roster
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.entrypoints import logs
-from frame.entrypoints.processes import EXIT_CONFIGURATION
+from frame.entrypoints.processes import EXIT_CONFIGURATION, EXIT_ORPHANED, die_with
 from frame.entrypoints.stuck import answer_when_asked
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, open_tracing, tokenizer_span
 from frame.plugins.loader import load_registry
@@ -40,10 +39,8 @@ if TYPE_CHECKING:
     from frame.core.tokenizer import Tokenizer
 
 EXIT_FAILED = 1
-EXIT_ORPHANED = 3
 HEARTBEAT = 1.0  # seconds, while idle
 EARLY_LIMIT = 16_384  # requests whose tokens may overtake their Watch
-PR_SET_PDEATHSIG = 1
 
 
 Role = Callable[[Resolved, argparse.Namespace, ZmqTransport, str], None]
@@ -53,7 +50,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     """Run one role to its end; returns the exit code. `roles` replaces some of the roles (fakes)."""
     options = _options(arguments)
     if options.death_signal:
-        _die_with(options.parent)
+        die_with(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the parent decides what they mean
         signal.signal(number, signal.SIG_IGN)
     answer_when_asked()
@@ -265,16 +262,6 @@ def _watch_parent() -> None:
     while os.read(0, 4096):
         pass
     os._exit(EXIT_ORPHANED)
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel (Linux) to end this process when the parent's starting thread ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request took effect
-        raise SystemExit(EXIT_ORPHANED)
 
 
 def leave(code: int) -> NoReturn:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -367,3 +368,11 @@ def test_grammars_are_compiled_off_the_loop(start: Callable[..., Running]) -> No
     masks = running.runner.masks  # type: ignore[attr-defined]
     assert len(masks) == 3
     assert all((mask == 0x55555555).all() for mask in masks)
+
+
+def test_a_deadline_ends_a_request_whose_grammar_compiles(start: Callable[..., Running]) -> None:
+    backend = Backend()
+    running = start(grammars=GrammarCompiler(lambda: backend))
+    running.near.send(msgspec.structs.replace(generate("g", params=SamplingParams(max_tokens=6, regex="x")), deadline=0.01))
+    assert running.finish("g")["g"][1].error.startswith("deadline exceeded")  # no compilation has ended by then
+    backend.gate.set()

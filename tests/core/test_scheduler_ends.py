@@ -84,6 +84,15 @@ def test_deadlines_end_waiting_and_running_requests(overlap: bool) -> None:
     made.run()
 
 
+def test_a_deadline_runs_from_the_arrival() -> None:
+    """Not from the moment at which the request's grammar was ready."""
+    made = rig(request_timeout=50.0)
+    made.now = 100.0
+    message = Generate(rid="late", token_ids=[1], params=params(max_tokens=60), deadline=5.0)
+    assert made.scheduler.add(message, None, 96.0) is None
+    assert made.scheduler._requests["late"].deadline == 101.0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_abort_in_every_state(overlap: bool) -> None:
     made = rig(overlap=overlap, max_running=2, token_budget=6)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from frame import Engine, SamplingParams
@@ -58,6 +60,31 @@ def test_closed_is_closed(process: GrammarProcess) -> None:
         os.kill(pid, 0)
     with pytest.raises(RuntimeError, match="the engine stops"):
         process.compile("regex", "x")
+
+
+def test_the_process_ends_with_its_engine(tmp_path: Path) -> None:
+    """Also in the middle of a compilation, which may take far longer than this test."""
+    program = f"""
+from frame.core.config import FrameConfig
+from frame.core.hardware import Hardware
+from frame.entrypoints.grammar_process import GrammarProcess
+from frame.entrypoints.prepare import prepare
+config = FrameConfig.model_validate({{"sampling": {{"grammar_timeout": 500.0}}}})
+process = GrammarProcess(prepare(config, Hardware(cpu_cores=1, memory_bytes=8 << 30)).resolved, {COMMAND!r})
+print(process.compile("regex", "x").rsplit(b":", 1)[1].decode(), flush=True)
+process.compile("regex", "hang")
+"""
+    engine = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    grammars = psutil.Process(int(engine.stdout.readline()))
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    try:
+        grammars.wait(5)
+    except psutil.TimeoutExpired:
+        grammars.kill()
+        raise
 
 
 def test_a_bomb_is_its_own_requests_error() -> None:
