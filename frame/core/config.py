@@ -300,6 +300,11 @@ class BatchesSection(Section):
 
     folder: str | None = setting(None, "Folder for files and batches; without one there are no batches.", flag="batch-folder")
     max_bytes: int = setting(1024**3, "Most bytes of all files together.", flag="batch-max-bytes", ge=1024)
+    max_bytes_per_key: int = setting(256 * 1024**2, "Most bytes of one key's files.", flag="batch-max-bytes-per-key", ge=1024)
+    max_files_per_key: int = setting(1000, "Most files of one key, those of running batches too.", flag="batch-max-files-per-key", ge=1)
+    max_batches_per_key: int = setting(
+        500, "Most batches of one key that are kept; a new one takes the place of the oldest that is over.", ge=1
+    )
     max_requests: int = setting(50_000, "Most requests in one batch.", flag="batch-max-requests", ge=1)
     concurrency: int = setting(8, "Most requests of batches that run at once.", flag="batch-concurrency", ge=1, le=1024)
 

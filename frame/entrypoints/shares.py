@@ -1,8 +1,14 @@
-"""`Shares`: how much each key has at work, over all protocols, and the most that it may. Knows no key, only whose it is; no protocol."""
+"""`Shares`: how much each key has at work, over all protocols, and the most that it may; `Places`, which keys are given in turn.
+
+Knows no key, only whose it is; no protocol.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -74,3 +80,44 @@ class Share:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class Places:
+    """At most `count` pieces of work at once. Who waits is served in turn by tenant: one tenant's many delay another's one no longer than
+    its next one would."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in the order of their turns
+
+    @asynccontextmanager
+    async def hold(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a place and hold it."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the place came with the cancellation
+                    self._pass_on()
+                raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """A place that is free, to the next tenant's next."""
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            queue = self._waiting.pop(tenant)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue  # behind the others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1

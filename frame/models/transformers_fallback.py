@@ -97,7 +97,9 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         if reference is not None and self.context.load_code is not None:
             return self.context.load_code("configuration", reference)
         kind = self.facts.config["model_type"]
-        return CONFIG_MAPPING.get(kind, self.architecture.config_class)
+        if kind in CONFIG_MAPPING:  # a lazy mapping, whose `get` finds only what was imported before
+            return CONFIG_MAPPING[kind]
+        return self.architecture.config_class
 
 
 class PagedAttention:

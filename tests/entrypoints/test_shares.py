@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from frame.entrypoints.shares import ShareExceededError, Shares
+from frame.entrypoints.shares import Places, ShareExceededError, Shares
 
 
 def test_places_are_counted_and_come_back() -> None:
@@ -44,3 +46,43 @@ def test_without_a_limit_or_a_key_all_may_be_had() -> None:
     for shares, tenant in ((Shares(None), "a"), (Shares(1), "")):
         with shares.open(tenant) as share, shares.open(tenant):
             share.widen(1000)
+
+
+async def test_tenants_take_turns() -> None:
+    places, order, gate = Places(2), [], asyncio.Event()
+
+    async def work(tenant: str) -> None:
+        async with places.hold(tenant):
+            order.append(tenant)
+            await gate.wait()
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        many = [group.create_task(work("many")) for _ in range(20)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            group.create_task(work("few"))
+        await asyncio.sleep(0)
+        for task in many[2:6]:  # some of those that wait are given up
+            task.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+    assert order[:2] == ["many", "many"]
+    assert order[2:8].count("few") == 3
+    assert len(order) == 19
+
+
+async def test_a_place_that_comes_with_a_cancellation_is_passed_on() -> None:
+    places, held = Places(1), []
+
+    async def work(name: str) -> None:
+        async with places.hold(name):
+            held.append(name)
+
+    first = places.hold("a")
+    await first.__aenter__()
+    waiting, last = asyncio.create_task(work("b")), asyncio.create_task(work("c"))
+    await asyncio.sleep(0)
+    await first.__aexit__(None, None, None)
+    waiting.cancel()  # it has its place and has not run yet
+    await asyncio.wait_for(last, 10)
+    assert held == ["c"]

@@ -8,6 +8,7 @@ from typing import Any
 from frame.entrypoints.http.dialects import Extensions, function_tool, object_at, parts_at, text_at
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai_schema import ChatRequest
+from frame.entrypoints.http.terms import Metadata
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools: Anthropic's word -> OpenAI's
 UNSERVED = {"container": "leave it out", "mcp_servers": "use tools of your own"}
@@ -67,7 +68,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
     def chat(self, **more: Any) -> ChatRequest:
         """See `CountTokensRequest.chat`."""

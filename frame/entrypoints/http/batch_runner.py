@@ -9,12 +9,15 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from frame.entrypoints.http.batch_files import FileStore, NoRoomError, Output, read_all
+from frame.entrypoints.shares import Places, Share, ShareExceededError, Shares
 
 if TYPE_CHECKING:
     from frame.core.config import BatchesSection
@@ -77,12 +80,16 @@ _batch_decoder = msgspec.json.Decoder(Batch)
 class BatchRunner:
     """One a server that has a folder for batches. `route` is the application, past its guards; `stopping` tells of the server's end."""
 
-    def __init__(self, config: BatchesSection, files: FileStore, stopping: Callable[[], bool]) -> None:
+    def __init__(self, config: BatchesSection, files: FileStore, shares: Shares, stopping: Callable[[], bool]) -> None:
         self.files = files
         self.route: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None
         self.max_requests = config.max_requests
         self._stopping = stopping
-        self._places = asyncio.Semaphore(config.concurrency)
+        self._shares = shares
+        self._max_batches = config.max_batches_per_key
+        self._places = Places(config.concurrency)
+        # lines of each tenant that are in memory, those that wait for a place too; as many entries as keys
+        self._lines: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, config.concurrency))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._batches = self._load()
 
@@ -107,7 +114,7 @@ class BatchRunner:
 
     async def start(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None, tenant: str) -> Batch:
         """Begin a batch. Raises NoRoomError, OSError."""
-        await self._make_room()
+        await self._make_room(tenant)
         now = int(time.time())
         batch = Batch(
             id=f"batch-{uuid.uuid4().hex}",
@@ -136,12 +143,16 @@ class BatchRunner:
             batch.turn("cancelled")
             await self._save(batch)
 
-    async def _make_room(self) -> None:
-        if len(self._batches) < MOST_BATCHES:
+    async def _make_room(self, tenant: str) -> None:
+        """For one batch more: the tenant's own oldest gives its place, never another's. Raises NoRoomError, OSError."""
+        own = self.owned(tenant)
+        is_full = bool(tenant) and len(own) >= self._max_batches
+        if not is_full and len(self._batches) < MOST_BATCHES:
             return
-        oldest = next((batch for batch in self._batches.values() if batch.status in OVER), None)
+        oldest = next((batch for batch in reversed(own) if batch.status in OVER), None)
         if oldest is None:
-            raise NoRoomError(f"{MOST_BATCHES} batches are running, which is all that may; try again later")
+            most = f"{self._max_batches} batches of this key" if is_full else f"{MOST_BATCHES} batches"
+            raise NoRoomError(f"{most} are kept, which is all that may be, and none of yours is over; try again later")
         del self._batches[oldest.id]
         await asyncio.to_thread((self.files.folder / f"{oldest.id}.json").unlink, missing_ok=True)
 
@@ -155,7 +166,8 @@ class BatchRunner:
         try:
             try:
                 batch.total = await asyncio.to_thread(self._count, batch)
-                outputs += [self.files.begin(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant) for kind in ("output", "error")]
+                for kind in ("output", "error"):  # the first one is known when there is no room for the second
+                    outputs.append(await self.files.begin(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant))  # noqa: PERF401
                 batch.turn("in_progress")
                 await self._save(batch)
                 await self._all_lines(batch, outputs)
@@ -201,14 +213,16 @@ class BatchRunner:
         """Raises what ends the batch early: OSError, NoRoomError, _BatchError, _ExpiredError."""
         lines: BinaryIO = await asyncio.to_thread(self.files.path(batch.input_file_id).open, "rb")
         ends: list[Exception] = []
+        held = self._lines[batch.tenant]
         try:
             async with asyncio.TaskGroup() as group:
-                while not ends and (line := await asyncio.to_thread(lines.readline)):
-                    if not line.strip():
-                        continue
-                    await self._places.acquire()
+                while not ends:
+                    await held.acquire()
+                    line = await _next_line(lines, held)
+                    if not line:
+                        break
                     task = group.create_task(self._line(batch, line, outputs, ends))
-                    task.add_done_callback(lambda _: self._places.release())
+                    task.add_done_callback(lambda _: held.release())
         finally:
             lines.close()
         if ends:
@@ -238,7 +252,6 @@ class BatchRunner:
             is_fine = False
             record |= {"custom_id": name or error.name, "response": None, "error": {"code": "invalid_request", "message": str(error)}}
         piece = msgspec.json.encode(record) + b"\n"
-        self.files.take(len(piece))
         outputs[0 if is_fine else 1].append(piece)
         batch.completed += is_fine
         batch.failed += not is_fine
@@ -250,13 +263,21 @@ class BatchRunner:
                 raise _ExpiredError
             if self._stopping():
                 raise _BatchError("the server was stopped before the batch was over; create it again")
-            status, answer = await self._ask(batch, body)
+            async with self._places.hold(batch.tenant):
+                status, answer = await self._ask(batch, body)
             if status not in (429, 503):
                 return status, answer
             await asyncio.sleep(0.0 if self._stopping() else RETRY)
 
     async def _ask(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
-        """One request, as if it had come by network."""
+        """One request, as if it had come by network; it counts for its key as any other."""
+        try:
+            with self._shares.open(batch.tenant) as share:
+                return await self._route(batch, body, share)
+        except ShareExceededError:
+            return 429, b""
+
+    async def _route(self, batch: Batch, body: bytes, share: Share) -> tuple[int, bytes]:
         assert self.route is not None
         bodies, parts, status = [body], [], 0
 
@@ -278,7 +299,8 @@ class BatchRunner:
             "query_string": b"",
             "client": None,
         }
-        scope |= {"headers": [(b"content-type", b"application/json")], "tenant": batch.tenant, "arrived": time.perf_counter()}
+        scope |= {"headers": [(b"content-type", b"application/json")], "tenant": batch.tenant, "share": share}
+        scope["arrived"] = time.perf_counter()
         await self.route(scope, receive, send)
         return status, b"".join(parts)
 
@@ -293,6 +315,18 @@ class BatchRunner:
         finally:
             for output in left.values():
                 output.abandon()
+
+
+async def _next_line(lines: BinaryIO, held: asyncio.Semaphore) -> bytes:
+    """The next line that is not empty, "" at the end. Unless it is one, `held` is released."""
+    line = b""
+    try:
+        while (line := await asyncio.to_thread(lines.readline)) and not line.strip():
+            pass
+        return line
+    finally:
+        if not line.strip():
+            held.release()
 
 
 class _BatchError(Exception):

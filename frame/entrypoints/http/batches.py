@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+import os
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from frame.entrypoints.http.batch_files import Card, NoRoomError
+from frame.entrypoints.http.batch_files import Card, FileStore, NoRoomError, Output
 from frame.entrypoints.http.batch_runner import ENDPOINTS, Batch, BatchRunner
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.multipart import FormPart, FormReader
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.terms import Metadata
 
 T = TypeVar("T")
 MOST_LISTED = 100
-_FIELD = re.compile(rb'name="?([^";\r\n]*)"?', re.IGNORECASE)
-_FILENAME = re.compile(rb'filename="([^"\r\n]*)"', re.IGNORECASE)
-_BOUNDARY = re.compile(r'multipart/form-data;.*boundary="?([^";,\s]{1,200})"?', re.IGNORECASE)
+PURPOSE = "batch"  # of every file that clients may send
+LONGEST_PURPOSE = 64  # bytes
+PIECE = 256 * 1024  # bytes of a file that are in memory for a reader
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str = "24h"
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 _decoder = msgspec.json.Decoder(BatchRequest)
@@ -38,17 +40,20 @@ _decoder = msgspec.json.Decoder(BatchRequest)
 async def upload(call: Call, services: Services) -> None:
     """Upload a file of requests, as multipart/form-data."""
     runner = _runner(services)
-    boundary = _BOUNDARY.match(call.header(b"content-type") or "")
-    if boundary is None:
-        raise ApiError(400, "the body must be multipart/form-data with the fields file and purpose", "file")
-    parts = form_parts(await call.body(), boundary[1].encode("latin-1"))
-    purpose = parts.get("purpose", (None, b""))[1].decode("utf-8", "replace")
-    if purpose != "batch":
-        raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be batch", "purpose")
-    if "file" not in parts:
-        raise ApiError(400, "file is missing; send it", "file")
-    filename, content = parts["file"]
-    await call.respond_json((await _kept(runner.files.create(content, filename or "batch.jsonl", purpose, call.tenant))).shown())
+    form = Upload(runner.files, call.tenant)
+    reader = FormReader(call.header(b"content-type") or "")
+    try:
+        async for piece in call.pieces():
+            for part, content in reader.feed(piece):
+                await form.take(part, content)
+        reader.close()
+        card = await _kept(form.finish())
+    except ApiError as error:
+        error.headers = ((b"connection", b"close"),)  # the rest of the body may not have been read
+        raise
+    finally:
+        form.close()
+    await call.respond_json(card.shown())
 
 
 async def files(call: Call, services: Services) -> None:
@@ -67,10 +72,17 @@ async def file_content(call: Call, services: Services) -> None:
     """A file's content."""
     path = _runner(services).files.path(_card(call, services).id)
     try:
-        content = await asyncio.to_thread(path.read_bytes)
+        handle = await asyncio.to_thread(path.open, "rb")
     except OSError as error:
         raise ApiError(500, f"the file cannot be read: {error.strerror}") from None
-    await call.respond(content, headers=((b"content-type", b"application/jsonl"),))
+    with handle:  # what is open can be read to its end, also when the file is deleted meanwhile
+        size = os.fstat(handle.fileno()).st_size
+        await call.respond_pieces(_pieces_of(handle), size, ((b"content-type", b"application/jsonl"),))
+
+
+async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(handle.read, PIECE):
+        yield piece
 
 
 async def delete_file(call: Call, services: Services) -> None:
@@ -117,20 +129,49 @@ async def cancel(call: Call, services: Services) -> None:
 # parts -------------------------------------------------------------------------------------------------------------
 
 
-def form_parts(body: bytes, boundary: bytes) -> dict[str, tuple[str | None, bytes]]:
-    """The parts of a multipart/form-data body by name: (file name, content). Raises ApiError."""
-    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
-        raise ApiError(400, "the multipart body is cut off or has another boundary than its header says", "file")
-    parts: dict[str, tuple[str | None, bytes]] = {}
-    for piece in pieces[1:-1]:
-        head, _, content = piece.partition(b"\r\n\r\n")
-        disposition = next((line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b"")
-        named, filename = re.search(rb"[;\s]" + _FIELD.pattern, disposition, re.IGNORECASE), _FILENAME.search(disposition)
-        if named is not None:
-            shown = filename[1].decode("utf-8", "replace") if filename is not None else None
-            parts[named[1].decode("utf-8", "replace")] = (shown, content)
-    return parts
+class Upload:
+    """The form of one upload: its file goes to the disk as it comes. To be closed, whatever happens."""
+
+    def __init__(self, store: FileStore, tenant: str) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._purpose: bytes | None = None
+        self._output: Output | None = None
+
+    async def take(self, part: FormPart, content: bytes) -> None:
+        """A piece of a part; the first of each part is empty. Raises ApiError."""
+        if part.name not in ("file", "purpose"):
+            raise ApiError(400, f"the field {part.name[:50]!r} is not known here; send file and purpose", part.name[:50] or None)
+        given = self._output if part.name == "file" else self._purpose
+        if not content and given is not None:
+            raise ApiError(400, f"{part.name} is given twice; send it once", part.name)
+        if part.name == "purpose":
+            self._purpose = (self._purpose or b"") + content
+            if len(self._purpose) > LONGEST_PURPOSE:
+                self._check_purpose()
+        elif self._output is None:
+            self._output = await _kept(self._store.begin(part.filename or "batch.jsonl", PURPOSE, self._tenant))
+        else:
+            await _kept(self._output.write(content))
+
+    async def finish(self) -> Card:
+        """Keep the file. Raises ApiError, OSError."""
+        self._check_purpose()
+        if self._output is None:
+            raise ApiError(400, "file is missing; send it", "file")
+        card = await self._output.finish()
+        self._output = None
+        return card
+
+    def close(self) -> None:
+        """Let go of a file that was not kept."""
+        if self._output is not None:
+            self._output.abandon()
+
+    def _check_purpose(self) -> None:
+        purpose = (self._purpose or b"").decode("utf-8", "replace")
+        if purpose != PURPOSE:
+            raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be {PURPOSE}", "purpose")
 
 
 def _runner(services: Services) -> BatchRunner:

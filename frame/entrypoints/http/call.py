@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
@@ -72,29 +72,38 @@ class Call:
         """The first header of this (lower-case) name."""
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
-    async def body(self) -> bytes:
-        """The whole body. Raises ApiError 413 before more than the limit is read, 408 when nothing comes and 415 when it is packed,
-        DisconnectedError when the client leaves."""
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, held by nobody. Raises ApiError 413 before more than the limit is read, 408 when nothing comes and 415
+        when it is packed, DisconnectedError when the client leaves."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
                 raise self._too_large()
             if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
                 raise ApiError(415, f"the body is packed (content-encoding: {value[:40].decode('latin-1')}); send it as it is")
-        whole = bytearray()
-        until = asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
+        size, until = 0, asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
         while True:
             message = await self._piece(until)
             piece: bytes = message.get("body", b"")
-            if len(whole) + len(piece) > self.max_body:
+            size += len(piece)
+            if size > self.max_body:
                 raise self._too_large()
+            yield piece
+            if not message.get("more_body", False):
+                return
+
+    async def body(self) -> bytes:
+        """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more than they may."""
+        first, whole = b"", bytearray()
+        async for piece in self.pieces():
             self._bodies.take(len(piece))
             self._held += len(piece)
-            is_last = not message.get("more_body", False)
-            if is_last and not whole:
-                return piece
+            if not whole and not first:
+                first = piece
+                continue
+            if not whole:
+                whole += first
             whole += piece
-            if is_last:
-                return bytes(whole)
+        return bytes(whole) if whole else first
 
     async def _piece(self, until: float) -> MutableMapping[str, Any]:
         """What comes next of a body, which must be over at `until` (the loop's time)."""
@@ -165,6 +174,15 @@ class Call:
         length = (b"content-length", str(len(body)).encode())
         await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._identity()]})
         await self._put({"type": "http.response.body", "body": body})
+
+    async def respond_pieces(self, pieces: AsyncIterator[bytes], size: int, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
+        """A response of `size` bytes, of which a piece is asked for when the client has taken most of those before."""
+        self.started, self.status = True, 200
+        length = (b"content-length", str(size).encode())
+        await self._put({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._identity()]})
+        async for piece in pieces:
+            await self._put({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._put({"type": "http.response.body", "body": b""})
 
     async def respond_json(self, value: Any, status: int = 200) -> None:
         await self.respond(msgspec.json.encode(value), status)

@@ -13,6 +13,9 @@ from frame.entrypoints.http.errors import ApiError
 
 _MISSING, _CUT = "Object missing required field ", "Input data was truncated"  # msgspec's words
 _WRONG_TYPE = re.compile(r"Expected `([a-z |]+)`, got `([a-z]+)`")
+_OF_KEY = " - at `key` in `$"
+_TOO_LONG = re.compile(r"Expected `(str|object|array)` of length <= (\d+)")
+_COUNTED: Mapping[str, str] = MappingProxyType({"str": "characters", "object": "pairs", "array": "entries"})
 _TYPES: Mapping[str, str] = MappingProxyType(
     {
         "str": "a string",
@@ -29,16 +32,18 @@ _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def misfit(error: msgspec.ValidationError, root: str | None = None) -> ApiError:
     """Of JSON whose fields do not fit. `root` is the place of what was read, None: the body."""
-    text, _, path = str(error).partition(" - at `$")
+    text, _, path = str(error).replace(_OF_KEY, " - at `$").partition(" - at `$")
     param = f"{root or ''}{path.rstrip('`')}".lstrip(".") or None
     if text.startswith(_MISSING):
         missing = text.removeprefix(_MISSING).strip("`")
         return ApiError(400, f"{missing} is missing; send it", f"{param}.{missing}" if param else missing)
-    place = param or "the body"
+    place = f"a key of {param}" if _OF_KEY in str(error) else param or "the body"
     if wrong := _WRONG_TYPE.fullmatch(text):
         wanted, got = wrong[1].split(" | "), _TYPES.get(wrong[2], wrong[2])
         choices = [_TYPES.get(each, each) for each in wanted if each != "null" or len(wanted) == 1]
         return ApiError(400, f"{place} is {got}; send {' or '.join(choices)}", param)
+    if long := _TOO_LONG.fullmatch(text):
+        return ApiError(400, f"{place} has more than {long[2]} {_COUNTED[long[1]]}; send fewer", param)
     return ApiError(400, f"{place}: {text}", param)
 
 

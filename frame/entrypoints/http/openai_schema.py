@@ -11,7 +11,7 @@ import msgspec
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.structured import constraints
-from frame.entrypoints.http.terms import Terms
+from frame.entrypoints.http.terms import Metadata, Terms
 from frame.entrypoints.http.tools import ToolUse, tool_use
 
 MAX_CHOICES = 128  # sequences of one request: prompts × n
@@ -122,7 +122,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     # beyond OpenAI
     chat_template_kwargs: dict[str, Any] | None = None

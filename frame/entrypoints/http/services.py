@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -126,7 +125,7 @@ class Services:
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
         self.responses = ResponseStore(*store)
         if batches.folder is not None:
-            self.batches = BatchRunner(batches, FileStore(Path(batches.folder), batches.max_bytes), lambda: self.draining)
+            self.batches = BatchRunner(batches, FileStore(batches), self.shares, lambda: self.draining)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that no client waits for. What it needs of the engine, it holds already, so there is never more than of other work."""

@@ -5,7 +5,13 @@ Knows no route.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+# What a client may attach to what is kept for it: as much as OpenAI allows.
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 
 class Terms(msgspec.Struct, kw_only=True):
