@@ -28,6 +28,7 @@ from frame.entrypoints.stuck import ask_where
 
 EXIT_ORPHANED = 3
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides what they mean
 INBOX = "client"  # the name of this process' socket
 PR_SET_PDEATHSIG = 1
 LAST_WORDS = 0.5  # seconds for the last lines of children that ended
@@ -154,6 +155,12 @@ class Deployment:
         for child in children:
             self._renew(child.name)
             child.is_ready, child.silence, child.last_words, child.device_memory, child.is_asked = False, 0.0, None, 0, False
+            self._spawn(child)
+
+    def _spawn(self, child: Child) -> None:
+        # Signals to the whole group must not end a child before it ignores them; a blocked one waits until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+        try:
             child.process = subprocess.Popen(
                 [*child.arguments, "--parent", str(os.getpid()), *_death_signal()],
                 stdin=subprocess.PIPE,
@@ -161,12 +168,18 @@ class Deployment:
                 stderr=None if self._log is None else subprocess.PIPE,
                 env={**os.environ, **child.environment},
             )
-            if self._log is not None and child.process.stderr is not None:
-                self._relays[child.name] = self._log.relay(child.process.stderr)
-            if child.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
-                    child.process.stdin.write(self._config)
-                    child.process.stdin.flush()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if self._log is not None and child.process.stderr is not None:
+            self._relays[child.name] = self._log.relay(child.process.stderr)
+        self._tell(child, self._config)
+
+    @staticmethod
+    def _tell(child: Child, line: bytes) -> None:
+        if child.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
+                child.process.stdin.write(line)
+                child.process.stdin.flush()
 
     def _renew(self, name: str) -> None:
         if name.startswith("tokenizer-"):

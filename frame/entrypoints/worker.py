@@ -26,7 +26,7 @@ from frame.core.resolved import Resolved
 from frame.core.roster import ROSTER, TEXT_ROSTER, open_roster
 from frame.core.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.entrypoints import logs
-from frame.entrypoints.processes import EXIT_CONFIGURATION, EXIT_ORPHANED, die_with
+from frame.entrypoints.processes import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with
 from frame.entrypoints.stuck import answer_when_asked
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, open_tracing, tokenizer_span
 from frame.plugins.loader import load_registry
@@ -51,8 +51,9 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     options = _options(arguments)
     if options.death_signal:
         die_with(options.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the parent decides what they mean
+    for number in PARENTS_SIGNALS:  # they may reach the whole group
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     answer_when_asked()
     resolved = Resolved.model_validate_json(_first_line())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()

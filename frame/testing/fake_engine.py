@@ -204,20 +204,18 @@ def detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTr
 
 def serve(arguments: list[str]) -> int:
     """`frame serve` over fake engines."""
-    from frame.entrypoints import logs
+    from frame.entrypoints.cli.main import open_closed_streams
     from frame.entrypoints.cli.options import config_command
+    from frame.entrypoints.cli.serve import run
     from frame.entrypoints.config_sources import LoadedConfig
-    from frame.entrypoints.http import server
-    from frame.entrypoints.prepare import prepare
 
     codes: list[int] = []
 
     @config_command()
     def command(loaded: LoadedConfig) -> None:
-        logs.configure("main", loaded.config.log, logs.LogWriter())
-        prepared = prepare(loaded.config, is_served=True)
-        codes.append(server.serve(prepared, server.configured_layout(prepared.resolved, "frame.testing.fake_engine")))
+        codes.append(run(loaded, "frame.testing.fake_engine"))
 
+    open_closed_streams()
     command.main(arguments, standalone_mode=False)
     return codes[0]
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -77,8 +79,18 @@ def cli() -> None:
     """
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, so that no socket takes their numbers and is printed to."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def main() -> None:
     """The console script."""
+    open_closed_streams()
     cli(prog_name="frame")
 
 

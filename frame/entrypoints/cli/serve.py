@@ -15,15 +15,20 @@ HELP = "Serve a model over HTTP: the OpenAI API at /v1, the native one at /gener
 @config_command(help=HELP)
 @click.pass_context
 def command(ctx: click.Context, loaded: LoadedConfig) -> None:
+    ctx.exit(run(loaded))
+
+
+def run(loaded: LoadedConfig, module: str = "frame.entrypoints.worker") -> int:
+    """Serve with children that run `module`; returns the exit code."""
     from frame.entrypoints import logs
-    from frame.entrypoints.http.server import serve
+    from frame.entrypoints.http.server import configured_layout, serve, stop_while_starting
     from frame.entrypoints.prepare import prepare
 
     logs.configure("main", loaded.config.log, logs.LogWriter())
+    stop_while_starting()
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
-        code = serve(prepared)
+        return serve(prepared, configured_layout(prepared.resolved, module))
     except RuntimeError as error:  # a child that ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
-        code = 1
-    ctx.exit(code)
+        return 1

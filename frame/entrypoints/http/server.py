@@ -60,7 +60,6 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
     resolved = prepared.resolved
     started = time.perf_counter()
-    signal.signal(signal.SIGTERM, _give_up)  # until the server is up
     load_certificate(resolved.user.server)
     check_grpc(resolved.user.server)
     if (folder := resolved.user.batches.folder) is not None:
@@ -87,8 +86,17 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
         admin.close()
 
 
+def stop_while_starting() -> None:
+    """From now on, and until the server is up, SIGTERM and SIGINT end the process in order, with exit code 0."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _give_up)
+
+
 def _give_up(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)  # by way of every `finally`: children and sockets go
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    report(f"stopped by {signal.Signals(number).name} while starting")
+    raise SystemExit(EXIT_OK)  # by way of every `finally`: children and sockets go
 
 
 def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.worker") -> Layout:
