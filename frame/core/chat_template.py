@@ -24,7 +24,8 @@ from frame.core.tools_as_text import as_plain_messages
 LARGEST_TEXT = 64 * 1024 * 1024  # characters that a template may make
 LARGEST_POWER = 1000
 LONGEST_TIME = 20.0  # seconds
-RESERVED = frozenset({"messages", "tools"})
+TEMPLATE = "chat_template"  # the argument that brings a template of its own; callers see to it that only trusted ones do
+RESERVED = frozenset({"messages", "tools", TEMPLATE})
 CUT = "\u2063cut here\u2063"  # stands behind a message that is to be continued while its template is rendered
 
 

@@ -231,6 +231,9 @@ class TextSection(Section):
         None, "File of the text that a language model judges relevance by, with {instruction}, {query} and {document}.", flag="score-prompt"
     )
     chat_template: str | None = setting(None, "File of a Jinja chat template, instead of the model's.", flag="chat-template")
+    trust_request_chat_template: bool = setting(
+        False, "Run the Jinja template that a request brings (chat_template).", flag="trust-request-chat-template"
+    )
 
 
 class ServerSection(Section):

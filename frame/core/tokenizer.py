@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from frame.core.chat_template import ChatTemplate, ChatTemplateError, find_template, read_template
+from frame.core.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, find_template, read_template
 from frame.core.errors import CheckpointError
 from frame.core.python_tokenizer import PythonTokenizer
 from frame.core.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
@@ -89,15 +89,26 @@ class Tokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt of a conversation. Raises ChatTemplateError with a sentence for the client."""
-        if self._template is None:
+        arguments = dict(arguments or {})
+        source = arguments.pop(TEMPLATE, None)
+        template = self._template if source is None else self._template_of(source)
+        if template is None:
             raise ChatTemplateError("this model has no chat template; give one with --chat-template, or use /v1/completions")
-        return self._template.render(messages, tools, add_generation_prompt, arguments)
+        return template.render(messages, tools, add_generation_prompt, arguments)
+
+    def _template_of(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self.special_tokens)
+        except (CheckpointError, RecursionError) as error:
+            raise ChatTemplateError(f"chat_template does not compile: {error.__cause__ or error}") from None
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, arguments: dict[str, Any] | None = None
     ) -> list[int]:
-        """A conversation as token ids; the template writes the special tokens itself."""
-        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=False)
+        """A conversation as token ids; the template writes the special tokens itself, unless `arguments` has `add_special_tokens`."""
+        arguments = dict(arguments or {})
+        special = bool(arguments.pop("add_special_tokens", False))
+        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=special)
 
     def with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The parameters with `bad_words` as token ids, each word both at a text's start and after a space."""

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from frame.core.chat_template import ChatTemplateError
+from frame.core.chat_template import TEMPLATE, ChatTemplateError
 from frame.core.messages import Message, Tokenize, Tokenized
 from frame.core.tokenizer import Encoded, Tokenizer
 from frame.entrypoints.limits import InvalidRequestError
@@ -72,6 +72,8 @@ class ThreadedInput:
 
 def _is_short(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
     """Whether a conversation is plain, and short in everything that the template may read."""
+    if TEMPLATE in arguments:  # which may take any time
+        return False
     values = [value for fields in (*messages, arguments) for value in fields.values()]
     if not all(isinstance(value, str | bool | None) for value in values):
         return False

@@ -166,7 +166,7 @@ FAR = {"type": "json_schema", "name": "a", "schema": {"type": "object", "propert
     ("change", "says"),
     [
         ({"temperature": -1}, "temperature is -1"),
-        ({"max_output_tokens": 0}, "max_tokens is 0"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         ({"input": []}, "messages is empty"),
         ({"background": True, "store": False}, "has to be stored; leave store out"),
         ({"background": True, "temperature": -1}, "temperature is -1"),

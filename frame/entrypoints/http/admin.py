@@ -23,8 +23,8 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     abort_all: bool = False
 
 
-_abort_decoder = msgspec.json.Decoder(AbortRequest)
-_profile_decoder = msgspec.json.Decoder(ProfileRequest)
+_abort_decoder = msgspec.json.Decoder(AbortRequest, strict=False)
+_profile_decoder = msgspec.json.Decoder(ProfileRequest, strict=False)
 
 
 async def flush_cache(call: Call, services: Services) -> None:

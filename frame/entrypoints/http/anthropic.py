@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import msgspec
@@ -18,8 +17,8 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_count_decoder = msgspec.json.Decoder(CountTokensRequest)
+_messages_decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
+_count_decoder = msgspec.json.Decoder(CountTokensRequest, strict=False)
 _encode = msgspec.json.encode
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -47,7 +46,7 @@ async def messages(call: Call, services: Services) -> None:
     """A message, as Anthropic."""
     request = await call.json(_messages_decoder)
     chat = request.chat()
-    answer = await begin_chat(call, services, chat)
+    answer = await begin_chat(call, services, chat, "msg_")
     try:
         response = MessageResponse(services, chat, answer)
         if request.stream:
@@ -69,7 +68,7 @@ class MessageResponse:
     """A message, whole or as events."""
 
     def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
-        self._name = f"msg_{uuid.uuid4().hex}"
+        self._name = answer.rid
         self._model = services.resolved.served_name
         self._sequence = answer.sequences[0]
         self._parser = answer_parsers(services, request, answer).get(0)

@@ -1,9 +1,11 @@
-"""The Anthropic API's request bodies, and how they become chat requests. Unknown fields are ignored; what cannot be served is an error that
-names the field. Knows no engine."""
+"""The Anthropic API's request bodies, and how they become chat requests. What cannot be served is an error that names the field. Knows no
+engine."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from frame.entrypoints.http.dialects import Extensions, function_tool, object_at, parts_at, text_at
 from frame.entrypoints.http.errors import ApiError
@@ -11,7 +13,12 @@ from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.terms import Metadata
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools: Anthropic's word -> OpenAI's
-UNSERVED = {"container": "leave it out", "mcp_servers": "use tools of your own"}
+
+
+class MessagesChat(ChatRequest, kw_only=True):
+    """A chat request that came as a message."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
 
 
 class CountTokensRequest(Extensions, kw_only=True):
@@ -24,14 +31,9 @@ class CountTokensRequest(Extensions, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    container: Any = None
-    mcp_servers: Any = None
 
     def chat(self, **more: Any) -> ChatRequest:
         """The same as a chat request. Raises ApiError."""
-        for name, remedy in UNSERVED.items():
-            if getattr(self, name):
-                raise ApiError(400, f"{name} is not supported; {remedy}", name)
         fields = {**self.extensions(), **more}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
@@ -42,7 +44,7 @@ class CountTokensRequest(Extensions, kw_only=True):
             on = self.thinking.get("type") != "disabled"
             # the two names that templates have for it
             fields["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on, **(self.chat_template_kwargs or {})}
-        return ChatRequest(model=self.model, messages=self._conversation(), **fields)
+        return MessagesChat(model=self.model, messages=self._conversation(), **fields)
 
     def _conversation(self) -> list[dict[str, Any]]:
         system = "\n".join(_text(part, "system") for part in parts_at(self.system, "system"))
@@ -66,7 +68,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
 
@@ -77,7 +78,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
             stop=self.stop_sequences,
             **more,
         )

@@ -31,7 +31,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     metadata: Metadata | None = None
 
 
-_decoder = msgspec.json.Decoder(BatchRequest)
+_decoder = msgspec.json.Decoder(BatchRequest, strict=False)
 
 
 # files -------------------------------------------------------------------------------------------------------------

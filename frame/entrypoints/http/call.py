@@ -12,6 +12,7 @@ import msgspec
 
 from frame.entrypoints.http.bodies import MOST_LEVELS, PATIENCE, Bodies, is_too_deep
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.fields import check_fields, ignored_header
 from frame.entrypoints.http.mistakes import misfit, unreadable
 from frame.entrypoints.http.routing import BAD_ESCAPE
 from frame.entrypoints.logs import HEADER
@@ -34,7 +35,8 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 class Call:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "max_body", "receive", "scope", "send", "started", "status")
+    __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send", "started",
+                 "status")  # fmt: skip
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI, bodies: Bodies | None = None
@@ -47,6 +49,7 @@ class Call:
         self.started = False
         self.answer: Answer | None = None  # what is generated for it
         self.status = 0  # of the response, once it has started
+        self.ignored: tuple[str, ...] = ()  # fields of the body that no one reads, which the response names
         self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
         self._held = 0  # bytes of the body that count in `_bodies`
         self._watcher: asyncio.Task[None] | None = None
@@ -130,7 +133,9 @@ class Call:
         if is_too_deep(data):
             raise ApiError(400, f"the body is nested deeper than {MOST_LEVELS} levels; send fewer")
         try:
-            return decoder.decode(data)
+            value = decoder.decode(data)
+            self.ignored = check_fields(type(value), data) if isinstance(value, msgspec.Struct) else ()
+            return value
         except msgspec.ValidationError as error:
             raise misfit(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -208,7 +213,8 @@ class Call:
         await self._put({"type": "http.response.body", "body": body})
 
     def _identity(self) -> list[tuple[bytes, bytes]]:
-        return [(HEADER, self.request_id.encode())] if self.request_id else []
+        found = [(HEADER, self.request_id.encode())] if self.request_id else []
+        return [*found, ignored_header(self.ignored)] if self.ignored else found
 
     async def _put(self, message: MutableMapping[str, Any]) -> None:
         try:

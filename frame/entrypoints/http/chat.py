@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frame.core.chat_template import ChatTemplateError
+from frame.core.chat_template import TEMPLATE, ChatTemplateError
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_api_error
@@ -23,29 +23,36 @@ if TYPE_CHECKING:
     from frame.core.interfaces.parsing import ReasoningParser
 
 
-async def begin_chat(call: Caller, services: Services, request: ChatRequest) -> Answer:
-    """Start a chat request of any dialect; the caller abandons the answer. Raises ApiError."""
+async def begin_chat(call: Caller, services: Services, request: ChatRequest, prefix: str = "") -> Answer:
+    """Start a chat request of any dialect, whose name begins with `prefix` where the client gave none; the caller abandons the answer.
+    Raises ApiError."""
     services.check_model(request.model)
     params = request.params()
     check_choices(1, params.n)
-    chat = _chat_of(request)
+    chat = chat_of(services, request)
     return await services.begin(
         call,
         [chat],
         [params],
         request,
+        prefix=prefix,
         refine=lambda prompt, own: _parsers(services, request, prompt).refined(own, is_whole=request.constrains_all),
     )
 
 
-async def count_prompt(services: Services, request: ChatRequest) -> int:
-    """How many tokens a chat request's prompt has. Raises ApiError."""
+async def chat_prompt(services: Services, request: ChatRequest) -> list[int]:
+    """The tokens of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
-    chat = _chat_of(request)
+    chat = chat_of(services, request)
     try:
-        return len(await services.need_text_input().encode_chat(chat.messages, chat.tools, chat.arguments))
+        return await services.need_text_input().encode_chat(chat.messages, chat.tools, chat.arguments)
     except ChatTemplateError as error:
         raise as_api_error(error) from None
+
+
+async def count_prompt(services: Services, request: ChatRequest) -> int:
+    """How many tokens a chat request's prompt has. Raises ApiError."""
+    return len(await chat_prompt(services, request))
 
 
 async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
@@ -77,9 +84,17 @@ async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> b
         return False
 
 
-def _chat_of(request: ChatRequest) -> Chat:
-    use = request.tool_use()
-    return Chat(request.conversation(), None if use is None else use.offered, request.template_arguments())
+def chat_of(services: Services, request: ChatRequest) -> Chat:
+    """What the chat template gets. Raises ApiError."""
+    arguments, use = request.template_arguments(), request.tool_use()
+    if TEMPLATE in arguments:
+        raise ApiError(400, f"chat_template_kwargs may not set {TEMPLATE}; use the request's own field", "chat_template_kwargs")
+    if request.chat_template is not None:
+        if not services.resolved.user.text.trust_request_chat_template:
+            sentence = "chat_template is code, and this server runs that of its operator alone (text.trust_request_chat_template)"
+            raise ApiError(400, f"{sentence}; leave it out", "chat_template")
+        arguments[TEMPLATE] = request.chat_template
+    return Chat(request.conversation(), None if use is None else use.offered, arguments)
 
 
 def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:

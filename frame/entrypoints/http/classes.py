@@ -22,7 +22,7 @@ class ClassifyRequest(PooledRequest, kw_only=True):
     input: str | list[str]
 
 
-_decoder = msgspec.json.Decoder(ClassifyRequest)
+_decoder = msgspec.json.Decoder(ClassifyRequest, strict=False)
 
 
 async def classify(call: Call, services: Services) -> None:

@@ -5,25 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.terms import Terms
+from frame.entrypoints.http.terms import SamplingFields
 
 
-class Extensions(Terms, kw_only=True):
+class Extensions(SamplingFields, kw_only=True):
     """Fields beyond a dialect's own, as `/v1/chat/completions` takes them."""
 
-    seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
-    skip_special_tokens: bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
-    custom: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
     def extensions(self) -> dict[str, Any]:
         """Those that were sent, by name."""

@@ -29,7 +29,7 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     prompt_name: str | None = None
 
 
-_decoder = msgspec.json.Decoder(EmbeddingRequest)
+_decoder = msgspec.json.Decoder(EmbeddingRequest, strict=False)
 
 
 async def embeddings(call: Call, services: Services) -> None:

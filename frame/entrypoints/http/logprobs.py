@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from frame.core.messages import TokenLogprobs
     from frame.core.tokenizer import Tokenizer
 
@@ -32,13 +31,25 @@ class TextPlaces:
         return place
 
 
-def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+Name = Callable[[int], str]  # how a token is shown
+
+
+def name_of_tokens(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
+    """Tokens as their text or, with vLLM's `return_tokens_as_token_ids`, as `token_id:ID`."""
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
+
+
+def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        value = LEAST if logprob is None else max(logprob, LEAST)
+        return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.token_bytes(token_id))}
+
     content = []
     for part in parts:
         for token_id, logprob, top in zip(part.token_ids, part.logprobs, part.top, strict=True):
-            entry = _entry(token_id, logprob, tokenizer)
-            content.append({**entry, "top_logprobs": [_entry(other, value, tokenizer) for other, value in top]})
+            content.append({**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in top]})
     return {"content": content}
 
 
@@ -52,7 +63,7 @@ class TextLogprobs:
 
     def add(self, parts: Iterable[TokenLogprobs]) -> None:
         """The tokens that came since the last call."""
-        self._pending += chat_logprobs(parts, self._tokenizer)["content"]
+        self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.token_text)["content"]
 
     def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
         """Those of the tokens that `piece` was made of; all that wait where it is not found among them, as in the midst of a character."""
@@ -72,7 +83,7 @@ class TextLogprobs:
         return found
 
 
-def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, places: TextPlaces) -> dict[str, Any]:
+def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: TextPlaces) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` has seen the sequence's tokens before these."""
     tokens: list[str] = []
     values: list[float | None] = []
@@ -80,15 +91,15 @@ def completion_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, pl
     offsets: list[int] = []
     for part in parts:
         for token_id, logprob, top in zip(part.token_ids, part.logprobs, part.top, strict=True):
-            text = tokenizer.token_text(token_id)
+            text = name(token_id)
             tokens.append(text)
             values.append(None if logprob is None else max(logprob, LEAST))
-            tops.append(None if logprob is None else _alternatives(text, logprob, top, tokenizer))
+            tops.append(None if logprob is None else _alternatives(text, logprob, top, name))
             offsets.append(places.next(token_id))
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
-def prompt_logprobs(found: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(found: TokenLogprobs, name: Name) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's `prompt_logprobs`: for each prompt token `{id: {logprob, rank, decoded_token}}` of itself and the likeliest; null for the
     first. `rank` is null for a token that is not among the likeliest."""
     entries: list[dict[str, dict[str, Any]] | None] = []
@@ -99,18 +110,13 @@ def prompt_logprobs(found: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[str
         ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
         if all(other != token_id for other, _ in top):
             ranked.append((token_id, logprob, None))
-        entries.append({str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": tokenizer.token_text(i)} for i, p, r in ranked})
+        entries.append({str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": name(i)} for i, p, r in ranked})
     return entries
 
 
-def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], tokenizer: Tokenizer) -> dict[str, float]:
+def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:
     found: dict[str, float] = {}
     for other, value in top:
-        found.setdefault(tokenizer.token_text(other), max(value, LEAST))
+        found.setdefault(name(other), max(value, LEAST))
     found.setdefault(text, max(logprob, LEAST))
     return found
-
-
-def _entry(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    value = LEAST if logprob is None else max(logprob, LEAST)
-    return {"token": tokenizer.token_text(token_id), "logprob": value, "bytes": list(tokenizer.token_bytes(token_id))}

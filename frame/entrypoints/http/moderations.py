@@ -41,7 +41,7 @@ class ModerationRequest(PooledRequest, kw_only=True):
     input: str | list[str | Part]
 
 
-_decoder = msgspec.json.Decoder(ModerationRequest)
+_decoder = msgspec.json.Decoder(ModerationRequest, strict=False)
 
 
 async def moderations(call: Call, services: Services) -> None:

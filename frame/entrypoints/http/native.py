@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -12,12 +14,13 @@ import msgspec
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.chat import chat_prompt
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.mistakes import misfit
-from frame.entrypoints.http.openai_schema import check_choices, conversation_of
-from frame.entrypoints.http.services import Access, Chat, Operation, Routes, Services
+from frame.entrypoints.http.openai_schema import ChatRequest, check_choices
+from frame.entrypoints.http.services import MAX_NAME_CHARS, Access, Chat, Operation, Routes, Services, as_sent
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.terms import Terms
 
@@ -44,25 +47,57 @@ class GenerateRequest(Terms, kw_only=True):
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
+    model: str = ""
+
+    def sent_name(self, parameter: str) -> str:
+        if parameter == "prompt":
+            return "text" if self.text is not None else "input_ids"
+        given = self.sampling_params or {}
+        names = {name for each in (given if isinstance(given, list) else [given]) for name in each}
+        if parameter in ("logprobs", "prompt_logprobs") and parameter not in names:
+            return "top_logprobs_num"
+        if parameter in SamplingParams.__struct_fields__:
+            return f"sampling_params.{_sent(parameter, names)}"
+        return parameter
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text, or a conversation with the fields of a chat request that its prompt depends on."""
+
+    model: str = ""
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    def chat(self) -> ChatRequest:
+        """The conversation as a chat request."""
+        same = {name: getattr(self, name) for name in _OF_CHAT}
+        return ChatRequest(messages=self.messages or [], **same)
+
+
+_OF_CHAT = ("model", "tools", "tool_choice", "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template",
+            "chat_template_kwargs", "documents", "add_special_tokens")  # fmt: skip
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
+    model: str = ""
     skip_special_tokens: bool = False
 
 
-_generate_decoder = msgspec.json.Decoder(GenerateRequest)
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_generate_decoder = msgspec.json.Decoder(GenerateRequest, strict=False)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest, strict=False)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest, strict=False)
 
 
 # generate ----------------------------------------------------------------------------------------------------------
@@ -71,6 +106,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 async def generate(call: Call, services: Services) -> None:
     """Text or tokens for text or tokens; all text so far in each event."""
     request = await call.json(_generate_decoder)
+    services.check_model(request.model)
     prompts, is_single = _prompts(request)
     params, prompts_only = sampling_of(request, len(prompts))
     check_choices(len(prompts), max((own.n for own in params), default=1))
@@ -185,7 +221,9 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
             values[name] = msgspec.json.encode(values[name]).decode()
     unknown = sorted(set(values) - set(SamplingParams.__struct_fields__))
     if unknown:
-        raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}", f"sampling_params.{unknown[0]}")
+        close = get_close_matches(unknown[0][:MAX_NAME_CHARS], (*SamplingParams.__struct_fields__, *_SYNONYMS), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}{hint}", f"sampling_params.{unknown[0]}")
     if given.get("max_tokens", 0) is None:
         values["max_tokens"] = None  # up to the context's end
     values.setdefault("max_tokens", 128)
@@ -196,9 +234,14 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
         if request.logprob_start_len >= 0:
             values.setdefault("prompt_logprobs", request.top_logprobs_num)
     try:
-        return msgspec.convert(values, SamplingParams, strict=True, str_keys=True)
+        return msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
-        raise misfit(error, "sampling_params") from None
+        raise as_sent(misfit(error), request) from None
+
+
+def _sent(parameter: str, names: Iterable[str]) -> str:
+    """Which of the names stands for the parameter."""
+    return next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
 
 
 # text --------------------------------------------------------------------------------------------------------------
@@ -207,17 +250,15 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
 async def tokenize(call: Call, services: Services) -> None:
     """Text or a conversation to token ids."""
     request = await call.json(_tokenize_decoder)
+    services.check_model(request.model)
     tokenizer = services.need_tokenizer()
     text = request.text if request.text is not None else request.prompt
     if (text is None) == (request.messages is None):
         raise ApiError(400, "send either text (or prompt) or messages", "text")
-    try:
-        if request.messages is not None:
-            ids = await services.need_text_input().encode_chat(conversation_of(request.messages), request.tools, {})
-        else:
-            ids = await services.need_text_input().encode(text or "", request.add_special_tokens)
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from None
+    if request.messages is not None:
+        ids = await chat_prompt(services, request.chat())
+    else:
+        ids = await services.need_text_input().encode(text or "", request.add_special_tokens is not False)
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
     if request.return_token_strs:
         result["token_strs"] = [tokenizer.token_text(i) for i in ids]
@@ -227,6 +268,7 @@ async def tokenize(call: Call, services: Services) -> None:
 async def detokenize(call: Call, services: Services) -> None:
     """Token ids to text."""
     request = await call.json(_detokenize_decoder)
+    services.check_model(request.model)
     tokenizer = services.need_tokenizer()
     if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < services.resolved.facts.vocab_size:
         raise ApiError(400, f"tokens holds an id outside the vocabulary (0 to {services.resolved.facts.vocab_size - 1})", "tokens")

@@ -1,28 +1,23 @@
-"""The OpenAI API's request bodies, and how they become `SamplingParams`. Unknown fields are ignored, as that API's servers do; wrong types,
-what cannot be served, and known fields that may not be ignored are errors that name the field. Knows no engine."""
+"""The OpenAI API's request bodies, and how they become `SamplingParams`. What cannot be served is an error that names the field. Knows no
+engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import msgspec
 
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.structured import constraints
-from frame.entrypoints.http.terms import Metadata, Terms
-from frame.entrypoints.http.tools import ToolUse, tool_use
+from frame.entrypoints.http.terms import Metadata, SamplingFields
+from frame.entrypoints.http.tools import ToolUse, legacy_tool_use, tool_use
 
 MAX_CHOICES = 128  # sequences of one request: prompts × n
 
-# What other servers take and this one does not, with what to send instead: to ignore these would give another answer than was asked for.
-UNSERVED = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "use text alone",
-    "web_search_options": "use tools for what your program looks up",
-}
 # OpenAI's tiers as priorities: among requests that wait, higher ones go first where the scheduling policy heeds it.
 TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
@@ -32,8 +27,8 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(Terms, kw_only=True):
-    """What chat and completion requests share, with the extensions that clients of vLLM and SGLang send."""
+class GenerationRequest(SamplingFields, kw_only=True):
+    """What chat and completion requests share."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -43,41 +38,12 @@ class GenerationRequest(Terms, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
-    user: str | None = None
     service_tier: str | None = None
-    # beyond OpenAI
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    json_schema: dict[str, Any] | str | None = None
-    structural_tag: dict[str, Any] | str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    custom: dict[str, str] | None = None
-
-    def refuse_unserved(self) -> None:
-        """Raise ApiError for the first field of `UNSERVED` that is set."""
-        for name, remedy in UNSERVED.items():
-            if getattr(self, name, None):
-                raise ApiError(400, f"{name} is not supported; {remedy}", name)
+    return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def constrains_all(self) -> bool:
@@ -92,27 +58,22 @@ class GenerationRequest(Terms, kw_only=True):
         return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """The parameters; fields that were left out keep their defaults. Raises ApiError for a logit_bias key that is no token id."""
-        self.refuse_unserved()
+        """The parameters; fields that were left out keep their defaults. Raises ApiError."""
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
-        same = ("temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
-                "min_tokens", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-                "prompt_logprobs", "custom")  # fmt: skip
-        values: dict[str, Any] = {name: value for name in same if (value := getattr(self, name)) is not None}
+        values = self.sampling_fields()
+        values |= {name: value for name in ("temperature", "top_p", "n", "prompt_logprobs") if (value := getattr(self, name)) is not None}
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.stop_token_ids is not None:
-            values["stop_token_ids"] = tuple(self.stop_token_ids)
-        if self.bad_words is not None:
-            values["bad_words"] = tuple(self.bad_words)
-        if self.logit_bias:
-            values["logit_bias"] = _token_biases(self.logit_bias)
         values |= constraints(self)
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
+    """`FIELD_NAMES`: how the client's dialect calls what is named otherwise here."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "logprobs": "top_logprobs"})
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -120,35 +81,66 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
+    user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
     # beyond OpenAI
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     separate_reasoning: bool = True
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    # known and refused
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    web_search_options: Any = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
 
     def params(self) -> SamplingParams:
         if self.modalities not in (None, ["text"]):
             raise ApiError(400, f"modalities is {self.modalities!r}; this model answers in text", "modalities")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
+    def sent_name(self, parameter: str) -> str:
+        if parameter == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return self.FIELD_NAMES.get(parameter, super().sent_name(parameter))
+
     def tool_use(self) -> ToolUse | None:
         """See `tool_use`."""
-        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.is_legacy:
+            use = legacy_tool_use(self.functions, self.function_call)
+        else:
+            use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if use is not None and use.rule.is_required and self.constrains_all:
             raise ApiError(400, "regex, ebnf, json_schema and structural_tag leave no room for a required call; keep one", "tool_choice")
         return use
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether tools come as OpenAI's first API had them, which has its own shape of answers. Raises ApiError for both at once."""
+        if self.functions is None and self.function_call is None:
+            return False
+        if self.tools is not None or self.tool_choice is not None:
+            raise ApiError(400, "functions and function_call are the old form of tools and tool_choice; send one form", "functions")
+        return True
+
+    @property
+    def answer_role(self) -> str:
+        """Whose turn the answer is: the assistant's, or that of a last message that is continued."""
+        continues = self.continue_final_message or self.add_generation_prompt is False
+        role = self.messages[-1].get("role") if continues and self.messages else None
+        return role if isinstance(role, str) else "assistant"
+
+    def echoed(self) -> str:
+        """With `echo`, the text of the last message, where the answer goes on with it."""
+        last = self.messages[-1] if self.echo and self.messages else {}
+        return _content(last.get("content"), "messages") if last.get("role") == self.answer_role else ""
 
     def template_arguments(self) -> dict[str, Any]:
         """What the chat template sees besides messages and tools. The names of the switch for thinking are those that models know."""
@@ -157,7 +149,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
             thinks = self.reasoning_effort != "none"
             found |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         found |= self.chat_template_kwargs or {}
-        for name in ("continue_final_message", "add_generation_prompt"):
+        for name in ("continue_final_message", "add_generation_prompt", "add_special_tokens", "documents"):
             value = getattr(self, name)
             if value is not None:
                 found[name] = value
@@ -181,6 +173,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
+    user: str | None = None
 
     def params(self) -> SamplingParams:
         if self.suffix:
@@ -190,7 +183,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         limit = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
         if self.echo:
             limit = max(1, limit)
-        return self.sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
+        scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        return self.sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
+
+    def sent_name(self, parameter: str) -> str:
+        return "logprobs" if parameter == "prompt_logprobs" and self.prompt_logprobs is None else super().sent_name(parameter)
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts apart. Raises ApiError for a mixture."""
@@ -227,7 +224,15 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     result = {**message, "content": _content(content, f"{place}.content")}
     if "reasoning" in message and "reasoning_content" not in message:
         result["reasoning_content"] = message["reasoning"]  # the name that templates know
-    calls = message.get("tool_calls")
+    if role == "function":  # a result, as OpenAI's first API had it
+        name = message.get("name")
+        result |= {"role": "tool", "tool_call_id": name}
+    calls, legacy = message.get("tool_calls"), message.get("function_call")
+    if calls is None and legacy is not None:
+        name = legacy.get("name") if isinstance(legacy, dict) else None
+        calls = [{"id": name, "type": "function", "function": legacy}]
+        place = f"{place}.function_call"
+        del result["function_call"]
     if calls is not None:
         if not isinstance(calls, list):
             raise ApiError(400, f"{place}.tool_calls: expected a list", f"{place}.tool_calls")
@@ -262,10 +267,3 @@ def _call(call: Any, place: str) -> Any:
         with suppress(msgspec.DecodeError, RecursionError):  # what a model wrote may be no JSON; the template prints it as it is
             arguments = msgspec.json.decode(arguments) if arguments else {}
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _token_biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError:
-        raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None

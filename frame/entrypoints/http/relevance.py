@@ -46,8 +46,8 @@ class ScoreRequest(PooledRequest, kw_only=True):
     instruction: str | None = None
 
 
-_rerank_decoder = msgspec.json.Decoder(RerankRequest)
-_score_decoder = msgspec.json.Decoder(ScoreRequest)
+_rerank_decoder = msgspec.json.Decoder(RerankRequest, strict=False)
+_score_decoder = msgspec.json.Decoder(ScoreRequest, strict=False)
 
 
 async def rerank(call: Call, services: Services) -> None:

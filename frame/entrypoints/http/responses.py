@@ -20,7 +20,7 @@ from frame.entrypoints.http.responses_events import replayed
 from frame.entrypoints.http.responses_schema import ResponsesRequest
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
+_decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
 NOTHING_STORED = "this server keeps none (--response-store-size)"
 
 

@@ -1,9 +1,11 @@
-"""`/v1/responses`' request body, and how its items become a chat request. Unknown fields are ignored; what cannot be served is an error
-that names the field. Knows no engine."""
+"""`/v1/responses`' request body, and how its items become a chat request. What cannot be served is an error that names the field. Knows no
+engine."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,6 +28,12 @@ OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the answer
 
 
+class ResponsesChat(ChatRequest, kw_only=True):
+    """A chat request that came as a response's."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input", "max_tokens": "max_output_tokens"})
+
+
 class ResponsesRequest(Extensions, kw_only=True):
     """`input` is a text or a list of items; `previous_response_id` and `conversation` put stored items before it. `max_tool_calls` bounds
     the calls of built-in tools, of which this server has none."""
@@ -40,7 +48,6 @@ class ResponsesRequest(Extensions, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -86,6 +93,8 @@ class ResponsesRequest(Extensions, kw_only=True):
     def chat(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str) -> ChatRequest:
         """The same as a chat request: the items of `history`, then `items`, which are the input without references. Raises ApiError."""
         self._check()
+        if self.request_name() is not None:
+            raise ApiError(400, "a response is named by its id; leave rid and request_id out", "rid" if self.rid else "request_id")
         fields = self.extensions() | {"rid": rid}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
@@ -95,14 +104,13 @@ class ResponsesRequest(Extensions, kw_only=True):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         place = "conversation" if self.conversation else "previous_response_id"
-        return ChatRequest(
+        return ResponsesChat(
             model=self.model,
             messages=[*instructions, *messages_of(history, place), *messages_of(items, "input")],
             stream=self.stream,
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text),

@@ -6,7 +6,9 @@ Knows no dialect: the shapes of requests and responses are the routes'.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -22,6 +24,7 @@ from frame.entrypoints.http.batch_files import FileStore
 from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
+from frame.entrypoints.http.metrics import package_version
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
 from frame.entrypoints.http.terms import Terms
@@ -118,9 +121,11 @@ class Services:
     responses: ResponseStore = field(init=False)  # of /v1/responses
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)  # of requests whose clients do not wait
     batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
+    fingerprint: str = field(init=False)  # of the model and what runs it: OpenAI's system_fingerprint
 
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
+        self.fingerprint = _fingerprint(self.resolved)
         self.shares = Shares(server.max_requests_per_key)
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
         self.responses = ResponseStore(*store)
@@ -174,19 +179,20 @@ class Services:
         add_special_tokens: bool = True,
         tasks: Sequence[Task] = ("generate",),
         longest: int | None = None,
+        prefix: str = "",
         refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
     ) -> Answer:
         """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
 
         `terms.timeout`, or the header x-request-timeout, ends it early. `tasks` are those that the route is for; with other tasks than
-        generating, each prompt yields its sequence's `vector`, and texts of more than `longest` tokens are cut. `refine` completes the
-        parameters of a prompt once its tokens are known.
+        generating, each prompt yields its sequence's `vector`, and texts of more than `longest` tokens are cut. A request without a name
+        gets one that begins with `prefix`. `refine` completes the parameters of a prompt once its tokens are known.
         """
         self.need_task(*tasks)
         deadline = self._deadline(call, terms.timeout)
         arrived = time.perf_counter()
-        priority, salt, rid = terms.rank(), terms.cache_salt or "", terms.rid
-        self._check_params(params, priority)
+        priority, salt, rid = terms.rank(), terms.cache_salt or "", terms.request_name()
+        self._check_params(params, priority, terms)
         _check_sizes(prompts, rid=rid, cache_salt=salt)
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
@@ -201,11 +207,13 @@ class Services:
             raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
         except (EngineDeadError, InvalidRequestError) as error:
             raise as_api_error(error) from None
-        if rid is None and call.request_id:
-            rid = f"{call.request_id}-{uuid.uuid4().hex[:8]}"  # so that the engine's lines name it too
+        if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
+            rid = f"{prefix}{call.request_id}-{uuid.uuid4().hex[:8]}" if call.request_id else f"{prefix}{uuid.uuid4().hex}"
         try:
             ids, segments = await self._encode_all(prompts, add_special_tokens, longest)
             params = [self._with_bad_words(own) for own in params]
+            room = self.client.limits.max_context
+            ids = [terms.truncated(prompt, room - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
             if refine is not None:
                 params = [refine(prompt, own) for prompt, own in zip(ids, params, strict=True)]
             for prompt, own in zip(ids, params, strict=True):
@@ -214,18 +222,18 @@ class Services:
             answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline, segments=segments)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
-            raise as_api_error(error) from None
+            raise as_sent(as_api_error(error), terms) from None
         answer.created = arrived
         call.answer = answer
         call.on_disconnect(answer.hang_up)
         return answer
 
-    def _check_params(self, params: Sequence[SamplingParams], priority: int) -> None:
+    def _check_params(self, params: Sequence[SamplingParams], priority: int, terms: Terms) -> None:
         vocabulary = self.resolved.facts.vocab_size
         for own in {id(own): own for own in params}.values():  # many prompts may share one
             problems = own.problems(vocabulary)
             if problems:
-                raise ApiError(400, problems[0], problems[0].split(" ", 1)[0])
+                raise as_sent(ApiError(400, problems[0], problems[0].split(" ", 1)[0]), terms)
         if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
             raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
@@ -350,6 +358,23 @@ class Operation:
 
 
 Routes = tuple[Operation, ...]
+
+
+def _fingerprint(resolved: Resolved) -> str:
+    """Names this build and all settings that outputs may depend on."""
+    digest = hashlib.sha256(resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
+    return f"frame-{package_version()}-{digest.hexdigest()[:8]}"
+
+
+PROSE = ("prompt", "input")  # names of parameters that sentences use as words
+
+
+def as_sent(error: BaseException, terms: Terms) -> BaseException:
+    """The error with the name that the client gave to the field that it is about."""
+    if not isinstance(error, ApiError) or error.param is None or (name := terms.sent_name(error.param)) == error.param:
+        return error
+    message = error.message if error.param in PROSE else re.sub(rf"\b{re.escape(error.param)}\b", name, error.message)
+    return ApiError(error.status, message, name, error.code, error.retry_after)
 
 
 def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:

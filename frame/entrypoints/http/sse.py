@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 
 from frame.core.messages import Finish
+from frame.core.sampling_params import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
 class ChunkWriter:
-    """The events of one response. `kind` is "chat.completion.chunk" or "text_completion"; `has_usage`: chunks carry `"usage": null`
-    (or numbers), because the client asked for usage; `more`: further fields of every chunk."""
+    """The events of one response. `head`: the fields of every chunk, whose `object` is "chat.completion.chunk" or "text_completion";
+    `has_usage`: chunks carry `"usage": null` (or numbers), because the client asked for usage."""
 
-    def __init__(self, name: str, kind: str, model: str, created: int, has_usage: bool, more: dict[str, Any] | None = None) -> None:
-        head = {"id": name, "object": kind, "created": created, "model": model, **(more or {})}
+    def __init__(self, head: dict[str, Any], has_usage: bool) -> None:
         self._head = b"data: " + _encode(head)[:-1]
         self._open = self._head + b',"choices":[{"index":'
-        self._is_chat = kind.startswith("chat")
+        self._is_chat = head["object"] == "chat.completion.chunk"
         self._field = b',"delta":{"content":' if self._is_chat else b',"text":'
         self._middle = b"}" if self._is_chat else b""
         self._null_usage = b',"usage":null' if has_usage else b""
@@ -39,13 +39,14 @@ class ChunkWriter:
 
     def full(
         self, index: int, delta: dict[str, Any] | str, finish: str | None = None, logprobs: Any = None, usage: dict[str, Any] | None = None,
-        matched: Any = None,
+        choice: dict[str, Any] | None = None, chunk: dict[str, Any] | None = None,
     ) -> bytes:  # fmt: skip
-        """Any chunk: a chat delta or a text, with logprobs, a finish reason, running usage."""
-        body = {"delta" if self._is_chat else "text": delta, "logprobs": logprobs, "finish_reason": finish}
-        if matched is not None:
-            body["matched_stop"] = matched
+        """Any chunk: a chat delta or a text, with logprobs, a finish reason, running usage, and further fields of the choice and the
+        chunk."""
+        body = {"delta" if self._is_chat else "text": delta, "logprobs": logprobs, "finish_reason": finish, **(choice or {})}
         tail = self._null_usage if usage is None else b',"usage":' + _encode(usage)
+        if chunk:
+            tail += b"," + _encode(chunk)[1:-1]
         return self._open + b"%d," % index + _encode(body)[1:] + b"]" + tail + b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
@@ -61,6 +62,13 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def end_fields(finish: Finish | None, params: SamplingParams) -> dict[str, Any]:
+    """What ended a choice: `matched_stop` as SGLang has it, `stop_reason` as vLLM, which is null for the model's own end token."""
+    matched = finish.matched if finish is not None else None
+    is_asked = isinstance(matched, str) or matched in params.stop_token_ids
+    return {"matched_stop": matched, "stop_reason": matched if is_asked else None}
 
 
 def finish_reason(finish: Finish | None, has_calls: bool = False) -> str | None:

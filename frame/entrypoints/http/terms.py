@@ -1,27 +1,133 @@
-"""`Terms`: how a request is to be treated, whatever it asks for. The bodies of every route that runs the model have these.
+"""Fields that the request bodies of several routes share: `Terms`, how a request is treated, on every route that runs the model, and
+`SamplingFields`, how tokens are drawn, on every route that generates.
 
 Knows no route.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
+from frame.entrypoints.http.errors import ApiError
 
 # What a client may attach to what is kept for it: as much as OpenAI allows.
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 
 class Terms(msgspec.Struct, kw_only=True):
-    """`cache_salt` is the client's part of the name of the prefix cache that the request sees; `rid` names the request."""
+    """`cache_salt` is the client's part of the name of the prefix cache that the request sees; `rid` names the request, and vLLM's name
+    for it is `request_id`."""
 
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None  # seconds
     rid: str | None = None
+    request_id: str | None = None
 
     def rank(self) -> int:
         """The priority that the scheduler is told. Raises ApiError where a dialect has words for it that are wrong."""
         return self.priority or 0
+
+    def request_name(self) -> str | None:
+        """What the client calls the request. Raises ApiError for two different names."""
+        if self.rid is not None and self.request_id is not None and self.rid != self.request_id:
+            raise ApiError(400, "rid and request_id name the same thing and differ; send one of them", "request_id")
+        return self.rid if self.rid is not None else self.request_id
+
+    def sent_name(self, parameter: str) -> str:
+        """How the client's request calls a sampling parameter."""
+        return parameter
+
+    def truncated(self, prompt: list[int], room: int) -> list[int]:
+        """The prompt, cut to what the request says; `room` is the most tokens that it may have. Raises ApiError."""
+        return prompt
+
+
+class SamplingFields(Terms, kw_only=True):
+    """Sampling parameters beyond a dialect's own, with the names that clients of vLLM and SGLang send.
+
+    `truncate_prompt_tokens` keeps so many tokens of a longer prompt, the last ones unless `truncation_side` is `right`; -1: as many as
+    fit.
+    """
+
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    custom: dict[str, str] | None = None
+    custom_params: dict[str, str] | None = None  # SGLang's name of custom
+
+    def sent_name(self, parameter: str) -> str:
+        if parameter == "custom" and self.custom_params is not None:
+            return "custom_params"
+        if parameter == "include_stop_str_in_output" and self.no_stop_trim is not None:
+            return "no_stop_trim"
+        return parameter
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those that were sent, as `SamplingParams` names and types them; constraints are left out. Raises ApiError."""
+        for name, other in (("custom", "custom_params"), ("include_stop_str_in_output", "no_stop_trim")):
+            if getattr(self, name) is not None and getattr(self, other) is not None:
+                raise ApiError(400, f"{name} and {other} are the same; send one of them", other)
+        values = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        for name in ("stop_token_ids", "bad_words"):
+            if name in values:
+                values[name] = tuple(values[name])
+        if self.no_stop_trim is not None:
+            values["include_stop_str_in_output"] = self.no_stop_trim
+        if self.custom_params is not None:
+            values["custom"] = self.custom_params
+        if self.logit_bias:
+            values["logit_bias"] = _token_biases(self.logit_bias)
+        return values
+
+    def truncated(self, prompt: list[int], room: int) -> list[int]:
+        if self.truncation_side not in (None, "left", "right"):
+            raise ApiError(400, f"truncation_side is {self.truncation_side!r}; it must be left or right", "truncation_side")
+        asked = self.truncate_prompt_tokens
+        if asked is None:
+            return prompt
+        if asked < -1 or asked == 0:
+            sentence = f"truncate_prompt_tokens is {asked}; it must be 1 or more, or -1 for what fits"
+            raise ApiError(400, sentence, "truncate_prompt_tokens")
+        count = max(1, room) if asked == -1 else asked
+        if len(prompt) <= count:
+            return prompt
+        return prompt[:count] if self.truncation_side == "right" else prompt[-count:]
+
+
+_SAME = ("seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
+         "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+         "custom")  # fmt: skip
+
+
+def _token_biases(biases: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None

@@ -46,6 +46,20 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
     return ToolUse(given, rule)
 
 
+def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> ToolUse | None:
+    """The same of `functions` and `function_call`, OpenAI's first form of tools: there is at most one call. Raises ApiError."""
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    elif choice not in (None, "auto", "none"):
+        raise ApiError(400, f"function_call is {choice!r}; it must be auto, none or {{'name': …}}", "function_call")
+    try:
+        return tool_use([{"type": "function", "function": function} for function in functions or ()], choice, is_parallel=False)
+    except ApiError as error:
+        param = (error.param or "functions").replace("tool_choice", "function_call")
+        param = re.sub(r"^tools(\[\d+\])?(\.function)?", r"functions\1", param)
+        raise ApiError(error.status, error.message.replace(error.param or "", param), param) from None
+
+
 def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list[str], bool]:
     """-> (names that may be called, whether one must be)"""
     if choice in (None, "auto", "none"):

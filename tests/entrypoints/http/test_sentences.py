@@ -26,7 +26,7 @@ CASES: list[tuple[str, Any, int, str, str | None]] = [
     ("/v1/completions", {}, 400, "prompt is missing; send it", "prompt"),
     (
         "/generate", {"text": "x", "sampling_params": {"max_new_tokens": "many"}}, 400,
-        "sampling_params.max_tokens is a string; send a whole number", "sampling_params.max_tokens",
+        "sampling_params.max_new_tokens is a string; send a whole number", "sampling_params.max_new_tokens",
     ),
     ("/v1/audio", {}, 404, "there is no /v1/audio here; /openapi.json says what there is, such as /v1/chat/completions", None),
     (

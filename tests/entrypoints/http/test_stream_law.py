@@ -140,6 +140,7 @@ class Played(SimpleNamespace):
     def __init__(self, case: Case, steps: list[Tokens], rng: random.Random) -> None:
         super().__init__(
             resolved=SimpleNamespace(served_name="m"),
+            fingerprint="f",
             tokenizer=case.tokenizer,
             reasoning=parser("reasoning_parser", case.reasoning),
             tool_calls=parser("tool_call_parser", case.tools),
@@ -246,7 +247,7 @@ def joined(case: Case, sent: list[bytes]) -> dict[str, Any]:
                     mine["calls"].append([call["function"]["name"], ""])
                 mine["calls"][call["index"]][1] += call["function"]["arguments"]
             else:
-                mine["texts"][key] = mine["texts"].get(key, "") + value
+                mine["texts"][key] = mine["texts"].get(key, "") + (value or "")  # a refusal is null
     assert chunks[-1]["choices"] == []
     return {"choices": list(choices.values()), "usage": chunks[-1]["usage"]}
 
