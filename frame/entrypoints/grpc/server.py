@@ -6,14 +6,18 @@ Every method but the health checks needs a key, where there are keys, as over HT
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.grpc.calls import Act, Entrance, headers_of
+from frame.entrypoints.grpc.health import Health
 from frame.entrypoints.grpc.pooling import Pooling
 from frame.entrypoints.grpc.schema import SERVICE, Schema
 from frame.entrypoints.grpc.service import Service
@@ -25,6 +29,7 @@ from frame.entrypoints.tls import Certificate, load_certificate
 
 HEALTH_EVERY = 0.2  # seconds between two looks at the server's health
 CLOSE_TIMEOUT = 0.5  # seconds for last messages to leave
+SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of methods, as grpcio names them
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
@@ -39,10 +44,10 @@ class GrpcServer:
             ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
             ("grpc.max_receive_message_length", server.max_body_bytes),
             ("grpc.max_metadata_size", 16 * 1024),
+            ("grpc.max_concurrent_streams", server.max_connections),  # of one connection; whoever calls, and whatever
         ]
-        doors = [] if self._keys is None else [KeyDoor(self._keys)]
-        self._server = grpc.aio.server(interceptors=doors, options=options, maximum_concurrent_rpcs=server.max_connections)
-        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(interceptors=[Door(self._keys, server.max_connections)], options=options)
+        self._health = Health(("", SERVICE))
         self._watching: asyncio.Task[None] | None = None
         schema = Schema()
         self._server.add_generic_rpc_handlers((_handlers(services, schema, Entrance(services, self._tenant_of)),))
@@ -51,7 +56,7 @@ class GrpcServer:
         self.address = _bind(self._server, host, port, load_certificate(server))
 
     async def start(self) -> None:
-        await self._look()
+        self._look()
         await self._server.start()
         self._watching = asyncio.create_task(self._watch())
         report(f"gRPC on {self.address}")
@@ -64,30 +69,61 @@ class GrpcServer:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(HEALTH_EVERY)
-            await self._look()
+            self._look()
 
-    async def _look(self) -> None:
-        kinds = health_pb2.HealthCheckResponse
-        status = kinds.SERVING if self._services.ready_problem() is None else kinds.NOT_SERVING
-        for name in ("", SERVICE):
-            await self._health.set(name, status)
+    def _look(self) -> None:
+        self._health.set(self._services.ready_problem() is None)
 
     def _tenant_of(self, context: Any) -> str:
-        """Of a call that `KeyDoor` has let in."""
+        """Of a call that `Door` has let in."""
         return "" if self._keys is None else self._keys.tenant(headers_of(context.invocation_metadata())) or ""
 
 
-class KeyDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets calls in that bring a key (`authorization: Bearer KEY` or `x-api-key`), and health checks."""
+class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets calls in that bring a key (`authorization: Bearer KEY` or `x-api-key`), where there are keys, and so many at once that are not
+    health checks: these need no key and are bounded by themselves, so that strangers take no place. One of several keys has no more
+    than half of the places."""
 
-    def __init__(self, keys: KeyRing) -> None:
+    def __init__(self, keys: KeyRing | None, most: int) -> None:
         self._keys = keys
+        self._most = most
+        self._most_of_key = most if keys is None or len(keys) < 2 else max(1, most // 2)
+        self._running: Counter[str] = Counter()  # calls by tenant; as many entries as keys
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        is_open = details.method.startswith(f"/{HEALTH}/")
-        if is_open or self._keys.tenant(headers_of(details.invocation_metadata)) is not None:
-            return await continuation(details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)  # for calls of any shape: it reads nothing
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(f"/{HEALTH}/"):
+            return handler
+        tenant = "" if self._keys is None else self._keys.tenant(headers_of(details.invocation_metadata))
+        if tenant is None:
+            return grpc.stream_stream_rpc_method_handler(_refuse)  # for calls of any shape: it reads nothing
+        shape = next(name for name in SHAPES if getattr(handler, name) is not None)
+        return handler._replace(**{shape: self._counted(getattr(handler, shape), tenant)})
+
+    def _counted(self, method: Any, tenant: str) -> Any:
+        """The method, with a place for each call. grpcio tells by the kind of function how replies come: as it returns or yields."""
+
+        async def take(context: Any) -> None:
+            if self._running.total() >= self._most or self._running[tenant] >= self._most_of_key:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "as many calls run as server.max_connections allows; try later")
+            self._running[tenant] += 1
+
+        async def returning(request: Any, context: Any) -> Any:
+            await take(context)
+            try:
+                return await method(request, context)
+            finally:
+                self._running[tenant] -= 1
+
+        async def yielding(request: Any, context: Any) -> AsyncIterator[Any]:
+            await take(context)
+            try:
+                async for reply in method(request, context):
+                    yield reply
+            finally:
+                self._running[tenant] -= 1
+
+        return yielding if inspect.isasyncgenfunction(method) else returning
 
 
 async def _refuse(requests: Any, context: Any) -> None:

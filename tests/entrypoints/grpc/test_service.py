@@ -18,7 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from frame.core.errors import ConfigurationError
+from frame.entrypoints.grpc import health as health_module
 from frame.entrypoints.grpc import schema as schema_module
+from frame.entrypoints.grpc.health import MOST_OF_ONE
 from frame.entrypoints.grpc.schema import SERVICE, Schema
 from frame.entrypoints.grpc.server import GrpcServer
 from frame.entrypoints.grpc.service import REPLIES
@@ -240,6 +242,69 @@ async def test_keys() -> None:
         assert caught.value.code() == Code.PERMISSION_DENIED  # a user's key opens nothing of the operators'
         checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_strangers_watches_take_no_place() -> None:
+    """200 watches of one connection, more than calls may run: the other calls run, and so does another connection's watch."""
+    limits = {"server": {"api_key": "secret", "max_connections": 64}}
+    async with listening(limits) as (_, address), grpc.aio.insecure_channel(address, options=[("a", 1)]) as hostile:
+        request = health_pb2.HealthCheckRequest()
+        watches = [health_pb2_grpc.HealthStub(hostile).Watch(request) for _ in range(200)]
+        ends = await asyncio.gather(*(asyncio.wait_for(watch.read(), 20) for watch in watches[:64]), return_exceptions=True)
+        assert sum(not isinstance(end, BaseException) for end in ends) == MOST_OF_ONE
+        refused = next(end for end in ends if isinstance(end, grpc.aio.AioRpcError))
+        assert (refused.code(), "8 watches" in refused.details()) == (Code.RESOURCE_EXHAUSTED, True)
+        async with grpc.aio.insecure_channel(address, options=[("b", 2)]) as channel:
+            replies = await asyncio.gather(*(Client(channel, "secret").call("ServerInfo", {}, timeout=20) for _ in range(32)))
+            assert all(reply.ready for reply in replies)
+            watch = health_pb2_grpc.HealthStub(channel).Watch(request)
+            assert (await asyncio.wait_for(watch.read(), 20)).status == health_pb2.HealthCheckResponse.SERVING
+        for each in watches:
+            each.cancel()
+
+
+async def test_watches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "LONGEST_WATCH", 0.1)
+    async with listening() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        async with asyncio.timeout(20):
+            statuses = [reply.status async for reply in stub.Watch(health_pb2.HealthCheckRequest(service="none"))]
+            assert statuses == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
+            monkeypatch.setattr(health_module, "LONGEST_WATCH", 60.0)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            server.services.draining = True
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            watch.cancel()
+
+
+async def test_calls_are_bounded(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+
+    async def nothing() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    limits = {"server": {"api_keys": str(keys), "max_connections": 8}}
+    async with listening(limits) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        held = [Client(channel, "one").call("GenerateStream", nothing()) for _ in range(5)]
+        ends = [asyncio.ensure_future(call.read()) for call in held]
+        async with asyncio.timeout(20):
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert (await Client(channel, "two").call("ServerInfo", {})).ready  # a key has half of the places
+            assert sum(end.done() for end in ends) == 1
+            with pytest.raises(grpc.aio.AioRpcError, match="max_connections"):
+                await Client(channel, "one").call("ServerInfo", {})
+            for call in held:
+                call.cancel()
+            await asyncio.wait(ends)
+            while True:  # until the server has heard of it
+                try:
+                    await Client(channel, "one").call("ServerInfo", {})
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.01)
 
 
 async def test_a_keys_share_is_one_over_http_and_grpc() -> None:
