@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from frame.core.errors import ConfigurationError
+from frame.core.host_memory import measure_host_memory
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import Limits
@@ -66,7 +65,7 @@ def measure(device: torch.device, weights: int, activations: int, ranks: int = 1
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Memory(total, free, total - free, activations)
-    total, available = _machine_memory()
+    total, available = measure_host_memory()
     return Memory(total // ranks, available // ranks, weights, activations)
 
 
@@ -117,12 +116,3 @@ def _remedy(memory: Memory, needed: int) -> str:
     if fraction <= GREATEST_FRACTION:
         return f"cache.mem_fraction: {math.ceil(fraction * 100) / 100:.2f}"
     return "parallel.tp: 2 (or twice what it is)"
-
-
-def _machine_memory() -> tuple[int, int]:
-    """(total, available) bytes, within the container's share where there is one."""
-    memory = psutil.virtual_memory()
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
-        return min(memory.total, int(text)), min(memory.available, int(text))
-    return memory.total, memory.available

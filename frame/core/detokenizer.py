@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from frame.core.sampling_params import SamplingParams
     from frame.core.tokenizer import Tokenizer
 
+BY_INDEX = tuple(name for name in Tokens.__struct_fields__ if name not in ("rids", "token_ids"))  # what only some requests of a step have
+
 
 class Detokenizer:
     """All requests' streams. `process` takes a step's tokens of every request at once."""
@@ -162,11 +164,7 @@ def _as_characters(piece: bytes) -> str | None:
 
 def _only(tokens: Tokens, index: int) -> Tokens:
     """The message about one of its requests."""
-    parts = {
-        name: {0: values[index]}
-        for name in ("finishes", "cached", "logprobs", "prompt_logprobs")
-        if index in (values := getattr(tokens, name))
-    }
+    parts = {name: {0: values[index]} for name in BY_INDEX if index in (values := getattr(tokens, name))}
     return Tokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **parts)
 
 

@@ -1,9 +1,21 @@
-"""What the C library does with memory that a step gave back, on the CPU. Knows no tensor."""
+"""The host's memory: how much this process may use, and what the C library does with memory that a step gave back.
+
+The capacity of the KV cache on the CPU and the probe of the machine use it. Knows no tensor, and imports no torch.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, as glibc's malloc.h has them
 _KEPT_BYTES = 256 << 20
@@ -22,3 +34,44 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> tuple[int, int]:
+    """(total, available) bytes: the machine's, or less where a control group (v1 or v2) of this process sets a limit."""
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for group, (limit, usage, reclaimable) in _memory_groups(cgroups, membership):
+        most = _read(group / limit)
+        if most.isdigit():  # else "max"
+            held = int(_read(group / usage) or 0) - _statistic(group, reclaimable)
+            total, available = min(total, int(most)), min(available, int(most) - max(0, held))
+    return total, max(0, available)
+
+
+def _memory_groups(cgroups: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control groups that limit this process's memory, the inmost first, with the names of their files. In a container the root is its
+    own group, whatever path the kernel names."""
+    for line in _read(membership).splitlines() or ["0::/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(root) and group.is_dir():
+                yield group, names
+
+
+def _statistic(group: Path, name: str) -> int:
+    for line in _read(group / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -10,9 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from frame.core.hardware import BF16_FEATURES, Accelerator, Hardware
+from frame.core.host_memory import measure_host_memory
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NVML = "libnvidia-ml.so.1"
@@ -32,7 +31,8 @@ def probe(environ: Mapping[str, str] | None = None) -> Hardware:
     accelerators, note = _gpus(environ)
     own = environ.get("OMP_NUM_THREADS", "")
     cores = min(_cores(), int(own)) if own.isdigit() and int(own) else _cores()
-    return Hardware(cpu_cores=cores, memory_bytes=_memory_bytes(), cpu_features=_cpu_features(), accelerators=accelerators, note=note)
+    memory, _ = measure_host_memory()
+    return Hardware(cpu_cores=cores, memory_bytes=memory, cpu_features=_cpu_features(), accelerators=accelerators, note=note)
 
 
 def _cores() -> int:
@@ -42,12 +42,6 @@ def _cores() -> int:
     quota = _read(_CGROUP / "cpu.max").split()
     allowed = int(quota[0]) // int(quota[1]) if len(quota) == 2 and quota[0].isdigit() else len(siblings)
     return max(1, min(len(siblings), allowed))
-
-
-def _memory_bytes() -> int:
-    limit = _read(_CGROUP / "memory.max")
-    total = int(psutil.virtual_memory().total)
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _cpu_features() -> frozenset[str]:

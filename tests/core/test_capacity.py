@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
 from frame.core.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages
+from frame.core.host_memory import measure_host_memory
 from frame.core.interfaces.build import Limits
 from frame.core.memory_pool import KVGeometry
 from frame.testing.fake_model import fake_facts
@@ -13,6 +15,7 @@ from frame.testing.fake_model import fake_facts
 LIMITS = Limits(max_running_requests=4, max_tokens_per_step=64, max_context=4096, page_size=16)
 GEOMETRY = KVGeometry("paged_nhd", 32, 16, torch.bfloat16, ((8, 128), (8, 128)))  # 128 KiB a token
 EACH = 32 * 2 * 8 * 256
+MIB = 1024**2
 
 
 def gpu(total=80, weights=16, activations=2):
@@ -68,3 +71,38 @@ def test_measure_this_machine():
     assert 0 < memory.free <= memory.total
     assert (memory.weights, memory.activations) == (10, 20)
     assert activation_bytes(fake_facts(), LIMITS, torch.float32) > 0
+
+
+def group(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_memory_in_use_within_a_control_group_counts(tmp_path):
+    group(tmp_path, {"memory.max": "max\n"})
+    own = tmp_path / "box"
+    group(own, {"memory.max": f"{8 * MIB}\n", "memory.current": f"{6 * MIB}\n", "memory.stat": f"anon 9\ninactive_file {MIB}\n"})
+    (tmp_path / "self").write_text("0::/box\n")
+    assert measure_host_memory(tmp_path, tmp_path / "self") == (8 * MIB, 3 * MIB)
+
+
+def test_the_tightest_of_the_groups_above_counts(tmp_path):
+    group(tmp_path / "a", {"memory.max": f"{4 * MIB}", "memory.current": f"{5 * MIB}"})
+    group(tmp_path / "a" / "b", {"memory.max": f"{6 * MIB}", "memory.current": f"{MIB}"})
+    (tmp_path / "self").write_text("0::/a/b\n")
+    assert measure_host_memory(tmp_path, tmp_path / "self") == (4 * MIB, 0)
+
+
+def test_control_groups_of_version_1(tmp_path):
+    files = {
+        "memory.limit_in_bytes": f"{8 * MIB}", "memory.usage_in_bytes": f"{4 * MIB}", "memory.stat": f"total_inactive_file {2 * MIB}",
+    }  # fmt: skip
+    group(tmp_path / "memory", files)
+    (tmp_path / "self").write_text("3:cpu,cpuacct:/x\n4:memory:/docker/12ab\n0::/\n")  # a path that the container does not see
+    assert measure_host_memory(tmp_path, tmp_path / "self") == (8 * MIB, 6 * MIB)
+
+
+def test_without_control_groups_the_machine_counts(tmp_path):
+    total, available = measure_host_memory(tmp_path, tmp_path / "none")
+    assert 0 < available <= total == psutil.virtual_memory().total

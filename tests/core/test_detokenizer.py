@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from frame.core.detokenizer import Detokenizer
-from frame.core.messages import Finish, Text, Tokens, Watch
+from frame.core.detokenizer import BY_INDEX, Detokenizer
+from frame.core.messages import Finish, Text, TokenLogprobs, Tokens, Watch
 from frame.core.model_facts import find_model
 from frame.core.roster import mark_of
 from frame.core.sampling_params import SamplingParams
@@ -237,6 +238,21 @@ def test_tokens_after_a_stop_string_in_one_step_do_not_count() -> None:
     detokenizer = watching("x", stop=["b"])
     text = detokenizer.process(Tokens(rids=["x"], token_ids=[spell("abcd")]))
     assert (text.texts, text.token_ids) == (["a"], [spell("ab")])
+
+
+def test_all_that_overtakes_its_watch_is_kept() -> None:
+    """Whatever a step says of a request, its text says as well."""
+    logprobs = TokenLogprobs([1], [-0.5], [[]])
+    parts: dict[str, Any] = {"cached": {1: 3}, "waited": {1: 0.25}, "logprobs": {1: logprobs}, "prompt_logprobs": {1: logprobs}}
+    parts |= {"finishes": {1: LENGTH}}
+    assert {*parts, "pooled"} == set(BY_INDEX)  # a vector has no text
+    step = Tokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
+    detokenizer = Detokenizer(byte_level(), early_limit=2)
+    assert detokenizer.process(step).rids == []
+    (late,) = detokenizer.watch(Watch(rid="x", params=SamplingParams()))
+    known = watching("x").process(step)  # of one request whose Watch came in time
+    for text in (late, known):
+        assert {name: getattr(text, name) for name in parts} == {name: {0: values[1]} for name, values in parts.items()}
 
 
 def test_tokens_may_overtake_their_watch() -> None:
