@@ -18,6 +18,8 @@ from frame.core.paired_attention import PairedAttention
 from frame.core.remote_code import load_class
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pydantic import BaseModel
 
     from frame.core.interfaces.attention import AttentionBackend
@@ -42,7 +44,7 @@ class Loaded(Generic[T]):
 class Parts:
     """The chosen classes of one rank. A family that the model has no use for is None."""
 
-    model: type[Model]
+    model: Callable[[ModelFacts, BuildContext], Model]
     attention: Loaded[AttentionBackend]
     decode_attention: Loaded[AttentionBackend] | None = None  # where decodes have a backend of their own, `attention` is for prompts
     quantization: Loaded[QuantizationMethod] | None = None

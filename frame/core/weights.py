@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,13 +47,15 @@ class WeightSource:
     seed: int = 0
 
 
-def load_model(model_type: type[Model], facts: ModelFacts, context: BuildContext, source: WeightSource) -> tuple[Model, LoadReport]:
+def load_model(
+    make: Callable[[ModelFacts, BuildContext], Model], facts: ModelFacts, context: BuildContext, source: WeightSource
+) -> tuple[Model, LoadReport]:
     """A model on `context.device`, ready to run. Raises CheckpointError with one sentence for whatever does not fit."""
     report = LoadReport()
     with report.phase("build"), torch.device("meta"):
-        model = model_type(facts, context)
+        model = make(facts, context)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{model_type.__name__} is a Model, but not a torch.nn.Module")
+        raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
     with report.phase("materialise"):
         materialise(model, context.device)
     with report.phase("load"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.follower import LeadingRunner, follow
+from frame.core.follower import LeadingRunner
 from frame.core.grammars import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.model_parts import Loaded, Parts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from frame.core.messages import Finish
     from frame.core.request import Request
     from frame.core.resolved import Resolved
-    from frame.core.transport import BatchReceiver, BatchSender, Transport
+    from frame.core.transport import BatchSender, Transport
     from frame.entrypoints.tracing import Tracing
     from frame.plugins.registry import Registry
 
@@ -54,7 +54,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
 
     attention: list[Loaded[Any]] = [Loaded(*registry.choose(choice)) for choice in resolved.plugins["attention_backend"]]
     return Parts(
-        model=registry.choose(resolved.choice("model"))[0],
+        model=registry.constructor(resolved.choice("model")),
         attention=attention[0],
         decode_attention=attention[1] if len(attention) > 1 else None,
         quantization=only("quantization_method"),
@@ -189,11 +189,6 @@ def _device_memory(resolved: Resolved, place: Place) -> Callable[[], int]:
     import torch
 
     return partial(torch.cuda.memory_reserved, place.rank) if resolved.device == "cuda" else int
-
-
-def run_follower(resolved: Resolved, registry: Registry, batches: BatchReceiver, place: Place) -> None:
-    """A rank ≥ 1: build, then run what rank 0 sends until it stops."""
-    follow(with_profiles(resolved, build_rank(resolved, registry, place), place), batches)
 
 
 def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:

@@ -27,9 +27,8 @@ def build_scheduler(
     user = resolved.user
     cache: PrefixCache = NoCache(resolved.page_size)
     if user.cache.prefix == "radix" and not resolved.computes_whole_prompts:
-        eviction, _ = registry.choose(resolved.choice("eviction_policy"))
-        cache = RadixCache(resolved.page_size, eviction())
-    policy, _ = registry.choose(resolved.choice("scheduling_policy"))
+        cache = RadixCache(resolved.page_size, registry.constructor(resolved.choice("eviction_policy"))())
+    policy = registry.constructor(resolved.choice("scheduling_policy"))()
     config = SchedulerConfig(
         page_size=resolved.page_size,
         num_pages=num_pages,
@@ -44,8 +43,10 @@ def build_scheduler(
         overlap=resolved.overlap,
         pools=resolved.pooling is not None,
         whole_prompts=resolved.computes_whole_prompts,
+        preemption=user.scheduler.preemption,
+        short_prompt_share=user.scheduler.short_prompt_share,
         jump_forward=resolved.jump_forward,
         jump_rows=ROWS_A_TOKEN,
         jump_tokens=resolved.cuda_graph_max_bs,
     )
-    return Scheduler(config, cache, PagedAllocator(num_pages), policy(), on_finish=on_finish)
+    return Scheduler(config, cache, PagedAllocator(num_pages), policy, on_finish=on_finish)

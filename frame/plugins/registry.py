@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +202,11 @@ class Registry:
                 f"but this process finds {record.distribution} {record.version} ({record.target}); restart after the installation changed."
             )
         return self.load(record), self.options(record, choice.options)
+
+    def constructor(self, choice: PluginChoice) -> Callable[..., Any]:
+        """The class of a resolved choice as its kind constructs it. A plugin whose record has options gets them as the last argument."""
+        target, options = self.choose(choice)
+        return target if options is None else lambda *arguments: target(*arguments, options)
 
     def _unknown(self, kind: str, name: str) -> str:
         known = self._records[kind]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -95,14 +96,19 @@ def scheduling_policy(subject: Subject) -> Iterable[Check]:
     """`scheduling_policy/1`."""
     from frame.testing.conformance_policies import check_scheduling_policy
 
-    return [Check(*check) for check in check_scheduling_policy(subject.target)]
+    return [Check(*check) for check in check_scheduling_policy(_constructor(subject))]
 
 
 def eviction_policy(subject: Subject) -> Iterable[Check]:
     """`eviction_policy/1`."""
     from frame.testing.conformance_policies import check_eviction_policy
 
-    return [Check(*check) for check in check_eviction_policy(subject.target)]
+    return [Check(*check) for check in check_eviction_policy(_constructor(subject))]
+
+
+def _constructor(subject: Subject) -> Any:
+    """The plugin as it is constructed without further arguments: with its options, where its record has some."""
+    return subject.target if subject.options is None else partial(subject.target, subject.options)
 
 
 def logits_processor(subject: Subject) -> Iterable[Check]:

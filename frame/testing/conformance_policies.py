@@ -1,7 +1,7 @@
 """What every scheduling and eviction policy must do, as named checks. Run by the conformance option of the pytest plugin.
 
-Each check is (name, function without arguments) and raises AssertionError with a sentence; policies are classes without
-required constructor arguments.
+Each check is (name, function without arguments) and raises AssertionError with a sentence; policies are classes, or
+what else makes one without arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Check(NamedTuple):
     run: Callable[[], None]
 
 
-def check_scheduling_policy(policy: type[SchedulingPolicy]) -> Iterator[Check]:
+def check_scheduling_policy(policy: Callable[[], SchedulingPolicy]) -> Iterator[Check]:
     """The laws of `scheduling_policy/1`, then whole runs that must yield what an unconstrained run yields."""
     yield Check("order_is_a_permutation", partial(_order_is_a_permutation, policy))
     yield Check("order_changes_nothing", partial(_order_changes_nothing, policy))
@@ -49,7 +49,7 @@ def check_scheduling_policy(policy: type[SchedulingPolicy]) -> Iterator[Check]:
             yield Check(name, partial(_runs, policy, page_size, overlap))
 
 
-def check_eviction_policy(policy: type[EvictionPolicy]) -> Iterator[Check]:
+def check_eviction_policy(policy: Callable[[], EvictionPolicy]) -> Iterator[Check]:
     """The laws of `eviction_policy/1`, then a cache that lives on it."""
     yield Check("key_is_an_ordered_tuple", partial(_key_is_an_ordered_tuple, policy))
     yield Check("key_depends_on_the_node_alone", partial(_key_depends_on_the_node_alone, policy))
@@ -75,25 +75,25 @@ def example_requests(count: int, seed: int = 0) -> list[Request]:
 # scheduling -------------------------------------------------------------------------------------------------------------
 
 
-def _order_is_a_permutation(policy: type[SchedulingPolicy]) -> None:
+def _order_is_a_permutation(policy: Callable[[], SchedulingPolicy]) -> None:
     waiting = example_requests(50)
     ordered = list(policy().order(waiting, VIEW))
     _require(len(ordered) == len(waiting), f"order returned {len(ordered)} of {len(waiting)} requests")
     _require({id(r) for r in ordered} == {id(r) for r in waiting}, "order returned other requests than it was given")
 
 
-def _order_changes_nothing(policy: type[SchedulingPolicy]) -> None:
+def _order_changes_nothing(policy: Callable[[], SchedulingPolicy]) -> None:
     waiting = example_requests(50)
     before = [(id(r), r.state, r.slot, r.priority, r.num_tokens, r.arrival) for r in waiting]
     list(policy().order(waiting, VIEW))
     _require(before == [(id(r), r.state, r.slot, r.priority, r.num_tokens, r.arrival) for r in waiting], "order changed what it was given")
 
 
-def _order_of_nothing(policy: type[SchedulingPolicy]) -> None:
+def _order_of_nothing(policy: Callable[[], SchedulingPolicy]) -> None:
     _require(not list(policy().order([], VIEW)), "order of no requests is not empty")
 
 
-def _victim_is_never_the_oldest(policy: type[SchedulingPolicy]) -> None:
+def _victim_is_never_the_oldest(policy: Callable[[], SchedulingPolicy]) -> None:
     for seed in range(20):
         running = example_requests(8, seed)
         for count in range(1, 9):
@@ -103,7 +103,7 @@ def _victim_is_never_the_oldest(policy: type[SchedulingPolicy]) -> None:
             _require(count == 1 or victim is not None, f"victim named nobody out of {count} when pages ran out")
 
 
-def _preemption_has_no_cycle(policy: type[SchedulingPolicy]) -> None:
+def _preemption_has_no_cycle(policy: Callable[[], SchedulingPolicy]) -> None:
     requests = example_requests(30)
     for one in requests:
         for other in requests:
@@ -111,7 +111,7 @@ def _preemption_has_no_cycle(policy: type[SchedulingPolicy]) -> None:
             _require(not both, "two requests preempt each other, so neither would ever finish")
 
 
-def _runs(policy: type[SchedulingPolicy], page_size: int, overlap: bool) -> None:
+def _runs(policy: Callable[[], SchedulingPolicy], page_size: int, overlap: bool) -> None:
     rng = random.Random(page_size + overlap)
     config = SchedulerConfig(
         page_size=page_size,
@@ -173,7 +173,7 @@ class ExampleNode:
     priority: int = 0
 
 
-def _key_is_an_ordered_tuple(policy: type[EvictionPolicy]) -> None:
+def _key_is_an_ordered_tuple(policy: Callable[[], EvictionPolicy]) -> None:
     rng = random.Random(0)
     keys = [policy().key(ExampleNode(*(rng.randint(0, 9) for _ in range(4)))) for _ in range(50)]
     _require(all(isinstance(key, tuple) and key for key in keys), "key must return a tuple that is not empty")
@@ -182,7 +182,7 @@ def _key_is_an_ordered_tuple(policy: type[EvictionPolicy]) -> None:
     sorted(keys)
 
 
-def _key_depends_on_the_node_alone(policy: type[EvictionPolicy]) -> None:
+def _key_depends_on_the_node_alone(policy: Callable[[], EvictionPolicy]) -> None:
     node, other = ExampleNode(5, 3, 2, 1), ExampleNode(9, 9, 9, 9)
     one = policy()
     first = one.key(node)
@@ -191,7 +191,7 @@ def _key_depends_on_the_node_alone(policy: type[EvictionPolicy]) -> None:
     _require(node == ExampleNode(5, 3, 2, 1), "key changed the node")
 
 
-def _cache_keeps_its_laws(policy: type[EvictionPolicy]) -> None:
+def _cache_keeps_its_laws(policy: Callable[[], EvictionPolicy]) -> None:
     rng = random.Random(0)
     cache, next_page, locked = RadixCache(2, policy()), 1, []
     for _ in range(300):

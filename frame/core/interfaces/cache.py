@@ -128,7 +128,8 @@ class EvictableNode(Protocol):
 
 class EvictionPolicy(ABC):
     """The order in which unlocked leaves go: smallest key first. Pure: the key depends on the node alone and changes only when
-    the node is touched (matched, inserted, locked), so that a heap may hold it."""
+    the node is touched (matched, inserted, locked), so that a heap may hold it. One whose record has `options` is constructed with them
+    as its one argument."""
 
     @abstractmethod
     def key(self, node: EvictableNode) -> tuple[float, ...]: ...

@@ -163,7 +163,7 @@ class Model(ABC):
       vocabulary on every rank, a sequence classifier its labels. A model for embeddings is not asked.
     - `load_weights` consumes every (name, tensor) it is given and returns the names of parameters it set, so that the loader
       can name what is missing; a name that it does not know is an error, unless `ignored` matches it.
-    Implementations also derive from `torch.nn.Module`.
+    Implementations also derive from `torch.nn.Module`. One whose record has `options` gets them as a third constructor argument.
     """
 
     ignored: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are left out on purpose

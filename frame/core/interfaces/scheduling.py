@@ -33,6 +33,7 @@ class SchedulingPolicy(ABC):
     is spent) and changes nothing; `victim` never names the oldest running request (progress guarantee).
     Where `order` raises, or returns no requests, what waits keeps its order for that step; where `victim` does, or names one that it may
     not, the newest gives way; where `preempts` does, nobody is pushed off. The policy is named in the log.
+    A policy whose record has `options` is constructed with them as its one argument.
     A policy with `needs_matches` finds each candidate's `request.match` (its cached prefix) filled in.
     `waiting` is a bounded window of the head of the queue (the oldest; with `by_priority` those of highest priority), so that
     10,000 queued cost no more than 100: a policy must not assume that it sees all.

@@ -44,7 +44,10 @@ from frame.entrypoints.tracing import open_tracing
 from frame.entrypoints.usage import watch_over
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frame.entrypoints.grpc.server import GrpcServer
+    from frame.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
 
@@ -126,17 +129,20 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
         services.text_input = text_input
     elif tokenizer is not None:
         services.text_input = ThreadedInput(tokenizer)
-    for kind, attribute in (("reasoning_parser", "reasoning"), ("tool_call_parser", "tool_calls")):
-        choices = resolved.plugins.get(kind)
-        if choices:
-            parser, options = prepared.registry.choose(choices[0])
-            setattr(services, attribute, parser if options is None else lambda p=parser, o=options: p(o))
+    for attribute, parser in load_parsers(resolved, prepared.registry).items():
+        setattr(services, attribute, parser)
     services.score_prompt = read_score_prompt(resolved.user.text.score_prompt)
     services.moderation_policy = read_policy(resolved.user.text.moderation_policy)
     services.metrics = ServerMetrics(services)
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
     return services
+
+
+def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[], Any]]:
+    """What makes a parser for one response, by the attribute of `Services` that holds it; those that were chosen."""
+    kinds = {"reasoning": "reasoning_parser", "tool_calls": "tool_call_parser"}
+    return {attribute: registry.constructor(resolved.choice(kind)) for attribute, kind in kinds.items() if resolved.plugins.get(kind)}
 
 
 def check_grpc(server: ServerSection) -> None:

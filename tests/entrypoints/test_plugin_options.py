@@ -1,0 +1,103 @@
+"""Options reach the constructor of every kind of plugin: a fake one of each kind says what it was constructed with."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from frame.core.config import FrameConfig
+from frame.entrypoints import prepare as preparing
+from frame.entrypoints.assembly import build_rank
+from frame.entrypoints.grammar_process import load_backend
+from frame.entrypoints.http.server import load_parsers
+from frame.entrypoints.prepare import prepare
+from frame.entrypoints.scheduling import build_scheduler
+from frame.plugins.kinds import KINDS
+from frame.plugins.loader import load_registry
+from frame.plugins.registry import Registry
+from frame.testing.checkpoints import make_checkpoint
+
+MODULE = "frame_test_options_module"
+BASES = {
+    "model": "mixtral",
+    "attention_backend": "torch_native",
+    "quantization_method": "none",
+    "moe_runner": "torch_native",
+    "moe_dispatcher": "all_reduce",
+    "scheduling_policy": "fcfs",
+    "eviction_policy": "lru",
+    "logits_processor": "logit-bias",
+    "grammar": "llguidance",
+    "reasoning_parser": "think-tags",
+    "tool_call_parser": "hermes",
+}
+CONFIG: dict[str, Any] = {
+    "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake"},
+    "attention": {"backend": "fake"},
+    "moe": {"runner": "fake", "dispatcher": "fake"},
+    "scheduler": {"policy": "fake", "max_running_requests": 4, "chunked_prefill_size": 64},
+    "cache": {"eviction": "fake", "max_total_tokens": 256},
+    "sampling": {"processors": ["fake"], "grammar": "fake"},
+    "text": {"reasoning_parser": "fake", "tool_call_parser": "fake"},
+    "execution": {"device": "cpu", "threads": 1},
+}
+
+
+class Options(BaseModel):
+    """The fakes' own settings."""
+
+    value: int = 0
+
+
+def fake_of(base: type, kind: str, seen: dict[str, int]) -> type:
+    class Fake(base):  # type: ignore[misc]
+        def __init__(self, *arguments: Any) -> None:
+            *others, options = arguments
+            assert isinstance(options, Options), f"the last argument of a {kind} is {options!r}"
+            seen[kind] = options.value
+            super().__init__(*others)
+
+    return Fake
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """By kind, what its fake was constructed with. The fakes are plugins like any other."""
+    found: dict[str, int] = {}
+    module = types.ModuleType(MODULE)
+
+    def read(config: FrameConfig) -> Registry:
+        registry = load_registry(installed=False)
+        for kind, base in BASES.items():
+            record = registry.get(kind, base)
+            setattr(module, kind, fake_of(registry.load(record), kind, found))
+            part = registry.kind(kind, "fakes", "1.0")
+            part.add("fake", f"{MODULE}:{kind}", capabilities=record.capabilities, options=Options)
+            registry.commit(part)
+        return registry
+
+    monkeypatch.setattr(preparing, "registry_of", read)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    yield found
+
+
+def test_options_reach_the_constructor_of_every_kind(seen: dict[str, int], tmp_path: Path) -> None:
+    assert set(BASES) == set(KINDS)  # a new kind belongs here as well
+    values = {kind: number for number, kind in enumerate(BASES, 1)}
+    options = {f"{kind}/fake": {"value": value} for kind, value in values.items()}
+    folder = make_checkpoint("MixtralForCausalLM", tmp_path)
+    config = {**CONFIG, "model": {**CONFIG["model"], "path": str(folder)}, "plugins": {"options": options}}
+    prepared = prepare(FrameConfig.model_validate(config))
+    resolved, registry = prepared.resolved, prepared.registry
+    build_rank(resolved, registry).close()
+    build_scheduler(resolved, registry, 17).close()
+    load_backend(resolved, registry)
+    for parser in load_parsers(resolved, registry).values():
+        parser()
+    assert seen == values
