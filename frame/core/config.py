@@ -255,7 +255,10 @@ class ServerSection(Section):
     )  # fmt: skip
     max_connections: int = setting(4096, "Most open connections; more are refused with 503.", flag="max-connections", ge=1)
     client_timeout: float = setting(
-        60.0, "Seconds that a client may take for a request's head, pause in its body, or not read an answer.", flag="client-timeout", gt=0
+        60.0,
+        "Seconds for a TLS handshake and for a request's head, between two pieces of a body, and without reading an answer.",
+        flag="client-timeout",
+        gt=0,
     )
     max_unread_tokens: int = setting(
         16_384, "Tokens of a streamed answer that may wait for its client to read them; then the request is ended.",

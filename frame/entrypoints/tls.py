@@ -20,6 +20,13 @@ class Certificate:
     chain: str
     key: str
 
+    def context(self) -> ssl.SSLContext:
+        """For a server. Raises OSError, ValueError when the two do not make a pair that can be served."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # a passphrase would be asked for on the terminal, where nobody may sit
+        context.load_cert_chain(self.chain, self.key, password=_no_passphrase)
+        return context
+
     def pems(self) -> tuple[bytes, bytes]:
         """(key, chain), as gRPC wants them."""
         return Path(self.key).read_bytes(), Path(self.chain).read_bytes()
@@ -33,15 +40,15 @@ def load_certificate(server: ServerSection) -> Certificate | None:
             raise ConfigurationError("server.ssl_keyfile is set without server.ssl_certfile; give both, or neither")
         return None
     key = key or chain  # one file may hold both
+    certificate = Certificate(chain, key)
     try:
-        # a passphrase would be asked for on the terminal, where nobody may sit
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password=_no_passphrase)
+        certificate.context()
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigurationError(
             f"cannot serve TLS with server.ssl_certfile {chain} and server.ssl_keyfile {key} ({reason}); give a PEM chain and its own key"
         ) from error
-    return Certificate(chain, key)
+    return certificate
 
 
 def _no_passphrase() -> str:

@@ -64,6 +64,11 @@ class GuardedProtocol(HalfClosableProtocol):
         self._limits.lingering.discard(self)
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """Of the server; a connection without a transport is in its TLS handshake, which its listener ends."""
+        if self.transport is not None:
+            super().shutdown()
+
     def pause_writing(self) -> None:
         """The client does not read: give it some time, then give it up."""
         super().pause_writing()
@@ -184,7 +189,7 @@ class GuardedProtocol(HalfClosableProtocol):
         retry = b"retry-after: %d\r\n" % RETRY_AFTER if error.status == 503 else b""
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + retry + b"\r\n" + body)
-        if len(self._limits.lingering) >= MOST_LINGERING:
+        if len(self._limits.lingering) >= MOST_LINGERING or not self.transport.can_write_eof():  # TLS has no half-closed state
             self.transport.close()
         else:  # to close with bytes unread would reset the connection, and the client might not see the answer
             self.connections.discard(self)

@@ -16,6 +16,7 @@ import uvicorn
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.connections import ConnectionLimits, GuardedProtocol
+from frame.entrypoints.http.tls_listener import TlsListener
 from frame.entrypoints.tls import Certificate
 
 KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
@@ -36,10 +37,10 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE,
                 ws="none",
-                ssl_certfile=None if certificate is None else certificate.chain,
-                ssl_keyfile=None if certificate is None else certificate.key,
             )
         )
+        self._limits = limits
+        self._context = None if certificate is None else certificate.context()
         self.listening = asyncio.Event()
 
     @contextlib.contextmanager
@@ -47,8 +48,18 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._context is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            connections = self.server_state.connections
+            self.servers += [TlsListener(each, self._protocol, connections, self._limits, self._context) for each in sockets or []]  # type: ignore[misc]
         self.listening.set()
+
+    def _protocol(self) -> asyncio.Protocol:
+        config: Any = self.config
+        made: asyncio.Protocol = config.http_protocol_class(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
 
 def bound_port(host: str, port: int, flags: str) -> socket.socket:

@@ -63,7 +63,7 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
     resolved = prepared.resolved
     started = time.perf_counter()
-    load_certificate(resolved.user.server)
+    certificate = load_certificate(resolved.user.server)
     check_grpc(resolved.user.server)
     if (folder := resolved.user.batches.folder) is not None:
         make_folder(Path(folder))
@@ -71,9 +71,10 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
     listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
     layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
+    raise_file_limit(resolved.user.server.max_connections)
     deployment = Deployment(resolved, layout)
     try:
-        with StartingServer(listener):
+        with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)
             spawned = time.perf_counter()
             info = wait_ready(deployment, report)
@@ -194,7 +195,6 @@ class Server:
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: do not wait
         server = services.resolved.user.server
-        raise_file_limit(server.max_connections)
         self._certificate = load_certificate(server)
         limits = ConnectionLimits(server.max_connections, server.client_timeout)
         self._http = HttpServer(App(services), limits, self._certificate)

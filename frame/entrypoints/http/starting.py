@@ -1,81 +1,90 @@
-"""Answers on the server's socket while the model loads: `/health/live` 200, everything else 503, from one thread. Knows no engine.
+"""`StartingServer` answers on the server's socket while the model loads: `/health/live` 200, everything else 503.
 
-Connections that it does not get to stay in the socket's queue for the real server.
+It is the real server's HTTP and TLS with an application of its own, in a thread with an event loop. Knows no engine and no key.
+Connections that it does not accept stay in the socket's queue for the real server.
 """
 
 from __future__ import annotations
 
-import contextlib
-import select
+import asyncio
 import socket
 import threading
-import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.call import JSON, Call, Receive, Scope, Send
+from frame.entrypoints.http.connections import ConnectionLimits
+from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.listening import HttpServer
+from frame.entrypoints.http.routing import Router, decode_path
+from frame.entrypoints.tls import Certificate
 
-PATIENCE = 1.0  # seconds for a whole connection: a slow client must not hold up the start
-LONGEST_HEAD = 16 * 1024
+PATIENCE = 5.0  # seconds for a handshake, a request's head, its body, and for what is being answered when the phase ends
 RETRY_AFTER = 2  # seconds
-LIVE = b"/health/live"
 BACKLOG = 2048
+CLOSE = (b"connection", b"close")  # the next request may be the real server's
+
+_router: Router[None] = Router([("/health/live", ("GET",), None)])
 
 
 class StartingServer:
-    """Between `with` and its end the socket belongs to this object."""
+    """Between `with` and its end connections to the socket are this object's."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, max_connections: int, certificate: Certificate | None = None) -> None:
         self._listener = listener
-        self._wake, self._woken = socket.socketpair()
+        self._http = HttpServer(_answer, ConnectionLimits(max_connections, PATIENCE), certificate)
+        self._http.config.timeout_graceful_shutdown = int(PATIENCE)
+        self._loop = asyncio.new_event_loop()
+        self._is_up, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="starting", daemon=True)
 
     def __enter__(self) -> Self:
         self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._wake.send(b"x")
-        self._thread.join()
-        self._wake.close()
-        self._woken.close()
+        """Accept no more. What was accepted is answered in the thread, meanwhile."""
+        self._is_up.wait()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._close)
+            self._is_closed.wait()
 
     def _run(self) -> None:
-        while True:
-            readable, _, _ = select.select([self._listener, self._woken], [], [])
-            if self._woken in readable:
-                return
-            with contextlib.suppress(OSError):  # whatever one client does, the next is served
-                connection, _ = self._listener.accept()
-                with connection:
-                    _serve(connection, time.monotonic() + PATIENCE)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        finally:
+            self._is_up.set()
+            self._is_closed.set()
+
+    async def _serve(self) -> None:
+        serving = asyncio.create_task(self._http.serve([self._listener.dup()]))
+        await self._http.listening.wait()
+        self._is_up.set()
+        await serving
+
+    def _close(self) -> None:
+        for server in self._http.servers:
+            server.close()
+        self._http.should_exit = True
+        self._is_closed.set()
 
 
-def _serve(connection: socket.socket, until: float) -> None:
-    """Answer, and be done at `until` (seconds, monotonic). Raises OSError, TimeoutError among them."""
-    head = b""
-    while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
-        part = _read(connection, until)
-        if not part:
-            return
-        head += part
-    words = head.split(b" ", 2)
-    is_live = len(words) == 3 and words[1].partition(b"?")[0] == LIVE
-    body = b"{}" if is_live else ApiError(503, "the server is starting; the model is not loaded yet").body()
-    status = b"200 OK" if is_live else b"503 Service Unavailable\r\nretry-after: %d" % RETRY_AFTER
-    connection.sendall(
-        b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (status, len(body), body)
-    )
-    connection.shutdown(socket.SHUT_WR)
-    while _read(connection, until):  # what is left of a body, lest the kernel resets the connection before the answer is read
-        pass
-
-
-def _read(connection: socket.socket, until: float) -> bytes:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    connection.settimeout(left)
-    return connection.recv(65536)
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application."""
+    call = Call(scope, receive, send, 0)
+    with suppress(DisconnectedError):
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while (await receive()).get("more_body"):  # to close with bytes unread would reset the connection
+                    pass
+            found = _router.find(decode_path(scope["raw_path"]))
+            if found is None or scope["method"] not in found.methods():
+                raise ApiError(503, "the server is starting; the model is not loaded yet", retry_after=RETRY_AFTER)
+            await call.respond(b"{}", headers=(JSON, CLOSE))
+        except (ApiError, TimeoutError) as error:
+            refusal = error if isinstance(error, ApiError) else ApiError(408, f"the body did not come within {PATIENCE:g} s; send it again")
+            refusal.headers = (*refusal.headers, CLOSE)
+            await call.fail(refusal)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import socket
-import threading
+import ssl
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
+import pytest
 
-from frame.entrypoints.http.starting import StartingServer
+from frame.core.config import ServerSection
+from frame.entrypoints.http import starting
+from frame.entrypoints.http.starting import PATIENCE, StartingServer
+from frame.entrypoints.tls import load_certificate
+from tests.entrypoints.test_tls import CHAIN, KEY
+
+PAIR = {"ssl_certfile": str(CHAIN), "ssl_keyfile": str(KEY)}
 
 
 @contextmanager
@@ -20,7 +28,7 @@ def listening() -> Iterator[tuple[socket.socket, str]]:
 
 
 def test_answers_while_the_model_loads() -> None:
-    with listening() as (listener, url), StartingServer(listener), httpx.Client(base_url=url, trust_env=False) as client:
+    with listening() as (listener, url), StartingServer(listener, 64), httpx.Client(base_url=url, trust_env=False) as client:
         assert client.get("/health/live").status_code == 200
         assert client.get("/health/live?x=1").json() == {}
         for path in ("/health", "/health/ready", "/v1/models", "/health/live2"):
@@ -31,7 +39,7 @@ def test_answers_while_the_model_loads() -> None:
 
 
 def test_odd_clients_do_not_stop_it() -> None:
-    with listening() as (listener, url), StartingServer(listener):
+    with listening() as (listener, url), StartingServer(listener, 64):
         address = listener.getsockname()
         for words in (b"", b"\r\n\r\n", b"GET", b"\x00\xff\r\n\r\n", b"x" * 40_000):
             with socket.create_connection(address) as odd:
@@ -42,35 +50,49 @@ def test_odd_clients_do_not_stop_it() -> None:
         assert httpx.get(url + "/health/live", trust_env=False).status_code == 200
 
 
-def test_slow_clients_do_not_hold_up_the_start() -> None:
-    stop = threading.Event()
+def test_half_sent_heads_and_bodies_delay_nobody() -> None:
+    with listening() as (listener, url), StartingServer(listener, 64), ExitStack() as clients:
+        for words in (b"GET /health/live HTTP/1.1\r\nhost:", b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n", b"") * 10:
+            clients.enter_context(socket.create_connection(listener.getsockname())).sendall(words)
+        started = time.monotonic()
+        for _ in range(10):
+            assert httpx.get(url + "/health/live", trust_env=False, timeout=60).status_code == 200
+        assert time.monotonic() - started < PATIENCE  # so none of them was waited for
 
-    def drip(slow: socket.socket) -> None:
-        while not stop.wait(0.02):
-            try:
-                slow.send(b"x")
-            except OSError:
-                return
 
-    with (
-        listening() as (listener, url),
-        StartingServer(listener),
-        socket.create_connection(listener.getsockname()) as head,
-        socket.create_connection(listener.getsockname()) as body,
-    ):
-        body.sendall(b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n")
-        threads = [threading.Thread(target=drip, args=(slow,)) for slow in (head, body)]
-        for thread in threads:
-            thread.start()
-        assert httpx.get(url + "/health/live", trust_env=False, timeout=60).status_code == 200
-        stop.set()
-        for thread in threads:
-            thread.join()
+def test_a_client_that_never_ends_its_head_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "PATIENCE", 0.1)
+    with listening() as (listener, _), StartingServer(listener, 64):
+        for words, status in ((b"GET / HT", b"408"), (b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nx", b"408"), (b"GET\r\n\r\n", b"400")):
+            with socket.create_connection(listener.getsockname()) as slow:
+                slow.settimeout(30)
+                slow.sendall(words)
+                assert slow.recv(65536).split()[1] == status
+
+
+def test_speaks_tls_where_the_server_does() -> None:
+    trusting = ssl.create_default_context(cafile=str(CHAIN))
+    with listening() as (listener, url), StartingServer(listener, 64, load_certificate(ServerSection(**PAIR))), ExitStack() as clients:
+        for words in (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n") * 5:  # no handshake, half of one, none
+            clients.enter_context(socket.create_connection(listener.getsockname())).sendall(words)
+        secure = url.replace("http:", "https:")
+        assert httpx.get(secure + "/health/live", trust_env=False, verify=trusting, timeout=60).status_code == 200
+        assert httpx.get(secure + "/v1/models", trust_env=False, verify=trusting, timeout=60).status_code == 503
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(url + "/health/live", trust_env=False)
+
+
+def test_connections_are_counted() -> None:
+    with listening() as (listener, url), StartingServer(listener, 3), ExitStack() as clients:
+        for _ in range(3):
+            clients.enter_context(socket.create_connection(listener.getsockname())).sendall(b"G")
+        refused = httpx.get(url + "/health/live", trust_env=False, timeout=60)
+        assert (refused.status_code, "3 connections are open" in refused.text) == (503, True)
 
 
 def test_what_comes_later_is_the_real_servers() -> None:
     with listening() as (listener, _):
-        with StartingServer(listener):
+        with StartingServer(listener, 64):
             pass
         with socket.create_connection(listener.getsockname()) as late:
             late.sendall(b"hello")
