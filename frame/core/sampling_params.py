@@ -16,6 +16,7 @@ MAX_CUSTOM = 64
 MAX_CUSTOM_CHARS = 64 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_LOGPROBS = 20
+LEAST_REPETITION = 0.01
 LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
 
 
@@ -101,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield f"frequency_penalty is {self.frequency_penalty}; it must be from -2 to 2"
         if not -2.0 <= self.presence_penalty <= 2.0:
             yield f"presence_penalty is {self.presence_penalty}; it must be from -2 to 2"
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            yield f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and at most 10"
+        if not LEAST_REPETITION <= self.repetition_penalty <= 10.0:  # logits are divided by it, and must stay finite in 32 bits
+            yield f"repetition_penalty is {self.repetition_penalty}; it must be from {LEAST_REPETITION} to 10"
         if not (self.seed is None or -(2**63) <= self.seed < 2**63):
             yield f"seed is {self.seed}; it must fit in 64 bits"
         if not (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS):

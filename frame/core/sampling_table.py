@@ -31,6 +31,7 @@ _ROW = np.dtype(
 )
 PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # the last three all or none
 _GREEDY_BELOW = 1e-5  # temperatures below this are taken for 0: dividing by them overflows
+_LEAST_TOP_P = 1e-6  # keeps the likeliest token alone, as any smaller one does; those below 1e-38 would be 0 on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +184,7 @@ def _row(setup: SlotSetup) -> tuple[float, float, float, int, int, int, int]:
     params = setup.params
     return (
         params.temperature * math.log(2.0) if params.temperature >= _GREEDY_BELOW else 0.0,
-        params.top_p,
+        max(params.top_p, _LEAST_TOP_P),
         math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
         max(params.top_k, 0),
         setup.seed & 0xFFFF_FFFF_FFFF_FFFF,
