@@ -253,6 +253,10 @@ class ServerSection(Section):
         None, "Most requests of one key at once, over HTTP and gRPC, each of their sequences (n) counted; more are refused with 429.",
         flag="max-requests-per-key", ge=1,
     )  # fmt: skip
+    max_sequences_per_request: int = setting(
+        2048, "Most sequences of one request: prompts times n, inputs, documents; more are refused with 400.",
+        flag="max-sequences-per-request", ge=1,
+    )  # fmt: skip
     max_connections: int = setting(4096, "Most open connections; more are refused with 503.", flag="max-connections", ge=1)
     client_timeout: float = setting(
         60.0,
@@ -264,7 +268,10 @@ class ServerSection(Section):
         16_384, "Tokens of a streamed answer that may wait for its client to read them; then the request is ended.",
         flag="max-unread-tokens", ge=64,
     )  # fmt: skip
-    max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body.", flag="max-body-bytes", ge=1024)
+    max_body_bytes: int = setting(
+        32 * 1024 * 1024, "Largest uploaded file, and the most bytes of any other body, which routes bound by the context besides.",
+        flag="max-body-bytes", ge=1024,
+    )  # fmt: skip
     grpc_port: int | None = setting(
         None, "Port of the gRPC service, on the same address; 0 takes a free one, not set: none.", flag="grpc-port", ge=0, le=65535
     )

@@ -136,7 +136,8 @@ class Fatal(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Text (or chat, or many `inputs` of one or two texts, cut at `longest` tokens) to encode; answered by `Tokenized`."""
+    """Text (or chat, or many `inputs` of one or two texts, cut at `longest` tokens) to encode; answered by `Tokenized`. Long texts of more
+    than `most` tokens are refused."""
 
     id: str
     text: str | None = None
@@ -146,16 +147,18 @@ class Tokenize(Message, frozen=True):
     add_special_tokens: bool = True
     inputs: list[list[str]] | None = None
     longest: int | None = None
+    most: int | None = None
     trace: str = ""
 
 
 class Tokenized(Message, frozen=True):
-    """`encoded` answers `inputs`: for each its ids, and where the second text begins."""
+    """`encoded` answers `inputs`: for each its ids, and where the second text begins. `is_too_long`: a text has more tokens than `most`."""
 
     id: str
     token_ids: list[int] = []
     encoded: list[tuple[list[int], int]] = []
     error: str | None = None
+    is_too_long: bool = False
 
 
 class Watch(Message, frozen=True):

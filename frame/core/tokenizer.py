@@ -17,6 +17,7 @@ from frame.core.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, 
 from frame.core.errors import CheckpointError
 from frame.core.python_tokenizer import PythonTokenizer
 from frame.core.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
+from frame.core.text_bounds import TextBounds, in_groups, longest_token
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from frame.core.sampling_params import SamplingParams
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
+SHORT = 1024  # characters of a text that is tokenized sooner than the interpreter's lock is released and taken
 
 Input = Sequence[str]  # one text, or the two of a pair
 Encoded = tuple[list[int], int]  # token ids, and where a pair's second text begins for models that tell (0: nowhere)
@@ -57,8 +58,14 @@ class Tokenizer:
 
     # encode --------------------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids. Raises TextTooLongError for a long text of more than `most` tokens, before it is tokenized whole."""
+        if most is not None:
+            self.bounds.check(text, most)
+        if len(text) <= SHORT:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # the library holds the interpreter's lock over one text, and not over a list of one
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._leading, *ids] if add_special_tokens and self._leading else ids
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -66,19 +73,28 @@ class Tokenizer:
         lead = self._leading if add_special_tokens else []
         return [[*lead, *encoding.ids] for encoding in encodings]
 
-    def encode_inputs(self, inputs: Sequence[Input], longest: int | None = None) -> list[Encoded]:
+    def encode_inputs(
+        self, inputs: Sequence[Input], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
+    ) -> list[Encoded]:
         """Texts, or pairs of texts that are read together, with their special tokens; those of more than `longest` tokens are cut at
-        the end, before the special tokens that close them."""
-        each = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
+        the end, before the special tokens that close them. Raises TextTooLongError for a long text of more than `most` tokens."""
+        if most is not None:
+            for one in inputs:
+                for text in one:
+                    self.bounds.check(text, most)
+        if longest is not None:
+            inputs = [[self.bounds.cut(text, longest) for text in one] for one in inputs]
+        each: list[Any] = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
+        lead = self._leading if add_special_tokens else []
         found = []
-        for encoding in self.backend.encode_batch(each):
-            lead = self._leading
-            ids, types = [*lead, *encoding.ids], encoding.type_ids
-            if longest is not None and len(ids) > longest:
-                closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
-                ids = [*ids[: max(0, longest - closing)], *ids[len(ids) - closing :]] if closing < longest else ids[:longest]
-            second = types.index(1) + len(lead) if 1 in types else 0
-            found.append((ids, second if second < len(ids) else 0))
+        for group in in_groups(each):
+            for encoding in self.backend.encode_batch_fast(group, add_special_tokens=add_special_tokens):
+                ids, types = [*lead, *encoding.ids], encoding.type_ids
+                if longest is not None and len(ids) > longest:
+                    closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
+                    ids = [*ids[: max(0, longest - closing)], *ids[len(ids) - closing :]] if closing < longest else ids[:longest]
+                second = types.index(1) + len(lead) if 1 in types else 0
+                found.append((ids, second if second < len(ids) else 0))
         return found
 
     def chat_text(
@@ -103,22 +119,30 @@ class Tokenizer:
             raise ChatTemplateError(f"chat_template does not compile: {error.__cause__ or error}") from None
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, arguments: dict[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        arguments: dict[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """A conversation as token ids; the template writes the special tokens itself, unless `arguments` has `add_special_tokens`."""
+        """A conversation as token ids; the template writes the special tokens itself, unless `arguments` has `add_special_tokens`. Raises
+        TextTooLongError as `encode` does."""
         arguments = dict(arguments or {})
         special = bool(arguments.pop("add_special_tokens", False))
-        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=special)
+        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=special, most=most)
 
     def with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The parameters with `bad_words` as token ids, each word both at a text's start and after a space."""
-        spellings = {tuple(self.encode(lead + word.lstrip(), False)) for word in params.bad_words for lead in ("", " ")}
+        texts = [lead + word.lstrip() for word in params.bad_words for lead in ("", " ")]
+        spellings = {tuple(ids) for ids in self.encode_batch(texts, False)}
         return msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(filter(None, spellings))))
 
     # decode --------------------------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= SHORT:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]  # without the interpreter's lock
 
     def token_text(self, token_id: int) -> str:
         """One token's own text, as logprobs show it."""
@@ -145,6 +169,17 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def _description(self) -> tuple[str | None, int | None]:
+        """The decoder's type, and the most characters that a token covers. Reading it takes a while for a large vocabulary."""
+        spec = json.loads(self.backend.to_str())
+        return (spec.get("decoder") or {}).get("type"), longest_token(spec)
+
+    @cached_property
+    def bounds(self) -> TextBounds:
+        """What is known of a text's tokens before it is tokenized."""
+        return TextBounds(self.backend, self._description[1])
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(i for i, token in added.items() if token.special)
@@ -153,8 +188,7 @@ class Tokenizer:
     def pieces(self) -> list[bytes] | None:
         """Each id's bytes, when the decoder is the byte-level one, for which the text of a sequence is the text of its joined bytes;
         None for any other decoder."""
-        decoder = json.loads(self.backend.to_str()).get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
+        if self._description[0] != "ByteLevel":
             return None
         vocab = self.backend.get_vocab(with_added_tokens=True)
         table = [b""] * (max(vocab.values(), default=-1) + 1)

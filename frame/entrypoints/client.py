@@ -37,7 +37,16 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client_stats import ClientStats
 from frame.entrypoints.controls import Controls
 from frame.entrypoints.feed import Feed
-from frame.entrypoints.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, check_request, sibling
+from frame.entrypoints.limits import (
+    ClientLimits,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    check_params,
+    check_prompt,
+    check_request,
+    sibling,
+)
 from frame.entrypoints.readmission import Readmission
 from frame.entrypoints.tracing import TRACE
 
@@ -109,6 +118,14 @@ class EngineClient:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise InvalidRequestError when this cannot be served."""
         check_request(self.limits, prompt, params)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError when no prompt can be served with these."""
+        check_params(self.limits, params)
+
+    def check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequestError when the prompt does not fit."""
+        check_prompt(self.limits, prompt, params)
 
     def submit(
         self,

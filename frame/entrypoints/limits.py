@@ -60,9 +60,24 @@ class ClientLimits:
 
 def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
     """Raise InvalidRequestError when a sequence cannot be served, with the sentence for the client."""
+    check_params(limits, params)
+    check_prompt(limits, prompt, params)
+
+
+def check_params(limits: ClientLimits, params: SamplingParams) -> None:
+    """Raise InvalidRequestError for parameters that cannot be served, whatever the prompt."""
     problems = params.problems(limits.vocab_size)
     if problems:
         raise InvalidRequestError(problems[0], problems[0].split(" ", 1)[0])
+    if params.grammar is not None and not limits.grammar and not limits.pools:
+        raise InvalidRequestError(
+            "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",
+            "response_format",
+        )
+
+
+def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
+    """Raise InvalidRequestError for a prompt that does not fit, alone or with the tokens that `params` asks for."""
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
     if limits.pools:
@@ -85,11 +100,6 @@ def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingP
             "max_tokens",
         )
     _check_ids(limits, prompt)
-    if params.grammar is not None and not limits.grammar:
-        raise InvalidRequestError(
-            "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",
-            "response_format",
-        )
 
 
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
@@ -103,13 +113,13 @@ def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
 
 
 def _check_pooled(limits: ClientLimits, prompt: Sequence[int]) -> None:
-    _check_ids(limits, prompt)
     if len(prompt) > limits.longest_input:
         raise ContextLengthError(
             limits.longest_input,
             f"the input has {len(prompt)} tokens; shorten it, or have it cut with truncate_prompt_tokens: -1",
             "input",
         )
+    _check_ids(limits, prompt)
 
 
 def sibling(params: SamplingParams, number: int) -> SamplingParams:

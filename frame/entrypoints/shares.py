@@ -22,11 +22,14 @@ class ShareExceededError(Exception):
 
 
 class Shares:
-    """One a server. `most` places a tenant; None: no limit. Who brings no key (tenant "") has none."""
+    """One a server. `most` places a tenant, None: no limit; `most_sequences` of all sequences that the server holds, whatever they are
+    for, None: as many as there are. Who brings no key (tenant "") has no limit."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, most_sequences: int | None = None) -> None:
         self._most = most
+        self._most_sequences = most_sequences
         self._held: Counter[str] = Counter()  # places by tenant; as many entries as keys
+        self._sequences: Counter[str] = Counter()
 
     def open(self, tenant: str) -> Share:
         """A request's share, of one place, to be closed with the request. Raises ShareExceededError."""
@@ -45,35 +48,54 @@ class Shares:
             )
         self._held[tenant] += count
 
-    def give_back(self, tenant: str, count: int) -> None:
+    def take_sequences(self, tenant: str, count: int) -> None:
+        """`count` sequences more. Raises ShareExceededError."""
+        held, most = self._sequences[tenant], self._most_sequences
+        if tenant and most is not None and held + count > most:
+            if count > most:
+                raise ShareExceededError(
+                    f"the request asks for {count} sequences, and one key may hold {most} of this server's places; ask for fewer", True
+                )
+            raise ShareExceededError(
+                f"{held} sequences of this key are running or waiting, and one key may hold {most} of this server's places; try again later"
+            )
+        self._sequences[tenant] += count
+
+    def give_back(self, tenant: str, count: int, sequences: int = 0) -> None:
         """Of what was taken."""
         self._held[tenant] -= count
+        self._sequences[tenant] -= sequences
 
 
 class Share:
     """What one request holds: one place from its beginning on, and one for each sequence once it is known how many there are."""
 
-    def __init__(self, shares: Shares, tenant: str, held: int = 1) -> None:
+    def __init__(self, shares: Shares, tenant: str, held: int = 1, sequences: int = 0) -> None:
         self._shares = shares
         self._tenant = tenant
         self._held = held
+        self._sequences = sequences
 
-    def widen(self, sequences: int) -> None:
-        """Hold a place for each. Raises ShareExceededError, and holds what it held."""
-        more = max(0, sequences - self._held)
+    def widen(self, sequences: int, counts: bool = True) -> None:
+        """Hold a place for each; `counts`: each is a request of its own to the key's limit. Raises ShareExceededError, and holds what it
+        held."""
+        more = max(0, sequences - self._held) if counts else 0
         self._shares.take(self._tenant, more, sequences)
         self._held += more
+        further = max(0, sequences - self._sequences)
+        self._shares.take_sequences(self._tenant, further)
+        self._sequences += further
 
     def handed_on(self) -> Share:
         """All that this one holds, for what goes on when its request has been answered."""
-        other = Share(self._shares, self._tenant, self._held)
-        self._held = 0
+        other = Share(self._shares, self._tenant, self._held, self._sequences)
+        self._held = self._sequences = 0
         return other
 
     def close(self) -> None:
         """The request is over."""
-        self._shares.give_back(self._tenant, self._held)
-        self._held = 0
+        self._shares.give_back(self._tenant, self._held, self._sequences)
+        self._held = self._sequences = 0
 
     def __enter__(self) -> Self:
         return self

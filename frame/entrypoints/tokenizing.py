@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from frame.core.chat_template import TEMPLATE, ChatTemplateError
 from frame.core.messages import Message, Tokenize, Tokenized
+from frame.core.text_bounds import WHOLE, TextTooLongError
 from frame.core.tokenizer import Encoded, Tokenizer
 from frame.entrypoints.limits import InvalidRequestError
 from frame.entrypoints.tracing import TRACE
@@ -23,51 +24,65 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 1024  # encoding this much takes less time than a thread switch and back would cost
+INLINE_TEXTS = 16
 THREADS = 2
 MAX_DEATHS = 2  # of a tokenizer process over one text
 
 
 class TextInput(Protocol):
-    """Text to ids, awaitable. Raises ChatTemplateError for messages that the template refuses."""
+    """Text to ids, awaitable. Raises ChatTemplateError for messages that the template refuses, and TextTooLongError for a long text of
+    more than `most` tokens, before all of it is tokenized."""
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]: ...
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], most: int | None = None
     ) -> list[int]: ...
 
-    async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]: ...
+    async def encode_inputs(
+        self, inputs: list[list[str]], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
+    ) -> list[Encoded]: ...
 
     def close(self) -> None: ...
 
 
 class ThreadedInput:
-    """Encodes in a small thread pool; the tokenizer releases the GIL."""
+    """Encodes in a small thread pool; the tokenizer releases the interpreter's lock. Long texts have a thread of their own, so that short
+    ones do not wait for them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         if len(text) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens)
-        return await self._off_loop(self._tokenizer.encode, text, add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens, most)
+        return await self._off_loop(len(text), self._tokenizer.encode, text, add_special_tokens, most)
 
-    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]) -> list[int]:
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], most: int | None = None
+    ) -> list[int]:
         if not tools and _is_short(messages, arguments):
-            return self._tokenizer.encode_chat(messages, tools, arguments)
-        return await self._off_loop(self._tokenizer.encode_chat, messages, tools, arguments)
+            return self._tokenizer.encode_chat(messages, tools, arguments, most)
+        size = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+        return await self._off_loop(size, self._tokenizer.encode_chat, messages, tools, arguments, most)
 
-    async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]:
-        if sum(len(text) for texts in inputs for text in texts) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode_inputs(inputs, longest)
-        return await self._off_loop(self._tokenizer.encode_inputs, inputs, longest)
+    async def encode_inputs(
+        self, inputs: list[list[str]], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
+    ) -> list[Encoded]:
+        size = sum(len(text) for texts in inputs for text in texts)
+        if size <= INLINE_CHARACTERS and len(inputs) <= INLINE_TEXTS:
+            return self._tokenizer.encode_inputs(inputs, longest, most, add_special_tokens)
+        return await self._off_loop(size, self._tokenizer.encode_inputs, inputs, longest, most, add_special_tokens)
 
-    async def _off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+    async def _off_loop(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        pool = self._pool if size <= WHOLE else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
 
 
 def _is_short(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
@@ -98,14 +113,18 @@ class ProcessInput:
         self._waiting: dict[str, _Asked] = {}
         self._names = itertools.count()
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return (await self._ask(text=text, add_special_tokens=add_special_tokens)).token_ids
+    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        return (await self._ask(text=text, add_special_tokens=add_special_tokens, most=most)).token_ids
 
-    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]) -> list[int]:
-        return (await self._ask(messages=messages, tools=tools, template_arguments=arguments)).token_ids
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], most: int | None = None
+    ) -> list[int]:
+        return (await self._ask(messages=messages, tools=tools, template_arguments=arguments, most=most)).token_ids
 
-    async def encode_inputs(self, inputs: list[list[str]], longest: int | None = None) -> list[Encoded]:
-        return (await self._ask(inputs=inputs, longest=longest)).encoded
+    async def encode_inputs(
+        self, inputs: list[list[str]], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
+    ) -> list[Encoded]:
+        return (await self._ask(inputs=inputs, longest=longest, most=most, add_special_tokens=add_special_tokens)).encoded
 
     async def _ask(self, **content: Any) -> Tokenized:
         name = str(next(self._names))
@@ -121,7 +140,9 @@ class ProcessInput:
         asked = self._waiting.get(reply.id)
         if asked is not None and not asked.future.done():
             future = asked.future
-            if reply.error is not None:
+            if reply.is_too_long:
+                future.set_exception(TextTooLongError(asked.message.most or 0))
+            elif reply.error is not None:
                 future.set_exception(ChatTemplateError(reply.error))
             else:
                 future.set_result(reply)
@@ -148,10 +169,15 @@ def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
     """A tokenizer process's whole work."""
     try:
         if message.messages is not None:
-            return Tokenized(id=message.id, token_ids=tokenizer.encode_chat(message.messages, message.tools, message.template_arguments))
-        if message.inputs is not None:
-            return Tokenized(id=message.id, encoded=tokenizer.encode_inputs(message.inputs, message.longest))
-        return Tokenized(id=message.id, token_ids=tokenizer.encode(message.text or "", message.add_special_tokens))
+            ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.most)
+        elif message.inputs is not None:
+            encoded = tokenizer.encode_inputs(message.inputs, message.longest, message.most, message.add_special_tokens)
+            return Tokenized(id=message.id, encoded=encoded)
+        else:
+            ids = tokenizer.encode(message.text or "", message.add_special_tokens, message.most)
+        return Tokenized(id=message.id, token_ids=ids)
+    except TextTooLongError:
+        return Tokenized(id=message.id, is_too_long=True)
     except ChatTemplateError as error:
         return Tokenized(id=message.id, error=str(error))
     except Exception:  # ends this request only

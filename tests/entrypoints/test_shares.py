@@ -86,3 +86,19 @@ async def test_a_place_that_comes_with_a_cancellation_is_passed_on() -> None:
     waiting.cancel()  # it has its place and has not run yet
     await asyncio.wait_for(last, 10)
     assert held == ["c"]
+
+
+def test_a_key_holds_a_part_of_the_places_alone() -> None:
+    shares = Shares(None, 8)
+    with shares.open("a") as first, shares.open("a") as second, shares.open("b") as other:
+        first.widen(6, counts=False)
+        with pytest.raises(ShareExceededError, match="6 sequences of this key") as refused:
+            second.widen(3, counts=False)
+        assert not refused.value.is_hopeless
+        other.widen(8)
+        second.widen(2)
+        with pytest.raises(ShareExceededError, match="asks for 9") as refused:
+            other.handed_on().widen(17)
+        assert refused.value.is_hopeless
+    with shares.open("a") as again:
+        again.widen(8)

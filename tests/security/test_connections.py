@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from frame.entrypoints.http.bodies import MOST_LEVELS, Bodies, is_too_deep
+from frame.entrypoints.http.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
 from frame.entrypoints.http.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
 from frame.entrypoints.http.errors import ApiError, public
 from tests.entrypoints.inprocess import serving
@@ -224,13 +224,30 @@ async def test_a_request_after_one_with_trailers_has_its_own_headers() -> None:
 
 def test_depth_of_json() -> None:
     n = MOST_LEVELS
-    assert not is_too_deep(b"[" * n + b"]" * n)
-    assert is_too_deep(b"[" * (n + 1))
-    assert not is_too_deep(b"[1]," * 10 * n)
-    assert not is_too_deep(b'"' + b"[" * 10 * n + b'"')
-    assert is_too_deep(b'"\\\\"' + b"[" * (n + 1))  # the string ends before the brackets
-    assert not is_too_deep(b'"\\"' + b"[" * (n + 1) + b'"')  # it does not
-    assert is_too_deep(b'["x",' * 70_000)
+    assert problem_of(b"[" * n + b"]" * n) is None
+    assert "deeper" in (problem_of(b"[" * (n + 1)) or "")
+    assert problem_of(b"[1]," * 10 * n) is None
+    assert problem_of(b'"' + b"[" * 10 * n + b'"') is None
+    assert "deeper" in (problem_of(b'"\\\\"' + b"[" * (n + 1)) or "")  # the string ends before the brackets
+    assert problem_of(b'"\\"' + b"[" * (n + 1) + b'"') is None  # it does not
+    assert "deeper" in (problem_of(b'["x",' * 70_000) or "")
+
+
+@pytest.mark.parametrize(("piece", "sentence"), [
+    (b"[],", "lists, objects and keys"), (b"{},", "lists, objects and keys"), (b'{"a":1},', "lists, objects and keys"),
+    (b'"",', "values"), (b"1,", "values"),
+], ids=["lists", "objects", "keys", "texts", "numbers"])  # fmt: skip
+def test_json_of_many_parts_is_refused_unread(piece: bytes, sentence: str) -> None:
+    assert sentence in (problem_of(b"[" + piece * MOST_VALUES * 2 + b"0]") or "")
+    assert problem_of(b"[" + piece * 1000 + b"0]") is None
+    assert problem_of(msgspec.json.encode((piece * MOST_VALUES * 2).decode())) is None  # the same as text
+
+
+@pytest.mark.parametrize("size", [_SLICE - 2, _SLICE - 1, _SLICE, _SLICE + 1])
+def test_escapes_at_the_end_of_a_slice(size: int) -> None:
+    for text in ("x" * size + '"' + "[" * 200, "x" * size + "\\" + '"' + "[" * 200, "\\" * size + "[" * 200):
+        assert problem_of(msgspec.json.encode(text)) is None
+        assert "deeper" in (problem_of(msgspec.json.encode(text) + b"[" * 200) or "")
 
 
 async def test_deep_bodies_are_refused_on_every_route() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from frame.core import sampling_params as limits
-from frame.entrypoints.http.services import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from frame.entrypoints.http.bodies import MAX_MESSAGES
+from frame.entrypoints.http.services import MAX_NAME_CHARS, MAX_TOOLS
 from tests.entrypoints.inprocess import serving
 
 MESSAGES = [{"role": "user", "content": "x"}]

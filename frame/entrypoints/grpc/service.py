@@ -21,7 +21,7 @@ from frame.entrypoints.http.access import AdminGuard
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.metrics import package_version
-from frame.entrypoints.http.native import GenerateRequest, sampling_of
+from frame.entrypoints.http.native import GenerateRequest, detokenized, sampling_of
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.terms import Terms
 from frame.entrypoints.shares import ShareExceededError
@@ -69,27 +69,18 @@ class Service:
 
     async def tokenize(self, request: Any, caller: GrpcCaller) -> Any:
         """Tokenize."""
-        text_input = self._services.need_text_input()
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise ApiError(400, "send either text or chat", "text")
-        try:
-            if kind == "chat":
-                ids = await text_input.encode_chat(chat_of(request.chat).messages, None, {})
-            else:
-                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await text_input.encode(request.text, special)
-        except ValueError as error:
-            raise ApiError(400, str(error), "prompt") from None
+        prompt = chat_of(request.chat) if kind == "chat" else request.text
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        ids = await self._services.encode(prompt, special, self._services.countable_tokens)
         return self._schema["TokenizeReply"](token_ids=ids)
 
     async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
         """Detokenize."""
-        vocabulary, ids = self._services.resolved.facts.vocab_size, list(request.token_ids)
-        tokenizer = self._services.need_tokenizer()
-        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise ApiError(400, f"token_ids holds an id outside the vocabulary (0 to {vocabulary - 1})", "token_ids")
-        return self._schema["DetokenizeReply"](text=tokenizer.decode(ids, request.skip_special_tokens))
+        text = await detokenized(self._services, list(request.token_ids), request.skip_special_tokens, "token_ids")
+        return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, caller: GrpcCaller) -> Any:
         """ServerInfo."""

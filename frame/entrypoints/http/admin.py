@@ -105,7 +105,7 @@ ROUTES: Routes = (
     Operation("/check_integrity", ("POST",), Access.ADMIN, check_integrity),
     Operation("/pause_generation", ("POST",), Access.ADMIN, pause),
     Operation("/continue_generation", ("POST",), Access.ADMIN, resume),
-    Operation("/abort_request", ("POST",), Access.ADMIN, abort_request, AbortRequest),
-    Operation("/start_profile", ("POST",), Access.ADMIN, start_profile, ProfileRequest),
+    Operation("/abort_request", ("POST",), Access.ADMIN, abort_request, AbortRequest, body="small"),
+    Operation("/start_profile", ("POST",), Access.ADMIN, start_profile, ProfileRequest, body="small"),
     Operation("/stop_profile", ("POST",), Access.ADMIN, stop_profile),
 )

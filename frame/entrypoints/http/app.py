@@ -25,7 +25,7 @@ from frame.entrypoints.http import (
     responses,
 )
 from frame.entrypoints.http.access import Gate
-from frame.entrypoints.http.bodies import AT_ONCE, Bodies
+from frame.entrypoints.http.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
 from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import too_many
@@ -72,7 +72,7 @@ class Endpoint:
         self._services = services
         self._bodies = bodies
         self._gate = gate
-        self._max_body = services.resolved.user.server.max_body_bytes
+        self._max_body = _body_limit(operation, services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError, ShareExceededError for a request that may not run."""
@@ -119,7 +119,7 @@ class App:
         self._gate = Gate(server, is_admin)
         if routes is None:
             routes = ADMIN_ROUTES if is_admin else ROUTES
-        bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout)
+        bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout, value_limit(services.resolved.max_context))
         self._router = Router(
             (operation.path, operation.methods, Endpoint(operation, services, bodies, self._gate))
             for operation in (*routes, description_of(routes))
@@ -168,6 +168,14 @@ class App:
         with suppress(DisconnectedError):
             await call.fail(error)
         _count(self._services, REFUSED, call)
+
+
+def _body_limit(operation: Operation, services: Services) -> int:
+    """Bytes that a route's body may have."""
+    most = services.resolved.user.server.max_body_bytes
+    if operation.body == "file":
+        return most
+    return min(most, SMALL_BODY if operation.body == "small" else prompt_limit(services.resolved.max_context))
 
 
 def _count(services: Services, route: str, call: Call) -> None:

@@ -219,12 +219,12 @@ async def _respond_list(call: Call, shown: list[dict[str, Any]]) -> None:
 
 
 ROUTES: Routes = (
-    Operation("/v1/files", ("POST",), Access.USER, upload),
+    Operation("/v1/files", ("POST",), Access.USER, upload, body="file"),
     Operation("/v1/files", ("GET",), Access.USER, files, query=("purpose", "limit", "after")),
     Operation("/v1/files/{name}", ("GET",), Access.USER, file),
     Operation("/v1/files/{name}", ("DELETE",), Access.USER, delete_file),
     Operation("/v1/files/{name}/content", ("GET",), Access.USER, file_content),
-    Operation("/v1/batches", ("POST",), Access.USER, create, BatchRequest),
+    Operation("/v1/batches", ("POST",), Access.USER, create, BatchRequest, body="small"),
     Operation("/v1/batches", ("GET",), Access.USER, batches, query=("limit", "after")),
     Operation("/v1/batches/{name}", ("GET",), Access.USER, batch),
     Operation("/v1/batches/{name}/cancel", ("POST",), Access.USER, cancel),

@@ -1,7 +1,12 @@
-"""`Bodies`: what the bodies of all requests together may take, in bytes and in time; and how deeply JSON may be nested. Knows no route."""
+"""`Bodies`: what request bodies may take, in bytes and in time, alone and together; and what JSON may hold before it is decoded.
+
+Decoding holds the event loop, so its time has to be bounded before: lists and objects cost up to 0.5 us, keys up to 1 us and other values
+0.1 us each, while the bytes of texts are almost free. Used by `Call`; knows no route.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +14,16 @@ import numpy as np
 from frame.entrypoints.http.errors import ApiError
 
 MOST_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
+MAX_MESSAGES = 4096
+MOST_PARTS = 32 * 1024  # lists, objects and keys of one body
+MOST_VALUES = 256 * 1024  # elements of lists and objects of one body, where the context is not larger
+LEAST_BODY = 8 * 1024 * 1024  # bytes that a body may have whatever the context
+TOKEN_BYTES = 16  # of a body for each token of the context
+SMALL_BODY = 1024 * 1024  # bytes of a body that holds no prompt
 AT_ONCE = 16  # bodies of the largest size that are held together
 PATIENCE = 10  # a whole body may take so many times the pause that is allowed within it
 _SLICE = 64 * 1024
-_QUOTE = ord('"')
+_QUOTE, _COMMA = b'",'
 _STEPS = np.zeros(256, np.int8)
 _STEPS[[ord("{"), ord("[")]] = 1
 _STEPS[[ord("}"), ord("]")]] = -1
@@ -20,10 +31,12 @@ _STEPS[[ord("}"), ord("]")]] = -1
 
 @dataclass(slots=True)
 class Bodies:
-    """One a server. `most` bytes are held at once; `pause` is the longest time between two pieces of a body, in seconds."""
+    """One a server. `most` bytes are held at once; `pause` is the longest time between two pieces of a body, in seconds; one body's JSON
+    may hold `most_values` values."""
 
     most: int
     pause: float
+    most_values: int = MOST_VALUES
     held: int = 0
 
     def take(self, size: int) -> None:
@@ -38,19 +51,54 @@ class Bodies:
         self.held -= size
 
 
-def is_too_deep(data: bytes) -> bool:
-    """Whether JSON is nested deeper than `MOST_LEVELS`. Cheap for what is plainly not; looks no further than the first place that is."""
-    if data.count(b"{") + data.count(b"[") <= MOST_LEVELS:
-        return False
-    if b"\\" in data:
-        data = data.replace(b"\\\\", b"..").replace(b'\\"', b"..")
-    level, is_string = 0, 0
-    for start in range(0, len(data), _SLICE):
-        part = np.frombuffer(data, np.uint8, min(_SLICE, len(data) - start), start)
+def prompt_limit(max_context: int) -> int:
+    """Bytes of a body with prompts, for a context of so many tokens."""
+    return max(LEAST_BODY, TOKEN_BYTES * max_context)
+
+
+def value_limit(max_context: int) -> int:
+    """Values of a body's JSON: a prompt of token ids that fills the context fits twice."""
+    return max(MOST_VALUES, 2 * max_context)
+
+
+def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
+    """Why JSON is not to be decoded: too deep, or too many parts; None where it may be. Texts count for nothing, whatever they hold.
+
+    Cheap for what is plainly small; looks no further than the first place that is too much. Mostly releases the interpreter's lock."""
+    whole = np.frombuffer(data, np.uint8)
+    opening = int(np.count_nonzero(whole == ord("[")) + np.count_nonzero(whole == ord("{")))
+    parts = opening + int(np.count_nonzero(whole == ord(":")))
+    if opening <= MOST_LEVELS and parts <= MOST_PARTS and np.count_nonzero(whole == _COMMA) <= most_values:
+        return None
+    level, is_string, parts, values = 0, 0, 0, 0
+    for piece in _slices(data):
+        part = np.frombuffer(piece, np.uint8)
         inside = (part == _QUOTE).cumsum(dtype=np.int32) + is_string & 1
-        steps = (_STEPS[part] * (1 - inside)).cumsum(dtype=np.int32)
-        if level + int(steps.max()) > MOST_LEVELS:
-            return True
-        level += int(steps[-1])
+        outside = part[inside == 0]
+        steps = _STEPS[outside]
+        if level + int(steps.cumsum(dtype=np.int32).max(initial=0)) > MOST_LEVELS:
+            return f"the body is nested deeper than {MOST_LEVELS} levels; send fewer"
+        level += int(steps.sum())
         is_string = int(inside[-1])
-    return False
+        parts += int(np.count_nonzero(steps > 0)) + int(np.count_nonzero(outside == ord(":")))
+        if parts > MOST_PARTS:
+            return f"the body holds more than {MOST_PARTS} lists, objects and keys; send less at once"
+        values += int(np.count_nonzero(outside == _COMMA))
+        if values > most_values:
+            return f"the body holds more than {most_values} values; send less at once"
+    return None
+
+
+def _slices(data: bytes) -> Iterator[bytes]:
+    """The text piece by piece, escaped characters blanked."""
+    start = 0
+    while start < len(data):
+        end = min(start + _SLICE, len(data))
+        piece = data[start:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # no escape is cut in two
+            end += 1
+            piece = data[start:end]
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"..").replace(b'\\"', b"..")
+        yield piece
+        start = end

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from frame.entrypoints.http.bodies import MOST_LEVELS, PATIENCE, Bodies, is_too_deep
+from frame.entrypoints.http.bodies import PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.fields import check_fields, ignored_header
 from frame.entrypoints.http.mistakes import misfit, unreadable
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
+INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -126,12 +127,14 @@ class Call:
     async def json(self, decoder: msgspec.json.Decoder[T], empty: T | None = None) -> T:
         """The body as a struct; `empty` stands for no body at all. Raises ApiError 400 that names the field."""
         data = await self.body()
-        if not data.strip():
+        if not data or data.isspace():
             if empty is not None:
                 return empty
             raise ApiError(400, "the body is empty; send a JSON object")
-        if is_too_deep(data):
-            raise ApiError(400, f"the body is nested deeper than {MOST_LEVELS} levels; send fewer")
+        most = self._bodies.most_values
+        problem = problem_of(data, most) if len(data) <= INLINE_BYTES else await asyncio.to_thread(problem_of, data, most)
+        if problem is not None:
+            raise ApiError(400, problem)
         try:
             value = decoder.decode(data)
             self.ignored = check_fields(type(value), data) if isinstance(value, msgspec.Struct) else ()
@@ -223,6 +226,6 @@ class Call:
             raise DisconnectedError from error
 
     def _too_large(self) -> ApiError:
-        error = ApiError(413, f"the body is larger than {self.max_body} bytes; send less, or serve with a larger --max-body-bytes")
+        error = ApiError(413, f"the body is larger than {self.max_body} bytes, which is all that this route takes; send less")
         error.headers = ((b"connection", b"close"),)  # the rest of the body is not read, so no request may follow it
         return error

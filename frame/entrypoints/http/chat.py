@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frame.core.chat_template import TEMPLATE, ChatTemplateError
+from frame.core.chat_template import TEMPLATE
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.failures import as_api_error
-from frame.entrypoints.http.openai_schema import ChatRequest, check_choices
+from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
 from frame.entrypoints.http.services import Caller, Chat, Services
 from frame.entrypoints.http.thinking import count_thinking
@@ -28,7 +27,6 @@ async def begin_chat(call: Caller, services: Services, request: ChatRequest, pre
     Raises ApiError."""
     services.check_model(request.model)
     params = request.params()
-    check_choices(1, params.n)
     chat = chat_of(services, request)
     return await services.begin(
         call,
@@ -43,11 +41,7 @@ async def begin_chat(call: Caller, services: Services, request: ChatRequest, pre
 async def chat_prompt(services: Services, request: ChatRequest) -> list[int]:
     """The tokens of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
-    chat = chat_of(services, request)
-    try:
-        return await services.need_text_input().encode_chat(chat.messages, chat.tools, chat.arguments)
-    except ChatTemplateError as error:
-        raise as_api_error(error) from None
+    return await services.encode(chat_of(services, request), most=services.countable_tokens)
 
 
 async def count_prompt(services: Services, request: ChatRequest) -> int:

@@ -19,7 +19,7 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.mistakes import misfit
-from frame.entrypoints.http.openai_schema import ChatRequest, check_choices
+from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.services import MAX_NAME_CHARS, Access, Chat, Operation, Routes, Services, as_sent
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.terms import Terms
@@ -108,8 +108,8 @@ async def generate(call: Call, services: Services) -> None:
     request = await call.json(_generate_decoder)
     services.check_model(request.model)
     prompts, is_single = _prompts(request)
+    services.check_count(len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = sampling_of(request, len(prompts))
-    check_choices(len(prompts), max((own.n for own in params), default=1))
     answer = await services.begin(call, prompts, params, request)
     shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
     try:
@@ -205,11 +205,18 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
 def sampling_of(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
     """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0` asks for the prompt's own scores)."""
     given = request.sampling_params or {}
-    several = given if isinstance(given, list) else [given] * count
+    if not isinstance(given, list):
+        is_prompt_only = _is_prompt_only(given)
+        return [_params(given, request, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
+    several = given
     if len(several) != count:
         raise ApiError(400, f"there are {count} prompts but {len(several)} sampling_params", "sampling_params")
-    prompts_only = {i for i, own in enumerate(several) if 0 in (own.get("max_new_tokens"), own.get("max_tokens"))}
+    prompts_only = {i for i, own in enumerate(several) if _is_prompt_only(own)}
     return [_params(own, request, i in prompts_only) for i, own in enumerate(several)], prompts_only
+
+
+def _is_prompt_only(given: dict[str, Any]) -> bool:
+    return 0 in (given.get("max_new_tokens"), given.get("max_tokens"))
 
 
 def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
@@ -258,10 +265,10 @@ async def tokenize(call: Call, services: Services) -> None:
     if request.messages is not None:
         ids = await chat_prompt(services, request.chat())
     else:
-        ids = await services.need_text_input().encode(text or "", request.add_special_tokens is not False)
+        ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
     if request.return_token_strs:
-        result["token_strs"] = [tokenizer.token_text(i) for i in ids]
+        result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.token_text(i) for i in ids])
     await call.respond_json(result)
 
 
@@ -269,11 +276,18 @@ async def detokenize(call: Call, services: Services) -> None:
     """Token ids to text."""
     request = await call.json(_detokenize_decoder)
     services.check_model(request.model)
-    tokenizer = services.need_tokenizer()
-    if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < services.resolved.facts.vocab_size:
-        raise ApiError(400, f"tokens holds an id outside the vocabulary (0 to {services.resolved.facts.vocab_size - 1})", "tokens")
-    text = tokenizer.decode(request.tokens, request.skip_special_tokens)
+    text = await detokenized(services, request.tokens, request.skip_special_tokens, "tokens")
     await call.respond_json({"text": text, "prompt": text})
+
+
+async def detokenized(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
+    """The text of token ids, which the field `name` gave. Raises ApiError for too many, and for those that no vocabulary has."""
+    tokenizer, most = services.need_tokenizer(), services.countable_tokens
+    if len(ids) > most:
+        raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
+    if ids and not 0 <= min(ids) <= max(ids) < services.resolved.facts.vocab_size:
+        raise ApiError(400, f"{name} holds an id outside the vocabulary (0 to {services.resolved.facts.vocab_size - 1})", name)
+    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
 
 
 # health ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.chat import answer_parsers, begin_chat, thinking_tokens
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, name_of_tokens, prompt_logprobs
-from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, check_choices
+from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.parsing import AnswerParser
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
@@ -224,7 +224,7 @@ async def completions(call: Call, services: Services) -> None:
     request = await call.json(_completion_decoder)
     services.check_model(request.model)
     params, prompts = request.params(), request.prompts()
-    check_choices(len(prompts), params.n)
+    services.check_count(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # before anything is computed
     special = request.add_special_tokens

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from frame.core.sampling_params import SamplingParams
+from frame.entrypoints.http.bodies import MAX_MESSAGES
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.structured import constraints
 from frame.entrypoints.http.terms import Metadata, SamplingFields
 from frame.entrypoints.http.tools import ToolUse, legacy_tool_use, tool_use
 
-MAX_CHOICES = 128  # sequences of one request: prompts × n
+MAX_ARGUMENT_PARTS = 48 * 1024
 
 # OpenAI's tiers as priorities: among requests that wait, higher ones go first where the scheduling policy heeds it.
 TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
@@ -202,18 +203,29 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
 
 
-def check_choices(num_prompts: int, n: int) -> None:
-    """Bound what one request may start."""
-    if n >= 1 and num_prompts * n > MAX_CHOICES and n > 1:
-        asked = f"n is {n}" if num_prompts == 1 else f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences"
-        raise ApiError(400, f"{asked}; at most {MAX_CHOICES} are allowed", "n")
-
-
 def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages as templates take them: text parts joined, tool arguments parsed. Raises ApiError."""
     if not messages:
         raise ApiError(400, "messages is empty; send at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"messages has {len(messages)} entries; it may have {MAX_MESSAGES}", "messages")
+    _check_arguments(messages)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Raise ApiError for arguments of tool calls that hold too much to be decoded: they are texts to the check of the whole body."""
+    found = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                found += arguments.count("[") + arguments.count("{") + arguments.count(":")
+    if found > MAX_ARGUMENT_PARTS:
+        sentence = f"the arguments of all tool calls hold more than {MAX_ARGUMENT_PARTS} brackets, braces and colons; leave some calls out"
+        raise ApiError(400, sentence, "messages")
 
 
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:

@@ -11,24 +11,28 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from frame.core.chat_template import ChatTemplateError
+from frame.core.text_bounds import TextTooLongError
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.batch_files import FileStore
 from frame.entrypoints.http.batch_runner import BatchRunner
+from frame.entrypoints.http.bodies import MAX_MESSAGES
 from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.metrics import package_version
 from frame.entrypoints.http.pump import EventPump
 from frame.entrypoints.http.response_store import ResponseStore
 from frame.entrypoints.http.terms import Terms
-from frame.entrypoints.limits import EngineDeadError, InvalidRequestError, QueueFullError
+from frame.entrypoints.keys import load_keys
+from frame.entrypoints.limits import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from frame.entrypoints.shares import Share, ShareExceededError, Shares
 
 if TYPE_CHECKING:
@@ -44,13 +48,17 @@ if TYPE_CHECKING:
     from frame.entrypoints.usage import UsageWatch
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 NO_TOKENIZER = "this server was started with --skip-tokenizer-init and takes token ids only; send input_ids to /generate"
 TIMEOUT_HEADER = "x-request-timeout"
 PRIORITY_LIMIT = 2**31
 MAX_NAME_CHARS = 256  # of a rid, and of a cache's salt
-MAX_MESSAGES = 4096
+COUNTED_TOKENS = 256 * 1024  # of a text that is only counted, where the context is not larger
 MAX_TOOLS = 512
+MAX_TOOL_BYTES = 1024 * 1024  # of all tools and template arguments together, as JSON
+TURN = 0.005  # seconds of work over many items before others get a turn
+CUT = "shorten it, or have it cut with truncate_prompt_tokens: -1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,10 @@ class Services:
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
         self.fingerprint = _fingerprint(self.resolved)
-        self.shares = Shares(server.max_requests_per_key)
+        has_neighbours = len(load_keys(server) or ()) > 1
+        self.shares = Shares(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
+        if self.tokenizer is not None:
+            _ = self.tokenizer.bounds  # reading a large vocabulary takes a while, which no request should wait for
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
         self.responses = ResponseStore(*store)
         if batches.folder is not None:
@@ -192,14 +203,15 @@ class Services:
         deadline = self._deadline(call, terms.timeout)
         arrived = time.perf_counter()
         priority, salt, rid = terms.rank(), terms.cache_salt or "", terms.request_name()
+        count = sum(own.n for own in params)
+        self.check_count(count)
         self._check_params(params, priority, terms)
         _check_sizes(prompts, rid=rid, cache_salt=salt)
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
-        count = sum(own.n for own in params)
         try:
-            if call.share is not None and "generate" in tasks:
-                call.share.widen(count)
+            if call.share is not None:
+                call.share.widen(count, counts="generate" in tasks)
             self.client.reserve(count)
         except ShareExceededError as error:
             raise too_many(error) from None
@@ -210,14 +222,17 @@ class Services:
         if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
             rid = f"{prefix}{call.request_id}-{uuid.uuid4().hex[:8]}" if call.request_id else f"{prefix}{uuid.uuid4().hex}"
         try:
-            ids, segments = await self._encode_all(prompts, add_special_tokens, longest)
-            params = [self._with_bad_words(own) for own in params]
+            most = self.countable_tokens if terms.truncates else self.client.limits.max_context
+            ids, segments = await self._encode_all(prompts, add_special_tokens, longest, most)
             room = self.client.limits.max_context
             ids = [terms.truncated(prompt, room - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
+            async for prompt, own in paced(zip(ids, params, strict=True)):
+                self.client.check_prompt(prompt, own)
+            params = await self._with_bad_words(params)
             if refine is not None:
-                params = [refine(prompt, own) for prompt, own in zip(ids, params, strict=True)]
-            for prompt, own in zip(ids, params, strict=True):
-                self.client.check(prompt, own)
+                params = [refine(prompt, own) async for prompt, own in paced(zip(ids, params, strict=True))]
+            async for own in paced(_unique(params)):
+                self.client.check_params(own)
             space = self._namespace(call, salt)
             answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline, segments=segments)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
@@ -228,9 +243,16 @@ class Services:
         call.on_disconnect(answer.hang_up)
         return answer
 
+    def check_count(self, count: int, param: str = "n") -> None:
+        """Raise ApiError 400 for more sequences than one request may have; to be asked before anything is made for each of them."""
+        most = self.resolved.user.server.max_sequences_per_request
+        if count > most:
+            sentence = f"the request asks for {count} sequences (prompts x n), and it may have {most} (server.max_sequences_per_request)"
+            raise ApiError(400, f"{sentence}; send several requests", param)
+
     def _check_params(self, params: Sequence[SamplingParams], priority: int, terms: Terms) -> None:
         vocabulary = self.resolved.facts.vocab_size
-        for own in {id(own): own for own in params}.values():  # many prompts may share one
+        for own in _unique(params):
             problems = own.problems(vocabulary)
             if problems:
                 raise as_sent(ApiError(400, problems[0], problems[0].split(" ", 1)[0]), terms)
@@ -258,28 +280,52 @@ class Services:
         return min(given, self.resolved.user.scheduler.request_timeout)
 
     async def _encode_all(
-        self, prompts: Sequence[Prompt], add_special_tokens: bool, longest: int | None
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, longest: int | None, most: int
     ) -> tuple[list[list[int]], list[int]]:
         """Token ids of each, and where the second texts of pairs begin."""
         inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
-        if self.resolved.task == "generate" or len(inputs) < len(prompts):
-            return [await self._encode(prompt, add_special_tokens) for prompt in prompts], []
-        encoded = await self.need_text_input().encode_inputs(inputs, longest)
-        return [ids for ids, _ in encoded], [segment for _, segment in encoded]
+        if len(inputs) < len(prompts) or (len(inputs) == 1 and self.resolved.task == "generate"):
+            given = paced(prompts)
+            return [one if isinstance(one, list) else await self.encode(one, add_special_tokens, most) async for one in given], []
+        special = add_special_tokens or self.resolved.task != "generate"
+        bound = None if longest is not None else most  # what is cut has no bound
+        encoded = await self._within(most, self.need_text_input().encode_inputs(inputs, longest, bound, special))
+        return [ids for ids, _ in encoded], [segment for _, segment in encoded if self.resolved.task != "generate"]
 
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        if isinstance(prompt, Pair):
-            raise TypeError("a pair of texts is for a model that reads both at once")
+    async def encode(self, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """The token ids of a text or a conversation. Raises ApiError for one of more than `most` tokens (the context's, where it is left
+        out), before all of it is tokenized."""
+        text_input, most = self.need_text_input(), self.client.limits.max_context if most is None else most
         if isinstance(prompt, Chat):
-            return await self.need_text_input().encode_chat(prompt.messages, prompt.tools, prompt.arguments)
-        return await self.need_text_input().encode(prompt, add_special_tokens)
+            _check_sizes([prompt])
+            work = text_input.encode_chat(prompt.messages, prompt.tools, prompt.arguments, most)
+        elif isinstance(prompt, str):
+            work = text_input.encode(prompt, add_special_tokens, most)
+        else:
+            raise TypeError(f"{type(prompt).__name__} is no text to be encoded alone")
+        return await self._within(most, work)
 
-    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        if params.stop:  # matched on text
-            self.need_tokenizer()
-        return self.need_tokenizer().with_bad_words(params) if params.bad_words else params
+    @property
+    def countable_tokens(self) -> int:
+        """The most tokens of a text that is tokenized for its own sake."""
+        return max(self.client.limits.max_context, COUNTED_TOKENS)
+
+    async def _within(self, most: int, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except TextTooLongError:
+            sentence = "the text is longer; shorten it" if self.resolved.task == "generate" else f"the input is longer; {CUT}"
+            raise as_api_error(ContextLengthError(most, sentence, "prompt")) from None
+        except ChatTemplateError as error:
+            raise as_api_error(error) from None
+
+    async def _with_bad_words(self, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+        """The parameters with their bad words as token ids."""
+        if not any(own.stop or own.bad_words for own in params):
+            return params
+        tokenizer = self.need_tokenizer()  # stop strings are matched on text
+        made = {id(own): await asyncio.to_thread(tokenizer.with_bad_words, own) for own in _unique(params) if own.bad_words}
+        return [made.get(id(own), own) for own in params]
 
     async def complete(self, answer: Answer) -> list[Stream]:
         """Wait for a whole answer. Raises ApiError when a sequence failed, DisconnectedError when nobody waits any more."""
@@ -341,7 +387,8 @@ class Operation:
     matched; nothing compares paths. What changes state takes POST (or DELETE), never GET.
 
     `request` is the JSON body and `query` the query parameters, for the OpenAPI description, which takes its summary from the handler's
-    docstring.
+    docstring. `body` says what the body holds, and so how large it may be: prompts (by the context), a file (`server.max_body_bytes`), or
+    neither.
     """
 
     path: str
@@ -351,6 +398,7 @@ class Operation:
     request: type[msgspec.Struct] | None = None
     query: tuple[str, ...] = ()
     errors: ErrorShape = OPENAI
+    body: Literal["prompts", "small", "file"] = "prompts"
 
     def __post_init__(self) -> None:
         if not isinstance(self.access, Access):
@@ -377,6 +425,21 @@ def as_sent(error: BaseException, terms: Terms) -> BaseException:
     return ApiError(error.status, message, name, error.code, error.retry_after)
 
 
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items, with a turn for the event loop's other work every few milliseconds."""
+    until = time.perf_counter() + TURN
+    for item in items:
+        yield item
+        if time.perf_counter() >= until:
+            await asyncio.sleep(0)
+            until = time.perf_counter() + TURN
+
+
+def _unique(params: Sequence[SamplingParams]) -> Iterable[SamplingParams]:
+    """Each once; many prompts may share one."""
+    return {id(own): own for own in params}.values()
+
+
 def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
     """Raise ApiError for names that are too long, and for conversations of too many parts."""
     for field_name, value in names.items():
@@ -387,3 +450,5 @@ def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
             for part, found, most in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
                 if len(found) > most:
                     raise ApiError(400, f"{part} has {len(found)} entries; it may have {most}", part)
+            if len(msgspec.json.encode((prompt.tools, prompt.arguments))) > MAX_TOOL_BYTES:
+                raise ApiError(400, f"tools and chat_template_kwargs have more than {MAX_TOOL_BYTES} bytes; shorten them", "tools")

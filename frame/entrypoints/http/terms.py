@@ -41,6 +41,11 @@ class Terms(msgspec.Struct, kw_only=True):
         """How the client's request calls a sampling parameter."""
         return parameter
 
+    @property
+    def truncates(self) -> bool:
+        """Whether a prompt that is too long is cut rather than refused."""
+        return False
+
     def truncated(self, prompt: list[int], room: int) -> list[int]:
         """The prompt, cut to what the request says; `room` is the most tokens that it may have. Raises ApiError."""
         return prompt
@@ -105,6 +110,10 @@ class SamplingFields(Terms, kw_only=True):
         if self.logit_bias:
             values["logit_bias"] = _token_biases(self.logit_bias)
         return values
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate_prompt_tokens is not None
 
     def truncated(self, prompt: list[int], room: int) -> list[int]:
         if self.truncation_side not in (None, "left", "right"):

@@ -8,6 +8,9 @@ from tests.entrypoints.inprocess import serving
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+TOO_MANY = (
+    "the request asks for 2176 sequences (prompts x n), and it may have 2048 (server.max_sequences_per_request); send several requests"
+)
 # path, body, status, sentence, param
 CASES: list[tuple[str, Any, int, str, str | None]] = [
     (CHAT, b"", 400, "the body is empty; send a JSON object", None),
@@ -18,11 +21,11 @@ CASES: list[tuple[str, Any, int, str, str | None]] = [
     (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages[0].role is missing; send system, user, assistant or tool", "messages[0].role"),
     (CHAT, {"messages": [{"role": 3}]}, 400, "messages[0].role is 3; send system, user, assistant or tool", "messages[0].role"),
     (CHAT, {**HI, "bad_words": [""]}, 400, "bad_words holds an empty string; leave it out", "bad_words"),
-    (CHAT, {**HI, "n": 1000}, 400, "n is 1000; at most 128 are allowed", "n"),
+    (CHAT, {**HI, "n": 1000}, 400, "n is 1000; it must be from 1 to 128", "n"),
     (CHAT, {**HI, "temperature": "hot"}, 400, "temperature is a string; send a number", "temperature"),
     (CHAT, {**HI, "model": "gpt-4"}, 404, "the model 'gpt-4' does not exist; this server has 'frame-tiny'", "model"),
     (CHAT, {**HI, "top_logprobs": 3}, 400, "top_logprobs needs logprobs: true", "top_logprobs"),
-    ("/v1/completions", {"prompt": ["a", "b"], "n": 90}, 400, "2 prompts with n=90 are 180 sequences; at most 128 are allowed", "n"),
+    ("/v1/completions", {"prompt": ["a"] * 17, "n": 128}, 400, TOO_MANY, "n"),
     ("/v1/completions", {}, 400, "prompt is missing; send it", "prompt"),
     (
         "/generate", {"text": "x", "sampling_params": {"max_new_tokens": "many"}}, 400,

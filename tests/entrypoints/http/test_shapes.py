@@ -19,7 +19,7 @@ from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import Histogram
-from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, check_choices
+from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.parsing import AnswerParser
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
 
@@ -195,10 +195,3 @@ def test_tool_calls_of_the_history_become_objects() -> None:
     assert [c["function"]["arguments"] for c in first["tool_calls"]] == [{"x": [1]}, "{"]
     with pytest.raises(ApiError, match="function"):
         chat(messages=[{"role": "assistant", "tool_calls": [3]}]).conversation()
-
-
-def test_sequences_of_one_request_are_bounded() -> None:
-    check_choices(100, 1)
-    check_choices(500, 1)
-    with pytest.raises(ApiError, match="at most 128"):
-        check_choices(100, 2)

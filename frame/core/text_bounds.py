@@ -1,0 +1,129 @@
+"""Whether a text can be so many tokens, found without tokenizing all of it. Used by `Tokenizer`; knows no request and no HTTP.
+
+A text of up to `WHOLE` characters is not looked at. A longer one is refused by its size where every token covers a bounded number of
+characters, and else by the tokens of its slices, which are counted until there are too many. Counting releases the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+WHOLE = 128 * 1024  # characters that are tokenized at once
+SLICE = 64 * 1024
+SLACK = 256  # tokens that a cut between two slices may add to the whole text's
+COMPOSED = 4  # characters that NFC makes one of, at most
+_CHARACTERS_KEPT = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})  # pre-tokenizers that drop nothing
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+class TextTooLongError(ValueError):
+    """A text has more than `most` tokens."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the text has more than {most} tokens; shorten it")
+        self.most = most
+
+
+class TextBounds:
+    """The bounds of one tokenizer. `longest`: the most characters that a token covers, None where there is no bound."""
+
+    def __init__(self, backend: Backend, longest: int | None) -> None:
+        self._backend = backend
+        self._longest = longest
+
+    def check_size(self, num_characters: int, most: int) -> None:
+        """Raise TextTooLongError where so many characters are more than `most` tokens, whatever they are."""
+        if num_characters > WHOLE and self._longest is not None and num_characters > most * self._longest:
+            raise TextTooLongError(most)
+
+    def check(self, text: str, most: int) -> None:
+        """Raise TextTooLongError for a text of more than `most` tokens. Short texts, and those near the limit, pass."""
+        self.check_size(len(text), most)
+        if self.cut(text, most) is not text:
+            raise TextTooLongError(most)
+
+    def cut(self, text: str, most: int) -> str:
+        """A beginning of the text that has more than `most` tokens; the text itself where it has not so many."""
+        if len(text) <= WHOLE:
+            return text
+        count = 0
+        for start in range(0, len(text), SLICE):
+            part = text[start : start + SLICE]
+            count += len(self._backend.encode_batch_fast([part], add_special_tokens=False)[0].ids) - SLACK
+            if count > most and start + SLICE < len(text):
+                return text[: start + SLICE]
+        return text
+
+
+def in_groups(inputs: Iterable[Any]) -> Iterator[list[Any]]:
+    """Texts, or pairs of texts, in groups of about `WHOLE` characters: what is tokenized at once."""
+    group: list[Any] = []
+    size = 0
+    for one in inputs:
+        group.append(one)
+        size += len(one) if isinstance(one, str) else sum(map(len, one))
+        if size >= WHOLE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def longest_token(spec: dict[str, Any]) -> int | None:
+    """The most characters of a text that one token of a tokenizer.json covers; None where there is no bound, since a part of the
+    tokenizer drops characters or joins any number of them."""
+    model = spec.get("model") or {}
+    vocab = model.get("vocab")
+    if model.get("type") != "BPE" or not isinstance(vocab, dict):
+        return None  # others make one unknown token of a word, however long it is
+    steps = [*_steps(spec.get("pre_tokenizer"), "pretokenizers")]
+    is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+    if not (is_byte_level and all(character in vocab for character in _alphabet())) and not (
+        model.get("byte_fallback") and vocab.keys() >= _BYTES
+    ):
+        return None
+    if not all(_keeps(step) for step in steps):
+        return None
+    factor = 1
+    for step in _steps(spec.get("normalizer"), "normalizers"):
+        if step.get("type") == "NFC":
+            factor = COMPOSED
+        elif not (step.get("type") == "Prepend" or _lengthens(step)):
+            return None
+    added = spec.get("added_tokens") or []
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):
+        return None  # these cover any number of spaces
+    return factor * max(len(text) for text in (*vocab, *(token["content"] for token in added)))
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """A normalizer's or pre-tokenizer's steps; those of sequences one by one."""
+    if part is None:
+        return
+    if part.get("type") == "Sequence":
+        for step in part.get(name) or ():
+            yield from _steps(step, name)
+    else:
+        yield part
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    kind = step.get("type")
+    return kind in _CHARACTERS_KEPT or (kind in ("Split", "Punctuation") and step.get("behavior") != "Removed")
+
+
+def _lengthens(step: dict[str, Any]) -> bool:
+    """Whether a normalizer replaces a text by one that is not shorter."""
+    pattern = (step.get("pattern") or {}).get("String")
+    return step.get("type") == "Replace" and isinstance(pattern, str) and len(step.get("content") or "") >= len(pattern)
+
+
+def _alphabet() -> Iterable[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet: list[str] = ByteLevel.alphabet()
+    return alphabet

@@ -1,0 +1,96 @@
+"""What one request may ask for is counted before anything is made of it, and one key does not get all places."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.entrypoints.http import native
+from frame.entrypoints.http.bodies import LEAST_BODY, SMALL_BODY, TOKEN_BYTES, prompt_limit, value_limit
+from frame.entrypoints.http.openai_schema import MAX_ARGUMENT_PARTS
+from frame.entrypoints.http.services import COUNTED_TOKENS, MAX_TOOL_BYTES
+from tests.entrypoints.inprocess import serving
+
+SAMPLING = {"max_new_tokens": 1}
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_prompts_are_counted_before_parameters_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    make = native._params
+    monkeypatch.setattr(native, "_params", lambda *arguments: made.append(arguments) or make(*arguments))
+    async with serving({"server": {"max_sequences_per_request": 64}}) as server:
+        answer = await server.post("/generate", {"text": [""] * 65, "sampling_params": [SAMPLING] * 65})
+        assert (answer.status, answer.json()["error"]["param"], made) == (400, "text", [])
+        assert "65 sequences" in answer.json()["error"]["message"]
+        assert (await server.post("/generate", {"input_ids": [[5]] * 64, "sampling_params": SAMPLING})).status == 200
+        assert len(made) == 1  # shared by all
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"prompt": ["a"] * 65}, "prompt"),
+    ({"prompt": [[5]] * 65}, "prompt"),
+    ({"prompt": ["a"] * 33, "n": 2}, "n"),
+    ({"prompt": "a", "n": 65}, "n"),
+])  # fmt: skip
+async def test_sequences_of_one_request_are_bounded(body: dict[str, Any], param: str) -> None:
+    async with serving({"server": {"max_sequences_per_request": 64}}) as server:
+        answer = await server.post("/v1/completions", {"max_tokens": 1, **body})
+        assert (answer.status, answer.json()["error"]["param"]) == (400, param), answer.body
+        assert (await server.post("/v1/completions", {"max_tokens": 1, "prompt": ["a"] * 32, "n": 2})).status == 200
+
+
+async def test_one_key_does_not_take_the_whole_queue(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    async with serving({"server": {"api_keys": str(keys)}, "scheduler": {"max_running_requests": 4, "max_queued_requests": 12}}) as server:
+        long = {"prompt": [[5]] * 8, "max_tokens": 400, "ignore_eos": True}
+        first = asyncio.create_task(server.post("/v1/completions", long, x_api_key="one"))
+        async with asyncio.timeout(10):
+            while server.services.client.num_outstanding < 8:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0)
+        refused = await server.post("/v1/completions", {"prompt": [5], "max_tokens": 1}, x_api_key="one")
+        assert (refused.status, refused.json()["error"]["code"]) == (429, "too_many_requests_of_key")
+        assert (await server.post("/v1/completions", {"prompt": [[5]] * 4, "max_tokens": 1}, x_api_key="two")).status == 200
+        assert (await first).status == 200
+        assert (await server.post("/v1/completions", {"prompt": [[5]] * 9}, x_api_key="two")).status == 400
+
+
+def test_limits_follow_the_context() -> None:
+    assert prompt_limit(512) == LEAST_BODY
+    assert prompt_limit(2**20) == TOKEN_BYTES * 2**20
+    assert value_limit(2**20) == 2**21  # ids that fill the context, and as much again
+
+
+async def test_bodies_without_prompts_are_small() -> None:
+    async with serving() as server:
+        big = b'{"rid": "' + b"x" * SMALL_BODY + b'"}'
+        assert (await server.request("POST", "/abort_request", big)).status == 413
+        assert (await server.request("POST", "/v1/completions", b'{"prompt": "' + b"x" * LEAST_BODY + b'"}')).status == 413
+
+
+async def test_long_texts_are_refused_by_every_route_that_tokenizes() -> None:
+    text, tools = "x" * (8 * COUNTED_TOKENS), [{"type": "function", "function": {"name": "f", "description": "x" * MAX_TOOL_BYTES}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * MAX_ARGUMENT_PARTS + "1]"}}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", text]}, "prompt"),
+        ("/generate", {"text": text}, "text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/v1/chat/completions", {"messages": HI, "tools": tools}, "tools"),
+        ("/v1/chat/completions", {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}, "messages"),
+        ("/v1/responses", {"input": text}, "input"),
+        ("/tokenize", {"text": text}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "prompt"),
+        ("/tokenize", {"messages": HI, "tools": tools}, "tools"),
+        ("/detokenize", {"tokens": [5] * (COUNTED_TOKENS + 1)}, "tokens"),
+    ]
+    async with serving() as server:
+        for path, body, param in cases:
+            answer = await server.post(path, body)
+            assert (answer.status, answer.json()["error"]["param"]) == (400, param), (path, answer.body[:300])
+        assert (await server.post("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 1})).status == 400
+        assert (await server.post("/tokenize", {"text": "hello world " * 20_000})).json()["count"] > 512
