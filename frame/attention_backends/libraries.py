@@ -70,6 +70,7 @@ FLASHINFER = FlashInferCapabilities(
     sliding_window=True,
     soft_cap=True,
     graphs="decode",
+    compiles_at_start=True,
     measured=MEASURED["flashinfer"],
 )
 

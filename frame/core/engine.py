@@ -117,10 +117,13 @@ class Engine:
         progress = False
         while not self._stopping or in_flight is not None:
             self._receive(0.0 if progress or in_flight else self._patience())
-            launched = self._launch()
-            progress = launched is not None or in_flight is not None
+            is_switching = self.runner.can_switch_backend
+            launched = None if is_switching else self._launch()
+            progress = is_switching or launched is not None or in_flight is not None
             if in_flight is not None:
                 self._commit(in_flight)
+            if is_switching:
+                self.runner.switch_backend()
             if launched is not None and launched.batch.mask_follows:
                 launched = self._sample(launched)
             if launched is not None and not self.options.overlap:

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError, UnsampledStep
-from frame.core.transport import Profile, Traced
+from frame.core.transport import Profile, SwitchBackend, Traced
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +37,17 @@ class LeadingRunner(ModelRunner):
         try:
             step = self._runner.launch(batch)
             return LedUnsampledStep(step) if isinstance(step, UnsampledStep) else LedStep(step)
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+    @property
+    def can_switch_backend(self) -> bool:
+        return self._runner.can_switch_backend
+
+    def switch_backend(self) -> None:
+        self._followers.send_order(SwitchBackend())
+        try:
+            self._runner.switch_backend()
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
@@ -100,6 +111,12 @@ def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver |
         while (batch := batches.receive()) is not None:
             if isinstance(batch, Profile):
                 batches.reply(_profile(runner, batch))
+                continue
+            if isinstance(batch, SwitchBackend):
+                if in_flight is not None:
+                    in_flight.wait()
+                in_flight = None
+                runner.switch_backend()
                 continue
             if isinstance(batch, Traced):
                 if observer is not None:

@@ -52,18 +52,30 @@ def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> I
     yield _prompts(_CHANGED, 1, 1, 0)
     yield _prompts(_LIKELIEST, 1, 1, 0)
     for rows, new, before in _FEW_PROMPTS if few else _PROMPTS:
-        fits = rows <= limits.max_running_requests and rows * new <= limits.max_tokens_per_step and before + new <= limits.max_context
-        if fits and not (fresh and before):
+        if _fits(limits, rows, new, before) and not (fresh and before):
             yield _prompts(_LIKELIEST, rows, new, before)
+
+
+def idle_extends(padding_slot: int, limits: Limits) -> Iterator[ScheduledBatch]:
+    """Prompts that draw no token, of a slot that no request has: they may run while requests are served."""
+    for rows, new, before in _PROMPTS:
+        if _fits(limits, rows, new, before):
+            yield _step(padding_slot, np.full(rows, before, np.int32), np.full(rows, new, np.int32), is_decode=False)
+
+
+def _fits(limits: Limits, rows: int, new: int, before: int) -> bool:
+    return rows <= limits.max_running_requests and rows * new <= limits.max_tokens_per_step and before + new <= limits.max_context
 
 
 def _prompts(params: SamplingParams, rows: int, new: int, before: int) -> ScheduledBatch:
     setup = SlotSetup(0, params, 0, 1, np.zeros(1, np.int32))
-    return _step(0, np.full(rows, before, np.int32), np.full(rows, new, np.int32), setup)
+    return _step(0, np.full(rows, before, np.int32), np.full(rows, new, np.int32), setup, is_decode=False)
 
 
-def _step(slot: int, computed: np.ndarray, scheduled: np.ndarray, setup: SlotSetup | None = None) -> ScheduledBatch:
-    rows, is_decode = len(computed), setup is None
+def _step(
+    slot: int, computed: np.ndarray, scheduled: np.ndarray, setup: SlotSetup | None = None, *, is_decode: bool = True
+) -> ScheduledBatch:
+    rows = len(computed)
     return ScheduledBatch(
         step=-1,
         num_decodes=rows if is_decode else 0,
@@ -71,7 +83,7 @@ def _step(slot: int, computed: np.ndarray, scheduled: np.ndarray, setup: SlotSet
         num_computed=computed,
         num_scheduled=scheduled,
         token_ids=np.zeros(0 if is_decode else int(scheduled.sum()), np.int32),
-        samples=np.full(rows, not is_decode, np.bool_),
+        samples=np.full(rows, setup is not None, np.bool_),
         new_pages=np.empty((0, 3), np.int32),
         setups=[] if setup is None else [setup],
     )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from frame.core.hybrid_attention import HybridAttention
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.memory_pool import DTYPES
-from frame.core.paired_attention import PairedAttention
 from frame.core.remote_code import load_class
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torc
         limits=limits_of(resolved),
         task=resolved.task,
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
+        kv_dtype=DTYPES[resolved.kv_dtype],
     )
     built: dict[str, Any] = {"attention": _build_attention(parts, base)}
     if parts.quantization is not None:
@@ -87,7 +88,7 @@ def _build_attention(parts: Parts, base: BuildContext) -> AttentionBackend:
     built = parts.attention.target(base, parts.attention.options)
     if parts.decode_attention is None:
         return built
-    return PairedAttention(built, parts.decode_attention.target(base, parts.decode_attention.options))
+    return HybridAttention(built, parts.decode_attention.target(base, parts.decode_attention.options))
 
 
 def build_processors(parts: Parts, facts: ModelFacts, num_slots: int, device: torch.device) -> list[LogitsProcessor]:

@@ -22,7 +22,8 @@ from frame.core.compiled import Forward, keep_out
 from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
 from frame.core.errors import ConfigurationError
 from frame.core.host_memory import keep_freed_memory
-from frame.core.idle_steps import idle_decodes, idle_prompts
+from frame.core.hybrid_attention import HybridAttention
+from frame.core.idle_steps import idle_decodes, idle_extends, idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, WantedTokens
 from frame.core.interfaces.runner import MOST_SINGLE, DeviceLost, ModelRunner
 from frame.core.memory_pool import DeviceTable, KVPool, kv_geometry
@@ -88,6 +89,7 @@ class TorchModelRunner(ModelRunner):
         self._processors = processors
         self.sampler = Sampler(processors, by_kernels=by_kernels)
         self._shares_prefixes = context.attention.capabilities.shared_prefixes
+        self._hybrid = context.attention if isinstance(context.attention, HybridAttention) else None
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         if self._stream is not None:  # what was made so far, the cleared cache above all, is on its way on another stream
@@ -115,6 +117,41 @@ class TorchModelRunner(ModelRunner):
             self.launch(batch).wait()
         with torch.inference_mode():
             self.sampler.warm_up(torch.zeros(2, self.vocab_size, dtype=self.context.dtype, device=self.context.device))
+
+    @property
+    def can_switch_backend(self) -> bool:
+        preparation = self._hybrid.preparation if self._hybrid is not None else None
+        return preparation is not None and preparation.is_done
+
+    def switch_backend(self) -> None:
+        """See `ModelRunner.switch_backend`. Warm-up steps run with the new backend, and its decode graphs replace the captured ones."""
+        began = time.perf_counter()
+        with torch.inference_mode():
+            self._enter_stream()
+            is_stale = self._switch()
+        if self.graphs is not None and is_stale:
+            most, self.graphs = self.graphs.most, None  # whose memory the new ones take
+            self.capture(most)
+        for batch in idle_extends(self.builder.table.padding_slot, self.context.limits):
+            self.launch(batch).wait()
+        _log.info("attention backends switched in %.1f s", time.perf_counter() - began)
+
+    def settle_backend(self) -> None:
+        """At the start: use the backend that prepares in the background at once, if nothing has to be compiled on any rank."""
+        preparation = self._hybrid.preparation if self._hybrid is not None else None
+        if preparation is None:
+            return
+        preparation.wait_for_estimate()
+        if _all_ranks(preparation.is_done, self._tp, self.context.device):
+            self._switch()
+
+    def _switch(self) -> bool:
+        """-> whether captured decodes are another backend's."""
+        preparation = self._hybrid.preparation if self._hybrid is not None else None
+        if self._hybrid is None or preparation is None:
+            return False
+        preparation.wait()  # a follower's may end later than rank 0's
+        return self._hybrid.switch(_all_ranks(preparation.error is None, self._tp, self.context.device))
 
     def capture(self, most: int) -> None:
         """Make graphs of decode steps of up to `most` rows; decodes run through them from now on. Raises ConfigurationError where the
@@ -306,6 +343,9 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
 
         runner = PoolingRunner(model, facts, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
+    runner.settle_backend()
+    phases["attention"] = time.perf_counter() - clock
+    clock = time.perf_counter()
     runner.warm_up()
     if user.execution.torch_compile:  # after a plain step, in which backends learn what they keep
         keep_out(context.attention, "run", "run_mla")
@@ -338,6 +378,13 @@ def _least_of_ranks(pages: int, tp: Collective, device: torch.device) -> int:
     if tp.size == 1:
         return pages
     return int(tp.all_gather(torch.tensor([pages], device=device), dim=0).min())
+
+
+def _all_ranks(value: bool, tp: Collective, device: torch.device) -> bool:
+    """Whether `value` is true on all ranks."""
+    if tp.size == 1:
+        return value
+    return bool(tp.all_gather(torch.tensor([int(value)], device=device), dim=0).min())
 
 
 def _riders(plans: StepPlans) -> dict[str, np.ndarray]:

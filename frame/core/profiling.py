@@ -49,6 +49,13 @@ class ProfiledRunner(ModelRunner):
                 return self._runner.launch(batch)
         return self._runner.launch(batch)
 
+    @property
+    def can_switch_backend(self) -> bool:
+        return self._runner.can_switch_backend
+
+    def switch_backend(self) -> None:
+        self._runner.switch_backend()
+
     def profile(self, request: ProfileRequest | None) -> str:
         """The trace's path. Raises ProfileError."""
         if request is None:

@@ -275,6 +275,10 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
     trace: str
 
 
+class SwitchBackend(msgspec.Struct, frozen=True, tag=True):
+    """An order to the followers: `ModelRunner.switch_backend`."""
+
+
 class OrderReply(msgspec.Struct, frozen=True):
     """A follower's answer to order `number`: `error` is a sentence, empty when the order was carried out."""
 
@@ -283,7 +287,7 @@ class OrderReply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-Order = Profile | Traced
+Order = Profile | Traced | SwitchBackend
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
 REPLY_TIMEOUT = 30.0  # seconds that a follower may take for an order that is answered
 _order_encoder = msgspec.msgpack.Encoder()

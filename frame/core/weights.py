@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from frame.core.checkpoint_files import Ahead, read_weights
 from frame.core.errors import CheckpointError
+from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import LazyTensor, Model, ModelFacts
 from frame.core.random_weights import random_weights
@@ -56,6 +58,9 @@ def load_model(
         model = make(facts, context)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
+    layers = attention_layers(model)
+    if context.attention is not None and layers:  # kernels may be compiled while the weights are read
+        context.attention.prepare(layers)
     with report.phase("materialise"):
         materialise(model, context.device)
     with report.phase("load"):
@@ -67,6 +72,12 @@ def load_model(
     report.bytes = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
     model.eval().requires_grad_(False)
     return model, report
+
+
+def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections]:
+    """What the backend is told of the model's attention layers, in their order: the module itself where attention is latent."""
+    found: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)]
+    return [module if hasattr(module, "kv_lora_rank") else module.spec for module in found]
 
 
 @torch.no_grad()

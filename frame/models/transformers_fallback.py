@@ -145,6 +145,7 @@ class PagedAttention:
             ):
                 if used and not can:
                     raise ConfigurationError(f"{name} uses {what}, which the attention backend does not compute: choose another backend.")
+        self.backend.prepare(list(self.specs.values()))
 
     def run(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads, v_dim]."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from frame.attention_backends.flashinfer.library import Library, Module, compile
 from frame.attention_backends.flashinfer.pages import list_pages
 from frame.attention_backends.libraries import FLASHINFER
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.attention import AttentionNeeds
+from frame.core.interfaces.attention import AttentionNeeds, AttentionSpec
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from tests.attention_backends import fake_flashinfer as fake
@@ -37,7 +38,7 @@ def library(compiled: list[Module] | None = None) -> Library:
         ragged=fake.BatchPrefillWithRaggedKVCacheWrapper,
         latent=fake.BatchMLAPagedAttentionWrapper,
         plan_captured=fake.fast_decode_plan,
-        compile=lambda modules: None if compiled is None else compiled.extend(modules),
+        compile=lambda modules, on_compile: None if compiled is None else compiled.extend(modules),
     )
 
 
@@ -96,6 +97,29 @@ def test_kernels_are_compiled_for_both_phases_when_a_shape_is_first_seen() -> No
     for _ in range(2):
         suite.compute(backend, case, suite.make_inputs(case))
     assert [(module.kind, module.form) for module in compiled] == [("prefill", "fa2"), ("prefill", "fa3")]
+
+
+def test_prepare_compiles_the_modules_of_all_layers_at_once_before_any_step() -> None:
+    compiled: list[Module] = []
+    backend = make(suite.Case(Rows.of([5])), compiled)
+    context = replace(backend.context, kv_dtype=torch.float8_e4m3fn)
+    backend.context = context
+    plain = AttentionSpec(layer=0, num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128, scale=1.0)
+    window = replace(plain, layer=1, sliding_window=64)
+    backend.prepare([plain, replace(plain, layer=2), window])
+    found = [(module.kind, module.form, module.window, module.kv_dtype) for module in compiled]
+    assert found == [("prefill", "fa2", False, torch.float8_e4m3fn), ("prefill", "fa2", True, torch.float8_e4m3fn)]
+
+
+def test_the_library_is_imported_by_what_needs_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the constructor: the import takes seconds, and may run in the background."""
+    loads: list[int] = []
+    monkeypatch.setattr(Library, "load", lambda: loads.append(1) or library())
+    backend = FlashInferBackend(build_context("cpu", torch.float32, 16))
+    assert not loads
+    backend.prepare([])
+    backend.prepare([])
+    assert loads == [1]
 
 
 def test_lists_of_pages() -> None:
@@ -213,10 +237,34 @@ def test_the_installed_library_takes_what_the_fake_takes(name: str) -> None:
 
 
 def test_a_failed_compilation_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(specs: Any, verbose: bool) -> None:
+    def fail() -> None:
         raise RuntimeError("Ninja build failed.\n[1/2] nvcc -c a.cu\na.cu:1:10: fatal error: page.cuh: No such file\nninja: stopped")
 
-    monkeypatch.setitem(sys.modules, "flashinfer.jit.core", SimpleNamespace(build_jit_specs=fail))
-    monkeypatch.setattr(Module, "spec", lambda _: SimpleNamespace(name="prefill_64", is_compiled=False))
+    monkeypatch.setattr(Module, "spec", lambda _: SimpleNamespace(name="prefill_64", is_aot=False, is_compiled=False, build_and_load=fail))
     with pytest.raises(ConfigurationError, match=r"\(a\.cu:1:10: fatal error: page\.cuh: No such file\).*--attention-backend triton"):
         compile_modules([Module("prefill", "fa2", torch.bfloat16, torch.bfloat16, 64, 64)])
+
+
+def test_modules_are_built_as_the_library_builds_them_and_only_those_to_be_compiled_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A library file without ninja's log beside it would be compiled again by the library, in the first step that uses it."""
+    (tmp_path / "logged").mkdir()
+    (tmp_path / "logged" / ".ninja_log").touch()
+    built: list[str] = []
+
+    def spec(name: str, folder: str, is_aot: bool, is_compiled: bool) -> SimpleNamespace:
+        build = lambda: built.append(name)  # noqa: E731
+        return SimpleNamespace(name=name, is_aot=is_aot, is_compiled=is_compiled, build_dir=tmp_path / folder, build_and_load=build)
+
+    specs = {
+        64: spec("prebuilt", "none", is_aot=True, is_compiled=True),
+        128: spec("cached", "logged", is_aot=False, is_compiled=True),
+        192: spec("of another build", "none", is_aot=False, is_compiled=True),
+        256: spec("new", "none", is_aot=False, is_compiled=False),
+    }
+    monkeypatch.setattr(Module, "spec", lambda module: specs[module.width])
+    named: list[str] = []
+    compile_modules([Module("prefill", "fa2", torch.bfloat16, torch.bfloat16, width, width) for width in specs], named.append)
+    assert named == ["of another build, new"]
+    assert sorted(built) == ["cached", "new", "of another build", "prebuilt"]

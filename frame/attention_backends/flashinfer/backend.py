@@ -5,7 +5,7 @@ Knows rows, pages and shapes of layers, no request; what the library is asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -67,11 +67,19 @@ class FlashInferBackend(AttentionBackend):
         settings = options if isinstance(options, FlashInferOptions) else FlashInferOptions()
         device = context.device
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-        self._wrappers = Wrappers(library or Library.load(), device, self._capability, settings.workspace_mib << 20)
+        self._wrappers = Wrappers(library, device, self._capability, settings.workspace_mib << 20)
         self._shapes: list[Heads | Latent] = []  # those that this model's layers have, learnt in the first step
         self._layers: dict[int, tuple[AttentionSpec, Heads]] = {}
         self._buffers: PageBuffers | None = None
         self._first_layer: int | None = None  # which writes the lists of pages in a captured step
+
+    def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
+        """Compile the modules of the layers' shapes, all at once."""
+        dtype, kv_dtype = self.context.dtype, self.context.kv_dtype or self.context.dtype
+        shapes = [
+            _shape_of(layer, dtype, kv_dtype) if isinstance(layer, AttentionSpec) else _latent_shape_of(layer, dtype) for layer in layers
+        ]
+        self._wrappers.compile(shapes, on_compile)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         return self._planned(StepPlan(batch))
@@ -101,9 +109,7 @@ class FlashInferBackend(AttentionBackend):
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        spec = layer.spec
-        sizes = spec.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, spec.head_dim, spec.v_head_dim
-        shape = Latent(*sizes, spec.scale, q_nope.dtype)
+        spec, shape = layer.spec, _latent_shape_of(layer, q_nope.dtype)
         plan = self._plan(spec, batch)
         if shape not in plan.latents:
             with self._learning(shape, plan):
@@ -181,7 +187,7 @@ class FlashInferBackend(AttentionBackend):
         if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("Attention backend 'flashinfer' meets a new layer in a captured step; run one without a graph first.")
         with may_wait(self.context.device):
-            self._wrappers.compile(shape)
+            self._wrappers.compile([shape])
             self._shapes.append(shape)
             self._plan_shape(shape, plan)
             yield
@@ -190,6 +196,12 @@ class FlashInferBackend(AttentionBackend):
 def _shape_of(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Heads:
     window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window - 1
     return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.soft_cap or 0.0, spec.scale, dtype, kv_dtype)
+
+
+def _latent_shape_of(layer: LatentProjections, dtype: torch.dtype) -> Latent:
+    spec = layer.spec
+    sizes = spec.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, spec.head_dim, spec.v_head_dim
+    return Latent(*sizes, spec.scale, dtype)
 
 
 def _beside(plan: StepPlan, planned: Callable[[torch.Tensor, torch.Tensor], Wrapper]) -> Beside:

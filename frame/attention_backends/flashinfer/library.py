@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,7 @@ class Library:
     ragged: Callable[..., Any]  # BatchPrefillWithRaggedKVCacheWrapper
     latent: Callable[..., Any]  # BatchMLAPagedAttentionWrapper
     plan_captured: Callable[..., None]  # fast_decode_plan: `decode.plan` without the copies
-    compile: Callable[[Iterable[Module]], None]
+    compile: Callable[[Iterable[Module], Callable[[str], None] | None], None]
 
     @classmethod
     def load(cls) -> Library:
@@ -81,23 +82,36 @@ class Module:
         return jit.gen_batch_prefill_module(self.form, *types, 0, self.window, self.soft_cap, False)
 
 
-def compile_modules(modules: Iterable[Module]) -> None:
-    """Compile what is neither prebuilt nor in the library's cache, all at once (ninja runs a job a core). Raises ConfigurationError."""
-    from flashinfer.jit.core import build_jit_specs
+def compile_modules(modules: Iterable[Module], on_compile: Callable[[str], None] | None = None) -> None:
+    """Compile what is neither prebuilt nor in the library's cache, side by side, and load all; `on_compile` gets the names of what is
+    compiled first. Raises ConfigurationError.
 
+    Each module is built as the library itself builds it when it is first used: what its `build_jit_specs` compiles at once is compiled a
+    second time then, because ninja's log lies in another folder.
+    """
     specs = [module.spec() for module in modules]
-    missing = [spec.name for spec in specs if not spec.is_compiled]
-    if not missing:
+    missing = [spec.name for spec in specs if not _is_built(spec)]
+    if missing and on_compile is not None:
+        on_compile(", ".join(missing))
+    elif missing:
+        _log.info("compiling %d FlashInfer modules, minutes the first time: %s", len(missing), ", ".join(missing))
+    if not specs:
         return
-    _log.info("compiling %d FlashInfer modules, a minute or two the first time: %s", len(missing), ", ".join(missing))
     try:
-        build_jit_specs(specs, verbose=False)
+        with ThreadPoolExecutor(len(specs)) as pool:  # each runs a compiler's processes
+            for _ in pool.map(lambda spec: spec.build_and_load(), specs):
+                pass
     except (RuntimeError, OSError) as error:
         _log.error("FlashInfer's compiler said:\n%s", error)
         raise ConfigurationError(
             f"FlashInfer cannot compile its kernels {', '.join(missing)} ({_first_complaint(str(error))}); "
             "install their headers and compiler as its manual says, or set --attention-backend triton"
         ) from error
+
+
+def _is_built(spec: Any) -> bool:
+    """Whether the module needs no compiler: prebuilt, or compiled in a build that ninja remembers."""
+    return bool(spec.is_aot) or (bool(spec.is_compiled) and (Path(spec.build_dir) / ".ninja_log").exists())
 
 
 def _first_complaint(log: str) -> str:

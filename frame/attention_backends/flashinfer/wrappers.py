@@ -5,8 +5,9 @@ Knows the library's calls and lists of pages, no model and no layer object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -98,17 +99,23 @@ class Wrapper:
 class Wrappers:
     """Makes, keeps and plans the wrappers of one rank. All share one workspace: their kernels run one after the other."""
 
-    def __init__(self, library: Library, device: torch.device, capability: tuple[int, int], workspace_bytes: int) -> None:
-        self._library = library
+    def __init__(self, library: Library | None, device: torch.device, capability: tuple[int, int], workspace_bytes: int) -> None:
+        """`library` None: the installed one, imported when it is first needed."""
+        self._given = library
         self._device = device
         self._capability = capability
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._plans: dict[tuple[str, Heads | Latent], torch.Tensor] = {}  # device side, shared by the batch sizes of a role
         self._made: dict[tuple[str, Heads | Latent, int], Wrapper] = {}
 
-    def compile(self, shape: Heads | Latent) -> None:
-        """Have the modules of `shape` ready, compiled if need be."""
-        self._library.compile(shape.modules(self._capability))
+    @cached_property
+    def _library(self) -> Library:
+        return self._given or Library.load()
+
+    def compile(self, shapes: Iterable[Heads | Latent], on_compile: Callable[[str], None] | None = None) -> None:
+        """Compile the modules of `shapes` that are not there yet."""
+        modules = dict.fromkeys(module for shape in shapes for module in shape.modules(self._capability))
+        self._library.compile(modules, on_compile)
 
     def decode(self, shape: Heads, lists: PageLists, page_size: int) -> Wrapper:
         """For decodes of a step that is not captured, planned."""

@@ -7,7 +7,7 @@ it sees one `ForwardBatch` a step, and one layer's queries at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -94,6 +94,7 @@ class AttentionCapabilities:
     batch_invariant: bool = False
     shared_prefixes: bool = False  # decodes read keys that rows have in common once
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
+    compiles_at_start: bool = False  # `prepare` may take minutes the first time; another backend may serve meanwhile
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
 
@@ -231,12 +232,18 @@ class AttentionBackend(ABC):
     - A batch may have an extension `AttentionOut`: a result of `run` or `run_mla` that is left there, by `AttentionOut.of`, is not copied.
     - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.
+    - `prepare` is called once, after construction and before the first `plan`. Where the capabilities say `compiles_at_start`, it may run
+      in a thread of its own while another backend serves: it uses no stream and no buffer of the device.
     """
 
     capabilities: ClassVar[AttentionCapabilities]
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         self.context = context
+
+    def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
+        """Import, compile and load the kernels that `layers` need. Calls `on_compile` with their names before a compilation that may take
+        minutes. Raises ConfigurationError when they cannot be compiled. By default there is nothing to do."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Any:

@@ -63,3 +63,4 @@ class BuildContext:
     moe_dispatcher: MoEDispatcher | None = None
     task: Task = "generate"
     load_code: LoadCode | None = None  # imports a class of the checkpoint's own code; None unless model.trust_remote_code allows it
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`

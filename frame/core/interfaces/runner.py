@@ -68,6 +68,14 @@ class ModelRunner(ABC):
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step."""
 
+    @property
+    def can_switch_backend(self) -> bool:
+        """Whether a backend whose kernels were compiled while another one served is ready to take over."""
+        return False
+
+    def switch_backend(self) -> None:
+        """Let that backend take over, on all ranks. Called between two steps, when none is in flight; may take seconds."""
+
     def profile(self, request: ProfileRequest | None) -> str:
         """Start recording, or (None) stop it; the trace's path. Raises ProfileError."""
         raise ProfileError("profiling is off; serve with --profile-dir FOLDER")

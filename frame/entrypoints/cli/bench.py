@@ -130,7 +130,7 @@ def serve(
 
 
 @config_command(help="Seconds until an engine is ready in this process. Phase by phase, with this configuration.")
-@click.option("--cold", is_flag=True, help="Keep compiled kernels in an empty folder, so that all are compiled.")
+@click.option("--cold", is_flag=True, help="Start with an empty home folder, so that all kernels are compiled.")
 @click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here.")
 def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     import tempfile
@@ -139,17 +139,20 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     from frame.entrypoints.offline import Engine
     from frame.kernels.cache import FOLDER
 
+    kept = {name: os.environ.get(name) for name in (FOLDER, "HOME")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if cold:
-            os.environ[FOLDER] = folder  # read when the first kernel is compiled
+            os.environ.update(dict.fromkeys(kept, folder))  # libraries keep below it what they compile
         started = time.perf_counter()
         with Engine(config=loaded.config) as engine:
             seconds = time.perf_counter() - started
             rows = {"ready": {"seconds": round(seconds, 3)}}
             rows |= {name: {"seconds": phase} for name, phase in engine.info.get("phases", {}).items()}
             finish(report("startup", rows, engine=engine.info), path)
-        if cold:
-            del os.environ[FOLDER]
+    for name, value in kept.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @click.command(help="Two reports side by side. The second's figures and their ratios to the first's.")

@@ -1,0 +1,237 @@
+"""`HybridAttention`: one attention backend for prompts, another for decodes, over one KV cache.
+
+A backend that compiles its kernels for minutes does so in a thread; the other one serves all rows meanwhile. Used by `model_parts` and the
+model runner. Knows both backends by their interface alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from frame.core.interfaces.attention import AttentionBackend
+from frame.core.interfaces.batch import AttentionOut, HostView
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.attention import AttentionSpec, LatentProjections
+    from frame.core.interfaces.batch import ForwardBatch
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 20.0  # between two lines of the log while kernels are compiled
+_BACKGROUND_NICENESS = 10  # of the compiler, which must not take the processor from the server
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """Rows of a step, as a batch with the plan of the backend that computes them."""
+
+    backend: AttentionBackend
+    batch: ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """A step's decodes and its extends; None where there are none. One backend for all rows has them in `whole`."""
+
+    decodes: SplitPart | None = None
+    extends: SplitPart | None = None
+    whole: SplitPart | None = None
+
+
+class BackgroundPreparation:
+    """Runs `AttentionBackend.prepare` in a thread of low priority, and logs its progress."""
+
+    def __init__(self, name: str, prepare: Callable[[Callable[[str], None]], None]) -> None:
+        """`name` is the backend's class, for the log."""
+        self.error: Exception | None = None
+        self._name = name
+        self._prepare = prepare
+        self._done = threading.Event()
+        self._known = threading.Event()  # done, or known to take long
+        threading.Thread(target=self._run, name="attention-kernels", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Until the preparation has ended, with or without an error."""
+        self._done.wait()
+
+    def wait_for_estimate(self) -> None:
+        """Until the preparation has ended, or compiles kernels."""
+        self._known.wait()
+
+    def _run(self) -> None:
+        if sys.platform.startswith("linux"):  # where niceness is a thread's, and its child processes'
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+        try:
+            self._prepare(self._announce)
+        except Exception as error:  # noqa: BLE001 - the other backend keeps serving; `switch` reports the error
+            self.error = error
+        finally:
+            self._done.set()
+            self._known.set()
+
+    def _announce(self, kernels: str) -> None:
+        """The kernels have to be compiled."""
+        self._known.set()
+        threading.Thread(target=self._log_progress, args=(kernels,), name="attention-kernels-progress", daemon=True).start()
+
+    def _log_progress(self, kernels: str) -> None:
+        _log.info("%s: compiling %s in the background; the other attention backend serves meanwhile", self._name, kernels)
+        began = time.monotonic()
+        while not self._done.wait(_PROGRESS_SECONDS):
+            _log.info("%s: still compiling after %.0f s", self._name, time.monotonic() - began)
+        _log.info("%s: compilation ended after %.0f s", self._name, time.monotonic() - began)
+
+
+class HybridAttention(AttentionBackend):
+    """Both backends have one KV layout, and both store K and V or neither does: `resolve` ensures it. `plan` is a `SplitPlan`."""
+
+    def __init__(self, extends: AttentionBackend, decodes: AttentionBackend) -> None:
+        super().__init__(decodes.context)
+        self.capabilities = decodes.capabilities  # type: ignore[misc]  # of its class in all others; what layers and graphs ask for
+        self._extends = extends
+        self._decodes = decodes
+        self._stand_in: AttentionBackend | None = None  # computes all rows while the other backend prepares
+        self._preparation: BackgroundPreparation | None = None
+
+    # kernels that are compiled at the start -----------------------------------------------------------------------------
+
+    def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
+        """Prepare both backends, in the background the one that the other can stand in for."""
+        for backend, other in ((self._extends, self._decodes), (self._decodes, self._extends)):
+            if self._stand_in is None and backend.capabilities.compiles_at_start and _can_stand_in(other, backend):
+                other.prepare(layers, on_compile)
+                self._stand_in = other
+                name = type(backend).__name__
+                self._preparation = BackgroundPreparation(name, lambda announce, backend=backend: backend.prepare(layers, announce))  # type: ignore[misc]
+            elif backend is not self._stand_in:
+                backend.prepare(layers, on_compile)
+
+    @property
+    def preparation(self) -> BackgroundPreparation | None:
+        """What goes on in the background, until `switch` is called."""
+        return self._preparation
+
+    def switch(self, is_ready: bool) -> bool:
+        """The preparation has ended, on all ranks if `is_ready`: use the backend from the next step on, or never.
+        -> whether plans that were captured before are another backend's."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None and preparation.error is not None:
+            _log.error("%s", preparation.error)
+        if not is_ready:
+            _log.warning("an attention backend could not be prepared; %s computes all rows", type(self._stand_in).__name__)
+            return False
+        was_decoding = self._stand_in is self._extends
+        self._stand_in = None
+        return was_decoding
+
+    # steps ----------------------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: ForwardBatch) -> SplitPlan:
+        if self._stand_in is not None:
+            return SplitPlan(whole=_planned(self._stand_in, batch))
+        first, rows = batch.num_decodes, batch.num_rows
+        decodes = extends = None
+        if first:
+            decodes = _planned(self._decodes, batch if first == rows else _decodes(batch))
+        if first < rows:
+            extends = _planned(self._extends, batch if not first else _extends(batch))
+        return SplitPlan(decodes, extends)
+
+    def capture_plan(self, batch: ForwardBatch) -> SplitPlan:
+        backend = self._stand_in or self._decodes
+        return SplitPlan(whole=SplitPart(backend, replace(batch, plan=backend.capture_plan(batch))))
+
+    def replay_plan(self, plan: SplitPlan, batch: ForwardBatch) -> None:
+        if plan.whole is not None:  # of the backend that was captured, whichever serves now
+            plan.whole.backend.replay_plan(plan.whole.batch.plan, batch)
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        plan: SplitPlan = batch.plan
+        if plan.decodes is None or plan.extends is None:
+            part = _only(plan)
+            return part.backend.run(spec, q, k, v, part.batch)
+        first = batch.num_decodes
+        decoded = plan.decodes.backend.run(spec, q[:first], k[:first], v[:first], plan.decodes.batch)
+        return _joined(batch, decoded, plan.extends.backend.run(spec, q[first:], k[first:], v[first:], plan.extends.batch))
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        plan: SplitPlan = batch.plan
+        if plan.decodes is None or plan.extends is None:
+            part = _only(plan)
+            return part.backend.run_mla(layer, q_nope, q_rope, latent, part.batch)
+        first = batch.num_decodes
+        decoded = plan.decodes.backend.run_mla(layer, q_nope[:first], q_rope[:first], latent[:first], plan.decodes.batch)
+        extended = plan.extends.backend.run_mla(layer, q_nope[first:], q_rope[first:], latent[first:], plan.extends.batch)
+        return _joined(batch, decoded, extended)
+
+
+def _can_stand_in(other: AttentionBackend, backend: AttentionBackend) -> bool:
+    """Whether `other` computes what `backend` was chosen for; both fit the model."""
+    can = other.capabilities
+    has_graphs = can.graphs != "none" or backend.capabilities.graphs == "none"
+    return not can.compiles_at_start and {"extend", "decode"} <= set(can.phases) and has_graphs
+
+
+def _planned(backend: AttentionBackend, batch: ForwardBatch) -> SplitPart:
+    return SplitPart(backend, replace(batch, plan=backend.plan(batch)))
+
+
+def _only(plan: SplitPlan) -> SplitPart:
+    part = plan.whole or plan.decodes or plan.extends
+    assert part is not None  # a step has rows
+    return part
+
+
+def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) -> torch.Tensor:
+    """Both results as one, which they are already if both went to the batch's own place."""
+    place = batch.get(AttentionOut)
+    if place is not None:
+        own = place.tensor, place.tensor[len(decoded) :]
+        if (decoded.data_ptr(), extended.data_ptr()) == (own[0].data_ptr(), own[1].data_ptr()):
+            return place.tensor
+    return torch.cat((decoded, extended))
+
+
+def _decodes(batch: ForwardBatch) -> ForwardBatch:
+    first = batch.num_decodes
+    return _part(batch, slice(None, first), slice(None, first), batch.query_starts[: first + 1], first)
+
+
+def _extends(batch: ForwardBatch) -> ForwardBatch:
+    first = batch.num_decodes  # as many tokens as rows
+    return _part(batch, slice(first, None), slice(first, None), batch.query_starts[first:] - first, 0)
+
+
+def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.Tensor, num_decodes: int) -> ForwardBatch:
+    host = batch.host
+    extensions = dict(batch.extensions)
+    if (place := batch.get(AttentionOut)) is not None:
+        extensions[AttentionOut] = place.part(tokens)
+    return replace(
+        batch,
+        num_decodes=num_decodes,
+        token_ids=batch.token_ids[tokens],
+        positions=batch.positions[tokens],
+        kv_slots=batch.kv_slots[tokens],
+        request_slots=batch.request_slots[rows],
+        seq_lens=batch.seq_lens[rows],
+        query_lens=batch.query_lens[rows],
+        query_starts=query_starts,
+        host=HostView(host.slots[rows], host.query_lens[rows], host.seq_lens[rows], host.page_table),
+        extensions=extensions,
+    )
