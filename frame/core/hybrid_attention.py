@@ -48,7 +48,8 @@ class SplitPlan:
 
 
 class BackgroundPreparation:
-    """Runs `AttentionBackend.prepare` in a thread of low priority, and logs its progress."""
+    """Runs `AttentionBackend.prepare` in a thread of low priority, and logs its progress. What has to be compiled waits for
+    `allow_compilation`: at the start, other kernels are compiled, which the server needs first."""
 
     def __init__(self, name: str, prepare: Callable[[Callable[[str], None]], None]) -> None:
         """`name` is the backend's class, for the log."""
@@ -57,14 +58,20 @@ class BackgroundPreparation:
         self._prepare = prepare
         self._done = threading.Event()
         self._known = threading.Event()  # done, or known to take long
+        self._allowed = threading.Event()
         threading.Thread(target=self._run, name="attention-kernels", daemon=True).start()
 
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
 
+    def allow_compilation(self) -> None:
+        """Nothing else is compiled any more."""
+        self._allowed.set()
+
     def wait(self) -> None:
         """Until the preparation has ended, with or without an error."""
+        self._allowed.set()
         self._done.wait()
 
     def wait_for_estimate(self) -> None:
@@ -85,6 +92,7 @@ class BackgroundPreparation:
     def _announce(self, kernels: str) -> None:
         """The kernels have to be compiled."""
         self._known.set()
+        self._allowed.wait()
         threading.Thread(target=self._log_progress, args=(kernels,), name="attention-kernels-progress", daemon=True).start()
 
     def _log_progress(self, kernels: str) -> None:

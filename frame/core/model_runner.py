@@ -145,6 +145,11 @@ class TorchModelRunner(ModelRunner):
         if _all_ranks(preparation.is_done, self._tp, self.context.device):
             self._switch()
 
+    def allow_compilation(self) -> None:
+        """At the end of the start: a backend may compile its kernels now, in the background."""
+        if self._hybrid is not None and self._hybrid.preparation is not None:
+            self._hybrid.preparation.allow_compilation()
+
     def _switch(self) -> bool:
         """-> whether captured decodes are another backend's."""
         preparation = self._hybrid.preparation if self._hybrid is not None else None
@@ -353,6 +358,7 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
         runner.warm_up()
     phases["warm_up"] = time.perf_counter() - clock
     _capture(runner, resolved, phases)
+    runner.allow_compilation()
     return runner
 
 

@@ -147,7 +147,7 @@ class Compiling(Seen):
 
     def __init__(self, context: Any, failure: Exception | None = None, announces: bool = True) -> None:
         super().__init__(context)
-        self.compiled = threading.Event()
+        self.compiling, self.compiled = threading.Event(), threading.Event()
         self.layers: list[Any] = []
         self._failure = failure
         self._announces = announces
@@ -156,6 +156,7 @@ class Compiling(Seen):
         self.layers = list(layers)
         if self._announces:
             on_compile("two kernels")
+            self.compiling.set()
             assert self.compiled.wait(30)
         if self._failure is not None:
             raise self._failure
@@ -179,6 +180,9 @@ def test_the_other_backend_computes_all_rows_while_kernels_are_compiled(phase: s
     both.prepare(["layer"])  # type: ignore[list-item]
     assert both.preparation is not None
     both.preparation.wait_for_estimate()
+    assert not slow.compiling.wait(0.01), "the start comes first"
+    both.preparation.allow_compilation()
+    assert slow.compiling.wait(30)
     step(both)
     old = both.capture_plan(batch_of(Rows.of([5, 9])))
     assert (len(ready.planned), len(slow.planned)) == (1, 0) and ready.planned[0].num_rows == 4
@@ -253,6 +257,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     runner.settle_backend()
     assert not runner.can_switch_backend
     runner.capture(4)
+    runner.allow_compilation()
     captured = runner.graphs
     config = SchedulerConfig(page_size=4, num_pages=300, max_running=8, token_budget=64, max_context=128, vocab_size=vocab, overlap=True)
     near, far = InProcessTransport.pair()
