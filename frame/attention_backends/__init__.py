@@ -74,6 +74,9 @@ class TritonOptions(BaseModel):
     share_prefixes: bool = Field(True, description="Decode rows that share the beginning of their keys read it once, together.")
 
 
+UNPROVEN = 12  # the rank of backends that never ran on a card that they are made for: below all that did
+
+
 @hookimpl
 def register_attention_backends(registry: KindRegistry) -> None:
     registry.add(
@@ -118,7 +121,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         capabilities=TRTLLM_MHA,
         options=WorkspaceOptions,
         api=API,
-        rank=30,
+        rank=UNPROVEN,
         requires=("flashinfer-python>=0.6.12,<0.8",),
         summary="TensorRT-LLM's multi-head kernels for Blackwell cards, as FlashInfer brings them.",
     )
@@ -128,7 +131,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         capabilities=TRTLLM_MLA,
         options=WorkspaceOptions,
         api=API,
-        rank=30,
+        rank=UNPROVEN,
         requires=("flashinfer-python>=0.6.12,<0.8",),
         summary="TensorRT-LLM's latent kernels for Blackwell cards, as FlashInfer brings them.",
     )

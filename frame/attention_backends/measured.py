@@ -12,21 +12,21 @@ from types import MappingProxyType
 
 from frame.core.interfaces.attention import Measured
 
-H200 = (9, 0)
+H200 = ("NVIDIA H200", (9, 0))  # the driver's name, and the compute capability, which other cards have as well
 
 MEASURED: Mapping[str, tuple[Measured, ...]] = MappingProxyType(
     {
         "triton": (
-            Measured(H200, "mha", "extend", 338),
-            Measured(H200, "mha", "decode", 2.15),
-            Measured(H200, "mla", "extend", 222),
-            Measured(H200, "mla", "decode", 0.77),
+            Measured(*H200, "mha", "extend", 338),
+            Measured(*H200, "mha", "decode", 2.15),
+            Measured(*H200, "mla", "extend", 222),
+            Measured(*H200, "mla", "decode", 0.77),
         ),
         "flashinfer": (
-            Measured(H200, "mha", "extend", 408),
-            Measured(H200, "mha", "decode", 1.88),
-            Measured(H200, "mla", "extend", 194),
-            Measured(H200, "mla", "decode", 1.08),
+            Measured(*H200, "mha", "extend", 408),
+            Measured(*H200, "mha", "decode", 1.88),
+            Measured(*H200, "mla", "extend", 194),
+            Measured(*H200, "mla", "decode", 1.08),
         ),
     }
 )

@@ -232,6 +232,7 @@ class _Solver:
             soft_cap=bool(facts.config.get("attn_logit_softcapping")),
             bidirectional=facts.encoder,
             group=facts.num_heads // max(1, facts.num_kv_heads),
+            device_name=next((accelerator.name for accelerator in self.hardware.of(self.device)), None),
         )
         page = f", pages of {needs.page_size} tokens" if needs.page_size else ""
         subject = (

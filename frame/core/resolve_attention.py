@@ -73,19 +73,26 @@ def _fitting(
         found = select(KEY, candidates, needs, name, None, chosen.hopeless)
         return [_Candidate(found.record, "set by the user")] if found is not None else []
     fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, needs, chosen.hopeless)]
-    speeds = {record.name: speed for record in fits if (speed := _speed(record, needs, phase)) is not None}
-    if len(speeds) < 2 or fits[0].name not in speeds:  # nothing to compare, or the best-ranked was never measured here
+    card, speeds = _comparable(fits, needs, phase)
+    if fits and fits[0].name not in speeds:  # nothing to compare, or the best-ranked was never measured
         reason = f"the best-ranked of {len(fits)} that fit" if len(fits) > 1 else "the only one that fits"
         return [_Candidate(record, reason) for record in fits]
     order = sorted((record for record in fits if record.name in speeds), key=lambda record: -speeds[record.name])
     listed = ", ".join(f"{record.name} {speeds[record.name]:g}" for record in order)
-    reason = f"the fastest as measured on such a card, in {UNITS[phase]}: {listed}"
+    where = f"such a card ({card})" if card == needs.device_name else f"{card}, a card of the same compute capability"
+    reason = f"the fastest as measured on {where}, in {UNITS[phase]}: {listed}"
     return [_Candidate(record, reason) for record in order] + [_Candidate(r, "never measured here") for r in fits if r.name not in speeds]
 
 
-def _speed(record: PluginRecord, needs: AttentionNeeds, phase: Phase) -> float | None:
-    can = record.capabilities
-    return can.speed(needs, phase) if isinstance(can, AttentionCapabilities) else None
+def _comparable(records: Sequence[PluginRecord], needs: AttentionNeeds, phase: Phase) -> tuple[str | None, dict[str, float]]:
+    """A card on which at least two backends were measured, this machine's own if possible, and their speeds there by name."""
+    measured = {r.name: r.capabilities.speeds(needs, phase) for r in records if isinstance(r.capabilities, AttentionCapabilities)}
+    cards = dict.fromkeys(card for speeds in measured.values() for card in speeds)
+    for card in sorted(cards, key=lambda card: card != needs.device_name):
+        found = {name: speeds[card] for name, speeds in measured.items() if card in speeds}
+        if len(found) > 1:
+            return card, found
+    return None, {}
 
 
 def _pair(extends: Sequence[_Candidate], decodes: Sequence[_Candidate]) -> tuple[_Candidate, _Candidate] | None:

@@ -23,7 +23,7 @@ from frame.core.selection import UnknownPluginError
 
 LAPTOP = Hardware(cpu_cores=4, memory_bytes=16 * 2**30, cpu_features=frozenset({"avx2"}))
 XEON = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
-H200 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 * 2**30),) * 4)
+H200 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "NVIDIA H200", (9, 0), 140 * 2**30),) * 4)
 T4 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "T4", (7, 5), 16 * 2**30),))
 
 LLAMA = ModelFacts(

@@ -12,9 +12,10 @@ from frame.core.config import FrameConfig
 from frame.core.interfaces.attention import AttentionCapabilities, Measured
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.resolve import ResolveError, pinned, resolve
+from frame.plugins.loader import load_registry
 from tests.core.test_resolve import H200, LAPTOP, LLAMA, config, names, record, records
 
-CARD = (9, 0)
+CARD = ("NVIDIA H200", (9, 0))
 
 
 def backend(name: str, rank: int = 0, **can: Any) -> PluginRecord:
@@ -22,7 +23,7 @@ def backend(name: str, rank: int = 0, **can: Any) -> PluginRecord:
 
 
 def speeds(extend: float, decode: float) -> tuple[Measured, ...]:
-    return Measured(CARD, "mha", "extend", extend), Measured(CARD, "mha", "decode", decode)
+    return Measured(*CARD, "mha", "extend", extend), Measured(*CARD, "mha", "decode", decode)
 
 
 def chosen(*backends: PluginRecord, wanted: object = None, hardware: Any = H200) -> Any:
@@ -108,8 +109,8 @@ def test_auto_takes_the_faster_one_of_each_phase_where_both_were_measured() -> N
     resolved = chosen(*known)
     assert names(resolved)["attention_backend"] == ["b", "a"]
     said = resolved.reasons["attention.backend"]
-    assert "prefill: b is the fastest as measured on such a card, in TFLOP/s: b 550, a 300" in said
-    assert "decode: a is the fastest as measured on such a card, in TB/s: a 4.1, b 3.6" in said
+    assert "prefill: b is the fastest as measured on such a card (NVIDIA H200), in TFLOP/s: b 550, a 300" in said
+    assert "decode: a is the fastest as measured on such a card (NVIDIA H200), in TB/s: a 4.1, b 3.6" in said
 
 
 def test_auto_goes_by_rank_where_nobody_measured() -> None:
@@ -123,10 +124,10 @@ def test_auto_goes_by_rank_where_nobody_measured() -> None:
 
 def test_a_figure_of_the_models_own_group_goes_first() -> None:
     """LLAMA has 2 heads a key."""
-    of_group = (Measured(CARD, "mha", "decode", 9.0, group=2), *speeds(300, 1.0))
+    of_group = (Measured(*CARD, "mha", "decode", 9.0, group=2), *speeds(300, 1.0))
     resolved = chosen(backend("a", measured=of_group), backend("b", measured=speeds(200, 2.0)))
     assert names(resolved)["attention_backend"] == ["a"]
-    of_another = (Measured(CARD, "mha", "decode", 9.0, group=5), *speeds(300, 1.0))
+    of_another = (Measured(*CARD, "mha", "decode", 9.0, group=5), *speeds(300, 1.0))
     resolved = chosen(backend("a", measured=of_another), backend("b", measured=speeds(200, 2.0)))
     assert names(resolved)["attention_backend"] == ["a", "b"]
 
@@ -144,3 +145,24 @@ def test_auto_is_one_backend_where_that_is_the_fastest_of_both() -> None:
     resolved = chosen(backend("a", rank=9, measured=speeds(300, 3)), backend("b", measured=speeds(550, 4)))
     assert names(resolved)["attention_backend"] == ["b"]
     assert resolved.reasons["attention.backend"].startswith("b is the fastest")
+
+
+def test_figures_of_another_card_of_the_same_capability_are_named_as_such() -> None:
+    h100 = dataclasses.replace(H200, accelerators=tuple(dataclasses.replace(a, name="NVIDIA H100 80GB HBM3") for a in H200.accelerators))
+    known = [backend("a", rank=9, measured=speeds(300, 4.1)), backend("b", measured=speeds(550, 3.6))]
+    said = chosen(*known, hardware=h100).reasons["attention.backend"]
+    assert "as measured on NVIDIA H200, a card of the same compute capability, in TFLOP/s: b 550, a 300" in said
+    own = Measured("NVIDIA H100 80GB HBM3", (9, 0), "mha", "extend", 700)
+    alone = [backend("a", rank=9, measured=(own, *speeds(300, 4.1))), known[1]]
+    assert names(chosen(*alone, hardware=h100))["attention_backend"] == ["b", "a"], "a figure that has no other beside it decides nothing"
+    both = [alone[0], backend("b", measured=(dataclasses.replace(own, speed=600), *speeds(550, 3.6)))]
+    assert names(chosen(*both, hardware=h100))["attention_backend"] == ["a"]
+
+
+def test_auto_prefers_what_ran_to_what_never_did() -> None:
+    """No in-tree backend that was never measured on any card outranks one that was."""
+    registered = load_registry(installed=False).records("attention_backend")
+    measured = [record for record in registered if record.capabilities.measured]
+    blackwell = [r for r in registered if r.name.startswith("trtllm")]
+    assert measured and blackwell
+    assert max(record.rank for record in blackwell) < min(record.rank for record in measured)

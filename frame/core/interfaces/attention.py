@@ -48,16 +48,19 @@ class AttentionNeeds:
     batch_invariant: bool = False
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them where another backend has the other
     group: int | None = None  # heads of a key; nobody refuses one, but speeds differ
+    device_name: str | None = None  # as the driver names the card, for figures that were measured on such a one
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How fast a backend was in one phase on one chip: what `auto` compares when several backends fit.
+    """How fast a backend was in one phase on one card: what `auto` compares when several backends fit.
 
-    `speed` is in TFLOP/s of extends and in TB/s of decodes; backends are comparable that were measured with the same shapes.
-    `group`: of layers with so many heads a key; None: of all that have no figure of their own.
+    `device_name` is the driver's name of the card. `speed` is in TFLOP/s of extends and in TB/s of decodes; backends are comparable that
+    were measured on the same card with the same shapes. `group`: of layers with so many heads a key; None: of all that have no figure of
+    their own.
     """
 
+    device_name: str
     compute_capability: tuple[int, int]
     kind: AttentionKind
     phase: Phase
@@ -67,7 +70,7 @@ class Measured:
     def __str__(self) -> str:
         unit = "TB/s" if self.phase == "decode" else "TFLOP/s"
         group = "" if self.group is None else f" ({self.group} heads a key)"
-        return f"{_dots(self.compute_capability)} {self.kind} {self.phase}{group}: {self.speed:g} {unit}"
+        return f"{self.device_name} {self.kind} {self.phase}{group}: {self.speed:g} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,14 @@ class AttentionCapabilities:
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
 
-    def speed(self, needs: AttentionNeeds, phase: Phase) -> float | None:
-        """As measured on such a card with a cache of the model's own type, in the phase's unit; None where nobody did."""
+    def speeds(self, needs: AttentionNeeds, phase: Phase) -> dict[str, float]:
+        """By card: the speed measured on cards of the needed compute capability with a cache of the model's own type, in the phase's
+        unit."""
         if needs.kv_dtype != needs.dtype:
-            return None
-        of_card = [m for m in self.measured if (m.compute_capability, m.kind, m.phase) == (needs.compute_capability, needs.kind, phase)]
-        own = [m.speed for m in of_card if m.group is not None and m.group == needs.group]
-        return next(iter(own + [m.speed for m in of_card if m.group is None]), None)
+            return {}
+        fits = [m for m in self.measured if (m.compute_capability, m.kind, m.phase) == (needs.compute_capability, needs.kind, phase)]
+        found = {m.device_name: m.speed for m in fits if m.group is None}
+        return found | {m.device_name: m.speed for m in fits if m.group is not None and m.group == needs.group}
 
     def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
         """Every reason why these capabilities do not serve `needs`."""
