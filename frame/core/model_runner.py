@@ -22,7 +22,7 @@ from frame.core.compiled import Forward, keep_out
 from frame.core.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
 from frame.core.errors import ConfigurationError
 from frame.core.host_memory import keep_freed_memory
-from frame.core.hybrid_attention import HybridAttention
+from frame.core.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.idle_steps import idle_decodes, idle_extends, idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, WantedTokens
 from frame.core.interfaces.runner import MOST_SINGLE, DeviceLost, ModelRunner
@@ -89,7 +89,6 @@ class TorchModelRunner(ModelRunner):
         self._processors = processors
         self.sampler = Sampler(processors, by_kernels=by_kernels)
         self._shares_prefixes = context.attention.capabilities.shared_prefixes
-        self._hybrid = context.attention if isinstance(context.attention, HybridAttention) else None
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         if self._stream is not None:  # what was made so far, the cleared cache above all, is on its way on another stream
@@ -119,8 +118,14 @@ class TorchModelRunner(ModelRunner):
             self.sampler.warm_up(torch.zeros(2, self.vocab_size, dtype=self.context.dtype, device=self.context.device))
 
     @property
+    def _preparation(self) -> BackgroundPreparation | None:
+        """Of a backend that another one stands in for."""
+        attention = self.context.attention
+        return attention.preparation if isinstance(attention, HybridAttention) else None
+
+    @property
     def can_switch_backend(self) -> bool:
-        preparation = self._hybrid.preparation if self._hybrid is not None else None
+        preparation = self._preparation
         return preparation is not None and preparation.is_done
 
     def switch_backend(self) -> None:
@@ -138,7 +143,7 @@ class TorchModelRunner(ModelRunner):
 
     def settle_backend(self) -> None:
         """At the start: use the backend that prepares in the background at once, if nothing has to be compiled on any rank."""
-        preparation = self._hybrid.preparation if self._hybrid is not None else None
+        preparation = self._preparation
         if preparation is None:
             return
         preparation.wait_for_estimate()
@@ -147,16 +152,16 @@ class TorchModelRunner(ModelRunner):
 
     def allow_compilation(self) -> None:
         """At the end of the start: a backend may compile its kernels now, in the background."""
-        if self._hybrid is not None and self._hybrid.preparation is not None:
-            self._hybrid.preparation.allow_compilation()
+        if self._preparation is not None:
+            self._preparation.allow_compilation()
 
     def _switch(self) -> bool:
         """-> whether captured decodes are another backend's."""
-        preparation = self._hybrid.preparation if self._hybrid is not None else None
-        if self._hybrid is None or preparation is None:
+        attention = self.context.attention
+        if not isinstance(attention, HybridAttention) or attention.preparation is None:
             return False
-        preparation.wait()  # a follower's may end later than rank 0's
-        return self._hybrid.switch(_all_ranks(preparation.error is None, self._tp, self.context.device))
+        attention.preparation.wait()  # a follower's may end later than rank 0's
+        return attention.switch(_all_ranks(attention.preparation.error is None, self._tp, self.context.device))
 
     def capture(self, most: int) -> None:
         """Make graphs of decode steps of up to `most` rows; decodes run through them from now on. Raises ConfigurationError where the
