@@ -42,18 +42,19 @@ class Standing:
 
 
 class Stream:
-    """One sequence of an answer: what came since the last `take`, totals, and where it stands. `index` is its place in the answer."""
+    """One sequence of an answer: what came since the last `take`, totals, and where it stands. `index` is its place in the answer. `name`
+    is unique among those of its tenant, `rid` in the server."""
 
     __slots__ = (
-        "answer", "cached", "changed", "finish", "index", "logprobs", "params", "prompt", "prompt_index", "prompt_logprobs", "rid",
+        "answer", "cached", "changed", "finish", "index", "logprobs", "name", "params", "prompt", "prompt_index", "prompt_logprobs",
         "standing", "texts", "times", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, answer: Answer, index: int, prompt_index: int, rid: str, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, answer: Answer, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.answer = answer
         self.index = index
         self.prompt_index = prompt_index
-        self.rid = rid
+        self.name = name
         self.prompt = prompt
         self.params = params
         self.texts: list[str] = []
@@ -64,7 +65,12 @@ class Stream:
         self.cached = 0
         self.times = Times()
         self.changed = False
-        self.standing = Standing(rid)
+        self.standing = Standing(self.rid)
+
+    @property
+    def rid(self) -> str:
+        owner = self.answer.owner  # which has no colon
+        return f"{owner}:{self.name}" if owner else self.name
 
     @property
     def num_tokens(self) -> int:
@@ -83,12 +89,13 @@ class Answer:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
     __slots__ = (
-        "_most_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "gone", "on_news", "open", "rid", "segments",
-        "sequences", "submitted", "vectors",
+        "_most_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "gone", "on_news", "open", "owner", "rid",
+        "segments", "sequences", "submitted", "vectors",
     )  # fmt: skip
 
-    def __init__(self, rid: str = "") -> None:
-        self.rid = rid  # of the request; its sequences' begin with it
+    def __init__(self, rid: str = "", owner: str = "") -> None:
+        self.rid = rid  # of the request, as its client knows it; its sequences' names begin with it
+        self.owner = owner  # the tenant that sent it; "" where no key is asked for
         self.sequences: list[Stream] = []
         self.changed: list[Stream] = []
         self.open = 0  # sequences without a finish

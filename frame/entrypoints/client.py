@@ -135,14 +135,16 @@ class EngineClient:
         priority: int = 0,
         namespace: str = "",
         rid: str | None = None,
+        owner: str = "",
         deadline: float | None = None,
         segments: Sequence[int] = (),
     ) -> Answer:
         """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up.
-        `segments` are for pairs of texts: where the second one begins."""
+        `owner` is the tenant whose name `rid` is: tenants may use the same names. `segments` are for pairs of texts: where the second one
+        begins."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        answer = Answer(rid or uuid.uuid4().hex)
+        answer = Answer(rid or uuid.uuid4().hex, owner)
         alone = len(prompts) == 1 and params[0].n == 1
         for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             for number in range(wanted.n):
@@ -150,7 +152,7 @@ class EngineClient:
                 index = len(answer.sequences)
                 sequence = Stream(answer, index, prompt_index, answer.rid if alone else f"{answer.rid}-{index}", prompt, own)
                 if sequence.rid in self._rids or sequence.rid in self._sequences:
-                    raise InvalidRequestError(f"a request with the rid {sequence.rid!r} is running; choose another", "rid")
+                    raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
                 answer.sequences.append(sequence)
         answer.segments = segments
         answer.open = len(answer.sequences)
@@ -199,18 +201,24 @@ class EngineClient:
             self._rids.discard(sequence.rid)
             self._readmission.drop(sequence)
 
-    def abort(self, rids: list[str]) -> None:
-        """End requests by name (all, when empty); they finish with reason "abort". A request's name stands for all its sequences."""
-        named = set(rids)
-        found = [s for s in self._sequences.values() if not rids or s.rid in named or s.answer.rid in named]
+    def abort(self, names: list[str], owner: str | None = None) -> int:
+        """End requests by name (all, when empty), of one tenant alone where `owner` is given; they finish with reason "abort". A request's
+        name stands for all its sequences. -> how many sequences end."""
+        named, is_all = set(names), not names
+        found = [
+            s
+            for s in self._sequences.values()
+            if (owner is None or s.answer.owner == owner) and (is_all or s.name in named or s.answer.rid in named)
+        ]
         admitted = [sequence.standing.name for sequence in found if not self._readmission.is_held(sequence)]
         for sequence in found:
             sequence.standing.is_aborted = True
-        if not rids:
+        if is_all and owner is None:
             self.link.send(Abort())  # what it runs that we know nothing of, too
         elif admitted:  # an empty list would mean all
             self.link.send(Abort(rids=admitted))
         self._end_here([s for s in found if self._readmission.is_held(s)], Finish("abort"))
+        return len(found)
 
     @property
     def away(self) -> str | None:

@@ -70,8 +70,8 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
             allowed = {
                 "none": {Access.OPEN},
                 "wrong": {Access.OPEN},
-                "user": {Access.OPEN} if is_admin else {Access.OPEN, Access.USER},
-                "admin": {Access.OPEN, Access.USER, Access.ADMIN} if is_admin else {Access.OPEN, Access.ADMIN},
+                "user": {Access.OPEN} if is_admin else {Access.OPEN, Access.USER, Access.OWN},
+                "admin": set(Access) if is_admin else {Access.OPEN, Access.OWN, Access.ADMIN},
             }
             server.app = App(server.services, is_admin, tuple(spied(operation) for operation in routes))
             for operation, (name, headers) in itertools.product((*routes, description_of(routes)), KEYS.items()):
@@ -120,7 +120,7 @@ def test_the_gate_admits_each_level_for_its_own_key(is_admin: bool) -> None:
         with contextlib.suppress(ApiError):
             gate.admit({"headers": [(b"host", b"localhost"), *headers], "server": ("127.0.0.1", 1)}, access)
             admitted.add((name, access.name))
-    keyed = {("admin", "USER"), ("admin", "ADMIN")} if is_admin else {("user", "USER"), ("admin", "ADMIN")}
+    keyed = {("admin", "OWN"), ("admin", "ADMIN")} | ({("admin", "USER")} if is_admin else {("user", "USER"), ("user", "OWN")})
     assert admitted == {(name, "OPEN") for name in KEYS} | keyed
 
 

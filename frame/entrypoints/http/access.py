@@ -57,12 +57,12 @@ class Gate:
         headers = scope["headers"]
         if self._keys is None:
             self._check_origin(scope)
-            if access is Access.ADMIN or (self._is_admin and access is not Access.OPEN):
+            if access in (Access.OWN, Access.ADMIN) or (self._is_admin and access is not Access.OPEN):
                 self._admin.check(headers)
             return ""
         if access is Access.OPEN:
             return ""
-        if access is Access.USER:
+        if access is Access.USER or (access is Access.OWN and not self._admin.opens(headers)):
             tenant = self._keys.tenant(headers)
             if tenant is None:
                 raise _no_key()

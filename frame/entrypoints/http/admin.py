@@ -1,7 +1,8 @@
 """Routes for operators: cache, pause, abort, self-check, profile, what was resolved. `AdminGuard` says who may use them where.
 
 They are served on a listener of their own (`server.admin_port`, `server.admin_socket`), or beside the API to whoever brings
-`server.admin_key`, or, when nobody needs a key for anything, to everybody who reaches the API. A user's key never opens them.
+`server.admin_key`, or, when nobody needs a key for anything, to everybody who reaches the API. A user's key never opens them, but for
+`/abort_request`, which ends a user's own requests.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.limits import EngineDeadError
 
+LONGEST_NAMES = 200  # characters of names that an error quotes
+
 
 class AbortRequest(msgspec.Struct, kw_only=True):
+    """`rid` is the id of a response, or the `rid` that the request was sent with."""
+
     rid: str | list[str] = ""
     abort_all: bool = False
 
@@ -56,16 +61,15 @@ async def resume(call: Call, services: Services) -> None:
 
 
 async def abort_request(call: Call, services: Services) -> None:
-    """End requests by name, or all."""
+    """End requests by the id of their response or their rid, or all: an operator any, a user its own."""
     request = await call.json(_abort_decoder)
-    rids = [request.rid] if isinstance(request.rid, str) else request.rid
-    if request.abort_all:
-        services.client.abort([])
-    elif any(rids):
-        services.client.abort([rid for rid in rids if rid])
-    else:
+    names = [name for name in ([request.rid] if isinstance(request.rid, str) else request.rid) if name]
+    if not names and not request.abort_all:
         raise ApiError(400, "name a rid, or set abort_all", "rid")
-    await call.respond(b"{}")
+    count = services.client.abort([] if request.abort_all else names, call.tenant or None)
+    if not count and not request.abort_all:
+        raise ApiError(404, f"no request named {', '.join(names)[:LONGEST_NAMES]} is running; it may be over", "rid", "request_not_found")
+    await call.respond_json({"success": True, "aborted": count})
 
 
 async def start_profile(call: Call, services: Services) -> None:
@@ -105,7 +109,7 @@ ROUTES: Routes = (
     Operation("/check_integrity", ("POST",), Access.ADMIN, check_integrity),
     Operation("/pause_generation", ("POST",), Access.ADMIN, pause),
     Operation("/continue_generation", ("POST",), Access.ADMIN, resume),
-    Operation("/abort_request", ("POST",), Access.ADMIN, abort_request, AbortRequest, body="small"),
+    Operation("/abort_request", ("POST",), Access.OWN, abort_request, AbortRequest, body="small"),
     Operation("/start_profile", ("POST",), Access.ADMIN, start_profile, ProfileRequest, body="small"),
     Operation("/stop_profile", ("POST",), Access.ADMIN, stop_profile),
 )

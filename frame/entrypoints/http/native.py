@@ -173,7 +173,7 @@ class _Shape:
             reason = {"type": finish.reason}
             reason |= {"length": num_tokens} if finish.reason == "length" else {"matched": finish.matched}
         return {
-            "id": sequence.rid,
+            "id": sequence.name,
             "finish_reason": reason,
             "prompt_tokens": len(sequence.prompt),
             "completion_tokens": num_tokens,

@@ -228,7 +228,7 @@ async def cancel(call: Call, services: Services) -> None:
     body = msgspec.json.decode(_stored(call, services).body)
     if body["status"] != "in_progress":
         raise ApiError(400, f"the response {name} is {body['status']}; only one that is in progress can be cancelled", "response_id")
-    services.client.abort([name])
+    services.client.abort([name], call.tenant)
     await call.respond_json({**body, "status": "cancelled"})
 
 

@@ -234,7 +234,9 @@ class Services:
             async for own in paced(_unique(params)):
                 self.client.check_params(own)
             space = self._namespace(call, salt)
-            answer = self.client.submit(ids, params, priority=priority, namespace=space, rid=rid, deadline=deadline, segments=segments)
+            answer = self.client.submit(
+                ids, params, priority=priority, namespace=space, rid=rid, owner=call.tenant, deadline=deadline, segments=segments
+            )
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise as_sent(as_api_error(error), terms) from None
@@ -370,11 +372,13 @@ Handler = Callable[["Call", Services], Awaitable[None]]
 
 class Access(IntEnum):
     """Who may use a route. `OPEN`: everybody, without a key. `USER`: who brings an API key, where there are keys. `ADMIN`: operators, on
-    their own listener or with the admin key. A higher level includes no lower one: the admin key is no user's key."""
+    their own listener or with the admin key. `OWN`: both, a user for its own requests alone; the handler sees to that, by `Call.tenant`,
+    which is "" for operators. A higher level includes no lower one: the admin key is no user's key."""
 
     OPEN = 0
     USER = 1
-    ADMIN = 2
+    OWN = 2
+    ADMIN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +406,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.access, Access):
-            raise TypeError(f"the route {self.path} declares no access level; give Access.OPEN, USER or ADMIN after its methods")
+            raise TypeError(f"the route {self.path} declares no access level; give Access.OPEN, USER, OWN or ADMIN after its methods")
 
 
 Routes = tuple[Operation, ...]

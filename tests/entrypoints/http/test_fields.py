@@ -99,6 +99,7 @@ async def test_values_that_ask_for_nothing_are_taken(path: str) -> None:
     async with serving() as server:
         unknown = {name: None for name in REFUSED if name not in names_of(path)}
         neutral = {name: values[0] for name, values in NEUTRAL.items() if name in unknown}
+        more: dict[str, Any]
         for more in (unknown, dict.fromkeys(unknown, False), dict.fromkeys(unknown, ""), {name: [] for name in unknown}, neutral):
             answer = await server.post(path, {**BODIES[path], **more})
             assert answer.status == 200, answer.body

@@ -126,7 +126,7 @@ def test_abort_request(fake_server: RunningServer) -> None:
         pass
     assert fake_server.post("/generate", body).json()["error"]["param"] == "rid"
     for other in ("somebody", "to-be"):  # neither unknown names nor beginnings of names end it
-        assert fake_server.post("/abort_request", {"rid": other}).status_code == 200
+        assert fake_server.post("/abort_request", {"rid": other}).status_code == 404
     assert fake_server.get("/server_info")["outstanding"] == 1
     assert fake_server.post("/abort_request", {"rid": "to-be-aborted"}).status_code == 200
     thread.join(10)
