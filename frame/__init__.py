@@ -1,4 +1,4 @@
-"""frame: an inference server for large language models in which every part is a plugin.
+"""frame: an inference server for large language models whose backends, methods, policies, parsers and models are plugins.
 
 Names are imported when they are first used, so that `import frame` costs nothing and loads no torch.
 """

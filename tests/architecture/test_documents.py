@@ -14,8 +14,11 @@ import click
 import pytest
 
 import frame
+from frame.core.interfaces.quantization import QuantizationNeeds
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.config_sources import load_config
+from frame.plugins.kinds import KINDS
+from frame.plugins.loader import load_registry
 from scripts import generate_docs
 from tests.architecture.source import ROOT, classes, functions, package
 
@@ -158,6 +161,22 @@ def test_documents_name_no_machine() -> None:
 def test_make_prints_its_targets() -> None:
     done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     assert {"serve", "test", "check", "docs", "bench"} <= {line.split()[0] for line in done.stdout.splitlines()}
+
+
+def test_the_readme_names_the_kinds_of_plugins_that_there_are() -> None:
+    first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
+    assert len(KINDS) == 11
+    assert "eleven kinds of plugins" in first
+    words = {kind.plural.replace("_", " ").replace("moe", "MoE") for kind in KINDS.values()}
+    assert {word for word in words if word not in first} == set()
+
+
+def test_the_weights_of_the_deepseek_example_have_a_method() -> None:
+    text = (ROOT / "examples/deepseek.yaml").read_text()
+    assert "the method `fp8` reads them" in text
+    fp8 = load_registry(installed=False).get("quantization_method", "fp8")
+    for capability in ((9, 0), (10, 0)):
+        assert fp8.capabilities.unsupported(QuantizationNeeds("cuda", capability, "fp8", "bfloat16")) == []
 
 
 def test_the_readme_fits_on_a_screen_or_two() -> None:

@@ -1,11 +1,20 @@
-"""Every setting of the schema is read: one that nothing reads promises what nobody does."""
+"""Every setting of the schema is read, and what messages name as a setting is one."""
 
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 
 from frame.core.config import FrameConfig
+from frame.core.interfaces.attention import AttentionNeeds
+from frame.core.interfaces.model import ModelNeeds
+from frame.core.interfaces.moe import MoENeeds
+from frame.core.interfaces.quantization import QuantizationNeeds
+from frame.core.resolve_plugins import KEYS, PROCESSORS_KEY
+from frame.entrypoints.yaml_file import parse_yaml
+from frame.plugins.loader import load_registry
 from tests.architecture.source import Module, module, package
 
 SECTIONS = {name: str(getattr(field.annotation, "__name__", "")) for name, field in FrameConfig.model_fields.items()}
@@ -17,6 +26,14 @@ SCHEMA = "frame.core.config"
 EXCEPTIONS: dict[str, str] = {
     "execution.cuda_graph_max_bs": "frame/core/resolve_graphs.py reads it by its name, beside the other size of graphs",
 }
+# What looks like a setting in a string and is none -> what it is.
+OTHER_NAMES: dict[str, str] = {
+    "model.safetensors": "a file of a checkpoint",
+    "model.embed_tokens": "a tensor of a checkpoint",
+    "model.norm": "a tensor of a checkpoint",
+    "text.format": "a field of /v1/responses",
+}
+NAME = re.compile(rf"(?<![\w./*`'-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(/.])")
 
 
 def settings() -> set[str]:
@@ -80,3 +97,69 @@ def build(resolved, text: TextSection):
     config.preemption
 """
     assert set(settings_read([module(source)])) == {"scheduler.policy", "text.chat_template", "cache.prefix"}
+
+
+def settings_named(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+    """(what a string names as a setting, where)."""
+    for found in modules:
+        for node in ast.walk(found.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield from ((name, found.at(node)) for name in NAME.findall(node.value))
+
+
+def remedies(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+    """(the beginning of a `change` that a refusal proposes, where): what is written before the first value."""
+    for found in modules:
+        for node in ast.walk(found.tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                changes = [keyword.value for keyword in node.keywords if keyword.arg == "change"]
+                changes += node.args[1:2] if name == "Reason" else []
+                yield from ((_beginning(change), found.at(change)) for change in changes if not isinstance(change, ast.Name))
+
+
+def _beginning(node: ast.expr) -> str:
+    if isinstance(node, ast.IfExp):
+        return _beginning(node.body)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return str(parts[0].value) if isinstance(parts[0], ast.Constant) else ast.unparse(parts[0])
+
+
+def test_what_messages_name_as_a_setting_is_one() -> None:
+    known = settings() | set(OTHER_NAMES)
+    assert [(name, where) for name, where in settings_named(package()) if name not in known] == []
+
+
+def test_every_remedy_begins_with_a_setting() -> None:
+    keys = {f"{key}:" for key in settings()} | {"{key}", "key", "model."}  # the settings of `KEYS`, and of a task's own
+    wrong = [(text, where) for text, where in remedies(package()) if text.split(" ")[0] not in keys]
+    assert wrong == []
+    assert {*KEYS.values(), PROCESSORS_KEY} <= settings()
+
+
+def test_remedies_of_our_plugins_can_be_configured() -> None:
+    registry, found = load_registry(installed=False), set()
+    cards = (("cpu", None), ("cuda", (7, 5)), ("cuda", (9, 0)), ("cuda", (10, 0)))
+    types, tps = ("float32", "bfloat16", "float16"), (1, 4)
+    asked = {
+        "model": [ModelNeeds("LlamaForCausalLM", tp, task) for tp in tps for task in ("generate", "embed", "classify")],
+        "quantization_method": [
+            QuantizationNeeds(*card, stored, kind) for card in cards for stored in (None, "fp8", "awq") for kind in types
+        ],
+        "moe_runner": [MoENeeds(*card, kind) for card in cards for kind in types],
+        "moe_dispatcher": [MoENeeds(*card, kind) for card in cards for kind in types],
+        "attention_backend": [
+            AttentionNeeds(*card, kind, 128, 128, (512, 64) if kind == "mla" else None, dtype, kv_dtype, page)
+            for card, kind, dtype, kv_dtype, page in itertools.product(
+                cards, ("mha", "mla"), types, (*types, "fp8_e4m3"), (None, 1, 16, 64)
+            )
+        ],
+    }
+    for kind, needs in asked.items():
+        for record, need in itertools.product(registry.records(kind), needs):
+            found |= {reason.change for reason in record.capabilities.unsupported(need) if reason.change}
+    assert len(found) > 5
+    for change in found:
+        key, value = change.split(": ", 1)
+        section, name = key.split(".")
+        FrameConfig.model_validate({section: {name: parse_yaml(value, change).value}})

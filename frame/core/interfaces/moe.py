@@ -46,7 +46,6 @@ class MoENeeds:
     dtype: str
     format: ActivationFormat | None = None  # what the dispatcher yields (asked of a runner)
     tp: int = 1
-    ep: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ class MoECapabilities:
     formats: tuple[ActivationFormat, ...] = ("standard",)
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
-    expert_parallel: bool = False
     graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
 
     def unsupported(self, needs: MoENeeds) -> list[Reason]:
@@ -68,8 +66,6 @@ class MoECapabilities:
             reasons.append(Reason(f"does not compute in {needs.dtype}", f"model.dtype: {self.dtypes[0]}"))
         if needs.format is not None and needs.format not in self.formats:
             reasons.append(Reason(f"takes {' or '.join(self.formats)} activations, the dispatcher yields {needs.format}"))
-        if needs.ep > 1 and not self.expert_parallel:
-            reasons.append(Reason("has no expert parallelism", "parallel.ep: 1"))
         low = self.min_compute_capability
         if low and needs.compute_capability and needs.compute_capability < low:
             reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
