@@ -6,8 +6,9 @@ Values go straight into the schema, never through a command line; unknown keys a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,6 +33,7 @@ class LoadedConfig:
 
     config: FrameConfig
     sources: Mapping[str, str] = field(default_factory=dict)
+    reread: Callable[[], LoadedConfig] | None = None  # the same sources as they are now; raises ConfigError
 
     def source(self, key: str) -> str:
         """Where the value of `key` came from; "default" when nobody set it."""
@@ -55,7 +57,7 @@ def load_config(
     layers.add_all(_from_environment(environ))
     layers.add_all(_from_flags(flags or {}))
     layers.add_all(_from_sets(sets))
-    return layers.build()
+    return replace(layers.build(), reread=partial(load_config, file, flags, sets, environ))
 
 
 def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) -> LoadedConfig:

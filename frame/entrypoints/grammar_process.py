@@ -25,7 +25,7 @@ import msgspec
 from frame.core.grammars import TooLongError
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.resolved import Resolved
-from frame.entrypoints.processes import die_with
+from frame.entrypoints.processes import PARENTS_SIGNALS, die_with
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar
@@ -163,7 +163,8 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     from frame.plugins.loader import load_registry
 
     die_with(int(sys.argv[1]))  # a compilation reads no input, whose end would say that the engine is gone
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    for number in PARENTS_SIGNALS:  # they may reach the whole group
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print belongs to the log

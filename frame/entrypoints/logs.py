@@ -141,11 +141,17 @@ def configure(process: str, settings: LogSection, writer: LogWriter | None = Non
     logging.captureWarnings(True)
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     handler.addFilter(_add_request_id)
-    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    set_levels(settings)
     PROGRESS.setLevel(logging.INFO)
-    ACCESS.setLevel(logging.INFO if settings.access else logging.WARNING)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its start and stop are ours to tell
     logging.getLogger("uvicorn.error").addFilter(Sparse())  # anybody can send what is no HTTP, as often as he likes
+
+
+def set_levels(settings: LogSection) -> None:
+    """What is logged from now on; its form stays."""
+    logging.getLogger().setLevel(settings.level.upper())
+    ACCESS.setLevel(logging.INFO if settings.access else logging.WARNING)
 
 
 def report(line: str) -> None:

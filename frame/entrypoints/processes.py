@@ -1,6 +1,7 @@
 """`Deployment`: the child processes of one server or engine: start, liveness, restart, exit codes, stop. No child outlives its parent.
 
-A child gets the resolved configuration on standard input, which then stays open: its end tells the child that the parent is gone.
+A child gets the resolved configuration on standard input, as one line of JSON; further lines are new settings of the log. The input
+stays open: its end tells the child that the parent is gone.
 Knows no request, and not when to restart (that is `frame.entrypoints.supervisor`).
 """
 
@@ -18,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
+from frame.core.config import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, Watch
 from frame.core.resolved import Resolved
@@ -101,7 +105,7 @@ class Deployment:
             self._sockets = SocketDirectory()
         except OSError as error:
             raise ConfigurationError(f"no folder for the processes' sockets can be made ({error}); make room, or set TMPDIR") from error
-        self._config = resolved.model_dump_json().encode() + b"\n"
+        self._resolved = resolved
         self.children: dict[str, Child] = {}
         writer = configured_writer()
         self._log = None if writer is None or writer.isatty() else writer  # on a terminal, children draw their own progress
@@ -172,14 +176,21 @@ class Deployment:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self._log is not None and child.process.stderr is not None:
             self._relays[child.name] = self._log.relay(child.process.stderr)
-        self._tell(child, self._config)
+        self._tell(child, self._resolved)
 
     @staticmethod
-    def _tell(child: Child, line: bytes) -> None:
+    def _tell(child: Child, what: BaseModel) -> None:
         if child.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died at once; `dead` will say so
-                child.process.stdin.write(line)
+            with contextlib.suppress(OSError, ValueError):  # it died; `dead` will say so
+                child.process.stdin.write(what.model_dump_json().encode() + b"\n")
                 child.process.stdin.flush()
+
+    def tell_log(self, settings: LogSection) -> None:
+        """Let the children, and those that come after them, log by these settings."""
+        user = self._resolved.user
+        self._resolved = self._resolved.model_copy(update={"user": user.model_copy(update={"log": settings})})
+        for child in self.children.values():
+            self._tell(child, settings)
 
     def _renew(self, name: str) -> None:
         if name.startswith("tokenizer-"):

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
+from frame.core.config import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
 from frame.core.resolved import Resolved
@@ -260,8 +261,12 @@ def _first_line() -> bytes:
 
 
 def _watch_parent() -> None:
-    while os.read(0, 4096):
-        pass
+    """Take in new settings of the log, until the parent is gone."""
+    held = b""
+    while part := os.read(0, 4096):
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            logs.set_levels(LogSection.model_validate_json(line))
     os._exit(EXIT_ORPHANED)
 
 

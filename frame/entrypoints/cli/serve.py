@@ -28,7 +28,7 @@ def run(loaded: LoadedConfig, module: str = "frame.entrypoints.worker") -> int:
     stop_while_starting()
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
-        return serve(prepared, configured_layout(prepared.resolved, module))
+        return serve(prepared, configured_layout(prepared.resolved, module), loaded.reread)
     except RuntimeError as error:  # a child that ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
         return 1

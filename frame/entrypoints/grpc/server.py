@@ -39,21 +39,39 @@ class GrpcServer:
     def __init__(self, services: Services, host: str, port: int) -> None:
         server = services.resolved.user.server
         self._services = services
-        self._keys = load_keys(server)
+        self.keys = load_keys(server)
         options = [
             ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
             ("grpc.max_receive_message_length", server.max_body_bytes),
             ("grpc.max_metadata_size", 16 * 1024),
             ("grpc.max_concurrent_streams", server.max_connections),  # of one connection; whoever calls, and whatever
         ]
-        self._server = grpc.aio.server(interceptors=[Door(self._keys, server.max_connections)], options=options)
+        self._server = grpc.aio.server(interceptors=[Door(self.keys, server.max_connections)], options=options)
         self._health = Health(("", SERVICE))
         self._watching: asyncio.Task[None] | None = None
         schema = Schema()
         self._server.add_generic_rpc_handlers((_handlers(services, schema, Entrance(services, self._tenant_of)),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
-        self.address = _bind(self._server, host, port, load_certificate(server))
+        self._certificate = load_certificate(server)
+        self.address = _bind(self._server, host, port, None if self._certificate is None else self._credentials(self._certificate))
+
+    def renew_certificate(self, certificate: Certificate) -> None:
+        """Serve new connections under this one."""
+        self._certificate = certificate
+
+    def _credentials(self, first: Certificate) -> Any:
+        """Under `_certificate`, which gRPC asks for at each handshake, in a thread of its own."""
+        used = first
+
+        def fetch() -> Any:
+            nonlocal used
+            if self._certificate is used or self._certificate is None:
+                return None  # as before
+            used = self._certificate
+            return grpc.ssl_server_certificate_configuration([used.pems()])
+
+        return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([first.pems()]), fetch)
 
     async def start(self) -> None:
         self._look()
@@ -76,7 +94,7 @@ class GrpcServer:
 
     def _tenant_of(self, context: Any) -> str:
         """Of a call that `Door` has let in."""
-        return "" if self._keys is None else self._keys.tenant(headers_of(context.invocation_metadata())) or ""
+        return "" if self.keys is None else self.keys.tenant(headers_of(context.invocation_metadata())) or ""
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -87,7 +105,6 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, keys: KeyRing | None, most: int) -> None:
         self._keys = keys
         self._most = most
-        self._most_of_key = most if keys is None or len(keys) < 2 else max(1, most // 2)
         self._running: Counter[str] = Counter()  # calls by tenant; as many entries as keys
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -104,7 +121,8 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """The method, with a place for each call. grpcio tells by the kind of function how replies come: as it returns or yields."""
 
         async def take(context: Any) -> None:
-            if self._running.total() >= self._most or self._running[tenant] >= self._most_of_key:
+            most_of_key = self._most if self._keys is None or len(self._keys) < 2 else max(1, self._most // 2)
+            if self._running.total() >= self._most or self._running[tenant] >= most_of_key:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "as many calls run as server.max_connections allows; try later")
             self._running[tenant] += 1
 
@@ -158,12 +176,12 @@ def _handlers(services: Services, schema: Schema, entrance: Entrance) -> Any:
     return grpc.method_handlers_generic_handler(SERVICE, made)
 
 
-def _bind(server: Any, host: str, port: int, certificate: Certificate | None) -> str:
+def _bind(server: Any, host: str, port: int, credentials: Any) -> str:
     try:
-        if certificate is None:
+        if credentials is None:
             bound = server.add_insecure_port(address(host, port))
         else:
-            bound = server.add_secure_port(address(host, port), grpc.ssl_server_credentials([certificate.pems()]))
+            bound = server.add_secure_port(address(host, port), credentials)
     except RuntimeError:
         bound = 0
     if not bound:

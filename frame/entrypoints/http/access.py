@@ -47,7 +47,7 @@ class Gate:
     """The access check of one listener. `is_admin`: the listener is the operators' own, where users' keys mean nothing."""
 
     def __init__(self, server: ServerSection, is_admin: bool) -> None:
-        self._keys = None if is_admin else load_keys(server)
+        self.keys = None if is_admin else load_keys(server)
         self._admin = AdminGuard(server, is_admin)
         self._is_admin = is_admin
         self._is_open_to_all = server.insecure
@@ -55,7 +55,7 @@ class Gate:
     def admit(self, scope: Scope, access: Access) -> str:
         """The request's tenant, "" where no key is asked for. Raises ApiError unless its key reaches this level."""
         headers = scope["headers"]
-        if self._keys is None:
+        if self.keys is None:
             self._check_origin(scope)
             if access in (Access.OWN, Access.ADMIN) or (self._is_admin and access is not Access.OPEN):
                 self._admin.check(headers)
@@ -63,11 +63,11 @@ class Gate:
         if access is Access.OPEN:
             return ""
         if access is Access.USER or (access is Access.OWN and not self._admin.opens(headers)):
-            tenant = self._keys.tenant(headers)
+            tenant = self.keys.tenant(headers)
             if tenant is None:
                 raise _no_key()
             return tenant
-        if not self._admin.opens(headers) and self._keys.tenant(headers) is None:
+        if not self._admin.opens(headers) and self.keys.tenant(headers) is None:
             raise _no_key()  # strangers do not learn which paths exist
         self._admin.check(headers)
         self._check_origin(scope)

@@ -51,6 +51,10 @@ class AdminListener:
             name, scheme = listener.getsockname(), "http" if certificate is None else "https"
             report(f"admin routes on {name if isinstance(name, str) else f'{scheme}://{address(*name[:2])}'}")
 
+    @property
+    def running(self) -> list[HttpServer]:
+        return [http for http, _ in self._running]
+
     async def stop(self) -> None:
         for http, _ in self._running:
             http.should_exit = http.force_exit = True

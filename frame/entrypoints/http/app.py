@@ -117,6 +117,7 @@ class App:
         server = services.resolved.user.server
         self._services = services
         self._gate = Gate(server, is_admin)
+        self.keys = self._gate.keys
         if routes is None:
             routes = ADMIN_ROUTES if is_admin else ROUTES
         bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout, value_limit(services.resolved.max_context))

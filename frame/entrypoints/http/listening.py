@@ -43,6 +43,11 @@ class HttpServer(uvicorn.Server):
         self._context = None if certificate is None else certificate.context()
         self.listening = asyncio.Event()
 
+    def renew_certificate(self, certificate: Certificate) -> None:
+        """Show this one to new connections, where this server speaks TLS."""
+        if self._context is not None:
+            self._context.load_cert_chain(certificate.chain, certificate.key)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

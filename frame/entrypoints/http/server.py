@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ from frame.entrypoints.http.connections import ConnectionLimits, raise_file_limi
 from frame.entrypoints.http.listening import HttpServer, address, bound_port
 from frame.entrypoints.http.metrics import ServerMetrics
 from frame.entrypoints.http.page import describe
+from frame.entrypoints.http.reloading import Reload
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.starting import StartingServer
 from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
@@ -44,8 +47,7 @@ from frame.entrypoints.tracing import open_tracing
 from frame.entrypoints.usage import watch_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from frame.entrypoints.config_sources import LoadedConfig
     from frame.entrypoints.grpc.server import GrpcServer
     from frame.plugins.registry import Registry
 
@@ -59,8 +61,9 @@ STUCK = 10.0  # and without one until the stacks of its threads are written
 FOLD = 5.0  # seconds between two counts of the latency lists
 
 
-def serve(prepared: Prepared, layout: Layout | None = None) -> int:
-    """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes."""
+def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[], LoadedConfig] | None = None) -> int:
+    """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes; `reread` reads the
+    configuration again."""
     resolved = prepared.resolved
     started = time.perf_counter()
     certificate = load_certificate(resolved.user.server)
@@ -82,7 +85,9 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
         services = _services(prepared, deployment, tokenizer, info)
         services.watch = watch_over(deployment.pids, resolved.user.server)
         supervisor = _supervisor(services, deployment, start_seconds)
-        server = Server(services, deployment, supervisor, (listener, admin), started)
+        user = resolved.user
+        reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, deployment.tell_log)
+        server = Server(services, deployment, supervisor, (listener, admin), started, reload)
         return _run(server.run())
     finally:
         deployment.kill()
@@ -91,13 +96,20 @@ def serve(prepared: Prepared, layout: Layout | None = None) -> int:
 
 
 def stop_while_starting() -> None:
-    """From now on, and until the server is up, SIGTERM and SIGINT end the process in order, with exit code 0."""
+    """From now on, and until the server is up, SIGTERM and SIGINT end the process in order, with exit code 0; SIGHUP does where it means
+    that the terminal is gone."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _give_up)
+    signal.signal(signal.SIGHUP, _give_up if is_on_terminal() else signal.SIG_IGN)
+
+
+def is_on_terminal() -> bool:
+    """Whether the process was started by hand, so that SIGHUP means the end of its terminal."""
+    return os.isatty(0)
 
 
 def _give_up(number: int, frame: object) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     report(f"stopped by {signal.Signals(number).name} while starting")
     raise SystemExit(EXIT_OK)  # by way of every `finally`: children and sockets go
@@ -186,6 +198,7 @@ class Server:
         supervisor: Supervisor,
         listeners: tuple[socket.socket, AdminListener],
         started: float,
+        reload: Reload,
     ) -> None:
         self._services = services
         self._deployment = deployment
@@ -197,23 +210,33 @@ class Server:
         server = services.resolved.user.server
         self._certificate = load_certificate(server)
         limits = ConnectionLimits(server.max_connections, server.client_timeout)
-        self._http = HttpServer(App(services), limits, self._certificate)
+        app = App(services)
+        self._http = HttpServer(app, limits, self._certificate)
+        self._reload = reload
+        if app.keys is not None:
+            reload.rings.append(app.keys)
 
     async def run(self) -> int:
         """-> exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_signal if is_on_terminal() else self._on_hang_up)
         transport = self._deployment.transport
         loop.add_reader(transport.fd, self._services.client.drain)
         self._services.client.drain()  # the descriptor tells of changes only
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()
+        self._reload.on_certificate.append(self._http.renew_certificate)
         self._admin.start(App(self._services, is_admin=True))
+        self._reload.on_certificate += [http.renew_certificate for http in self._admin.running]
         grpc = open_grpc(self._services)
         if grpc is not None:
             await grpc.start()
+            self._reload.on_certificate.append(grpc.renew_certificate)
+            if grpc.keys is not None:
+                self._reload.rings.append(grpc.keys)
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -247,6 +270,9 @@ class Server:
         if self._stop.is_set():
             self._now.set()
         self._stop.set()
+
+    def _on_hang_up(self) -> None:
+        self._services.run(self._reload.run())
 
     async def _watch(self) -> None:
         """Until the server cannot go on; then every answer has been told so."""
