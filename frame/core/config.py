@@ -283,7 +283,7 @@ class ServerSection(Section):
     admin_key: str | None = setting(None, "Key that operators' routes ask for.", flag="admin-key")
     otlp_endpoint: str | None = setting(None, "OTLP/HTTP collector that gets traces, such as http://localhost:4318.", flag="otlp-endpoint")
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
-        (), "Whose names /metrics shows the metrics under besides its own: `vllm`, `sglang`.", flag="metrics-aliases"
+        ("vllm", "sglang"), "Whose names /metrics shows the metrics under besides its own.", flag="metrics-aliases"
     )
     response_store_size: int = setting(
         1000, "Most responses and conversations that are stored in memory; 0 stores none.", flag="response-store-size", ge=0

@@ -20,8 +20,11 @@ class ClientStats:
     queue: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
+    inference: list[float] = field(default_factory=list)
+    per_output_token: list[float] = field(default_factory=list)
     prompt_sizes: list[float] = field(default_factory=list)
     output_sizes: list[float] = field(default_factory=list)
+    output_limits: list[float] = field(default_factory=list)  # max_tokens, where it was given
     finished: dict[str, int] = field(default_factory=dict)  # by reason
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     readmitted: int = 0
@@ -35,8 +38,13 @@ class ClientStats:
         self.end_to_end.append(now - sequence.answer.created)
         self.prompt_sizes.append(len(sequence.prompt))
         self.output_sizes.append(sequence.num_tokens)
-        if sequence.times.first:
-            self.decode.append(now - sequence.times.first)
+        if sequence.params.max_tokens is not None:
+            self.output_limits.append(sequence.params.max_tokens)
+        if first := sequence.times.first:
+            self.decode.append(now - first)
+            self.inference.append(max(0.0, now - sequence.answer.submitted - sequence.times.waited))
+            if sequence.num_tokens > 1:
+                self.per_output_token.append((now - first) / (sequence.num_tokens - 1))
         self.count_ends(finish.reason, 1)
 
     def waited(self, sequence: Stream, seconds: float, now: float) -> None:

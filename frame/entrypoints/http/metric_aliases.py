@@ -16,7 +16,8 @@ VLLM: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "requests_waiting": ("num_requests_waiting",),
         "kv_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
         "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
-        "cached_tokens": ("prefix_cache_hits",),
+        "cached_tokens": ("prefix_cache_hits", "prompt_tokens_cached"),
+        "kv_cache_info": ("cache_config_info",),
         "generation_tokens": ("generation_tokens",),
         "requests_finished": ("request_success",),
         "retractions": ("num_preemptions",),
@@ -26,14 +27,20 @@ VLLM: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "request_queue_time_seconds": ("request_queue_time_seconds",),
         "request_prefill_time_seconds": ("request_prefill_time_seconds",),
         "request_decode_time_seconds": ("request_decode_time_seconds",),
+        "request_inference_time_seconds": ("request_inference_time_seconds",),
+        "request_time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
         "request_prompt_tokens": ("request_prompt_tokens",),
-        "request_generation_tokens": ("request_generation_tokens",),
+        "request_generation_tokens": ("request_generation_tokens", "request_max_num_generation_tokens"),
+        "request_max_tokens": ("request_params_max_tokens",),
     }
 )
 SGLANG: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "requests_running": ("num_running_reqs",),
         "requests_waiting": ("num_queue_reqs",),
+        "requests_finished": ("num_requests",),
+        "kv_tokens_used": ("num_used_tokens",),
+        "kv_tokens": ("max_total_num_tokens",),
         "kv_usage_ratio": ("token_usage",),
         "prefix_cache_hit_ratio": ("cache_hit_rate",),
         "generation_tokens_per_second": ("gen_throughput",),
@@ -43,13 +50,15 @@ SGLANG: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "retractions": ("num_retracted_requests",),
         "requests_aborted": ("num_aborted_requests",),
         "time_to_first_token_seconds": ("time_to_first_token_seconds",),
-        "inter_token_latency_seconds": ("inter_token_latency_seconds",),
+        "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
         "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
         "request_queue_time_seconds": ("queue_time_seconds",),
     }
 )
 FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({"vllm": VLLM, "sglang": SGLANG})
-LABELS: Mapping[str, Mapping[str, str]] = MappingProxyType({"vllm": {"reason": "finished_reason"}, "sglang": {}})
+LABELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"vllm": {"reason": "finished_reason", "page_size": "block_size", "pages": "num_gpu_blocks"}, "sglang": {}}
+)
 EXTRA: Mapping[str, Mapping[str, str]] = MappingProxyType({"vllm": {"engine": "0"}, "sglang": {}})
 
 

@@ -38,8 +38,11 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType(
         "queue": ("request_queue_time_seconds", "From the engine's receiving a request to its place on the device.", FIRST_TOKEN),
         "prefill": ("request_prefill_time_seconds", "From a request's place on the device to its first token.", FIRST_TOKEN),
         "decode": ("request_decode_time_seconds", "From a request's first token to its end.", END_TO_END),
+        "inference": ("request_inference_time_seconds", "From a request's place on the device to its end.", END_TO_END),
+        "per_output_token": ("request_time_per_output_token_seconds", "A request's mean time between two tokens.", INTER_TOKEN),
         "prompt_sizes": ("request_prompt_tokens", "Prompt tokens of requests that ended.", TOKENS),
         "output_sizes": ("request_generation_tokens", "Generated tokens of requests that ended.", TOKENS),
+        "output_limits": ("request_max_tokens", "Tokens that requests that ended were allowed (max_tokens).", TOKENS),
     }
 )
 # name, field of `Heartbeat`, meaning
@@ -166,6 +169,13 @@ class ServerMetrics(Collector):
             return
         for name, source, text in GAUGES:
             yield _gauge(name, text, getattr(load, source), labels)
+        page_size = self._services.resolved.page_size
+        yield _gauge("kv_tokens_used", "Tokens whose pages of the KV cache running requests hold.", load.used_pages * page_size, labels)
+        yield _gauge("kv_tokens", "Tokens that the KV cache has room for.", load.total_pages * page_size, labels)
+        names = ["model_name", "page_size", "pages"]
+        info = GaugeMetricFamily("frame_kv_cache_info", "1; the KV cache's pages and their size.", labels=names)
+        info.add_metric([*labels, str(page_size), str(load.total_pages)], 1)
+        yield info
         used = load.used_pages / max(1, load.total_pages)
         yield _gauge("kv_usage_ratio", "Share of the KV cache that running requests hold.", used, labels)
         hits = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0

@@ -12,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from frame.core.messages import Heartbeat
+from frame.core.config import FrameConfig
+from frame.core.messages import Finish, Heartbeat
+from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.client_stats import ClientStats
 from frame.entrypoints.http.metric_aliases import FAMILIES, aliases_of
 from frame.entrypoints.http.metrics import ServerMetrics, exposition
@@ -24,7 +26,8 @@ def services(aliases: tuple[str, ...] = ()) -> Any:
     load = Heartbeat(process="engine", step=7, running=2, waiting=1, used_pages=5, total_pages=10, cached_tokens=10, prompt_tokens=40)
     server = SimpleNamespace(metrics_aliases=aliases)
     resolved = SimpleNamespace(
-        served_name="m", user=SimpleNamespace(server=server), facts=SimpleNamespace(architecture="A"), device="cpu", dtype="float32"
+        served_name="m", user=SimpleNamespace(server=server), facts=SimpleNamespace(architecture="A"), device="cpu", dtype="float32",
+        page_size=16,
     )
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
     watch = UsageWatch(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
@@ -63,6 +66,9 @@ def test_names_of_other_servers_hold_the_same_numbers() -> None:
     assert both["vllm:time_to_first_token_seconds_count{engine=0}"] == both["sglang:time_to_first_token_seconds_count{}"] == 2
     assert both["vllm:prefix_cache_hits_total{engine=0}"] / both["vllm:prefix_cache_queries_total{engine=0}"] == 0.25
     assert both["sglang:token_usage{}"] == both["vllm:kv_cache_usage_perc{engine=0}"] == 0.5
+    assert both["vllm:cache_config_info{block_size=16,engine=0,num_gpu_blocks=10}"] == 1
+    assert (both["sglang:num_used_tokens{}"], both["sglang:max_total_num_tokens{}"]) == (80, 160)
+    assert both["sglang:num_requests_total{reason=stop}"] == 3
     assert both["frame_http_responses_total{route=/generate,status=200}"] == 1
 
 
@@ -104,3 +110,33 @@ def test_dashboard_shows_metrics_that_exist() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     drawn = {name for query in found for name in re.findall(r"\bframe_\w+", query)}
     assert {"frame_requests_running", "frame_kv_usage_ratio", "frame_time_to_first_token_seconds_bucket"} <= drawn
+
+
+# What the dashboards and autoscalers of vLLM (examples/observability, KEDA, llm-d) and SGLang (examples/monitoring) ask for.
+ASKED = (
+    *("vllm:e2e_request_latency_seconds_bucket", "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_requests_running"),
+    *("vllm:time_per_output_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket", "vllm:num_requests_waiting"),
+    *("vllm:time_to_first_token_seconds_bucket", "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", "vllm:request_success_total"),
+    *("vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket", "vllm:request_queue_time_seconds_sum"),
+    *("vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum", "vllm:request_inference_time_seconds_sum"),
+    *("vllm:request_max_num_generation_tokens_sum", "vllm:request_params_max_tokens_sum", "vllm:cache_config_info"),
+    *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:num_preemptions_total"),
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_used_tokens", "sglang:token_usage", "sglang:gen_throughput"),
+    *("sglang:cache_hit_rate", "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:num_requests_total"),
+    *("sglang:time_to_first_token_seconds_bucket", "sglang:e2e_request_latency_seconds_bucket", "sglang:max_total_num_tokens"),
+    *("sglang:inter_token_latency_seconds_bucket", "sglang:time_per_output_token_seconds_bucket"),
+)
+
+
+def test_the_names_that_others_ask_for_are_there_by_default() -> None:
+    names = {name.partition("{")[0] for name in scraped(FrameConfig.model_validate({"model": {"path": "x"}}).server.metrics_aliases)}
+    assert [name for name in ASKED if name not in names] == []
+
+
+def test_times_of_a_request_that_ended() -> None:
+    stats = ClientStats()
+    answer = SimpleNamespace(created=1.0, submitted=1.5)
+    times = SimpleNamespace(first=3.0, waited=0.5)
+    sequence: Any = SimpleNamespace(answer=answer, times=times, prompt=[1, 2], num_tokens=5, params=SamplingParams(max_tokens=7))
+    stats.ended(sequence, Finish("stop"), 5.0)
+    assert (stats.inference, stats.per_output_token, stats.output_limits) == ([3.0], [0.5], [7])
