@@ -62,6 +62,7 @@ class ChatTemplate:
     """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. Raises CheckpointError where it is none."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        self.source = source
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals.pop("lipsum")  # text without end

@@ -56,6 +56,11 @@ class Tokenizer:
         eos_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
         return cls(_load_backend(folder, trust_remote_code), config, template, eos_ids)
 
+    def describe(self) -> dict[str, Any]:
+        """The contents of `tokenizer_config.json`, with the chat template that is in use."""
+        template = {} if self._template is None else {"chat_template": self._template.source}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **template}
+
     # encode --------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:

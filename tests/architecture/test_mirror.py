@@ -34,7 +34,8 @@ UNTESTED: dict[str, str] = {
     **{
         f"frame.entrypoints.http.{part}": PART_OF_DIALECTS
         for part in (
-            *("anthropic_schema", "batch_files", "batch_runner", "conversations", "dialects", "items"),
+            *("anthropic_schema", "batch_files", "batch_runner", "cohere", "conversations", "dialects", "items", "ollama_schema"),
+            *("sagemaker", "sglang", "tei", "vllm"),
             *("responses", "responses_answer", "responses_events", "responses_schema"),
         )
     },

@@ -104,6 +104,7 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
 
 ROUTES: Routes = (
     Operation("/flush_cache", ("POST",), Access.ADMIN, flush_cache),
+    Operation("/reset_prefix_cache", ("POST",), Access.ADMIN, flush_cache),
     Operation("/server_info", ("GET",), Access.ADMIN, server_info),
     Operation("/get_server_info", ("GET",), Access.ADMIN, server_info),
     Operation("/check_integrity", ("POST",), Access.ADMIN, check_integrity),

@@ -152,13 +152,13 @@ def _empty(block: Block) -> dict[str, Any]:
 def _content(block: Block) -> dict[str, Any]:
     content = _empty(block)
     if block.kind == "call":
-        content["input"] = _arguments(block.text)
+        content["input"] = arguments_of(block.text)
     else:
         content["text" if block.kind == "text" else "thinking"] = block.text
     return content
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def arguments_of(text: str) -> dict[str, Any]:
     """A call's arguments as the object that this dialect wants; a text that is none (the model was cut off) stands under one name."""
     try:
         found = msgspec.json.decode(text or "{}")

@@ -30,14 +30,15 @@ JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
 INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
-EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class Call:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send", "started",
-                 "status")  # fmt: skip
+    __slots__ = ("_bodies", "_held", "_unread", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
+                 "started", "status")  # fmt: skip
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI, bodies: Bodies | None = None
@@ -53,6 +54,7 @@ class Call:
         self.ignored: tuple[str, ...] = ()  # fields of the body that no one reads, which the response names
         self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
         self._held = 0  # bytes of the body that count in `_bodies`
+        self._unread: bytes | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     # request -------------------------------------------------------------------------------------------------------
@@ -97,6 +99,9 @@ class Call:
 
     async def body(self) -> bytes:
         """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more than they may."""
+        if self._unread is not None:
+            data, self._unread = self._unread, None
+            return data
         first, whole = b"", bytearray()
         async for piece in self.pieces():
             self._bodies.take(len(piece))
@@ -108,6 +113,10 @@ class Call:
                 whole += first
             whole += piece
         return bytes(whole) if whole else first
+
+    def unread(self, data: bytes) -> None:
+        """Let the body, which was read, be read once more."""
+        self._unread = data
 
     async def _piece(self, until: float) -> MutableMapping[str, Any]:
         """What comes next of a body, which must be over at `until` (the loop's time)."""
@@ -204,9 +213,10 @@ class Call:
         headers = () if error.retry_after is None else ((b"retry-after", str(error.retry_after).encode()),)
         await self.respond(self.errors.body(error), error.status, (JSON, *headers, *error.headers))
 
-    async def start_events(self) -> None:
+    async def start_events(self, media_type: bytes = EVENT_STREAM) -> None:
         self.started, self.status = True, 200
-        await self._put({"type": "http.response.start", "status": 200, "headers": [*EVENTS, *self._identity()]})
+        headers = [(b"content-type", media_type), *UNBUFFERED, *self._identity()]
+        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def event(self, body: bytes) -> None:
         """Raw bytes of one or more server-sent events."""

@@ -5,37 +5,55 @@ Knows no dialect's shape of an answer; each translates its own request into a `C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from frame.core.chat_template import TEMPLATE
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai_schema import ChatRequest
+from frame.entrypoints.http.openai_schema import ChatRequest, conversation_of
 from frame.entrypoints.http.parsing import AnswerParser, ParserPair, prompt_end
 from frame.entrypoints.http.services import Caller, Chat, Services
 from frame.entrypoints.http.thinking import count_thinking
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import ReasoningParser
+    from frame.core.sampling_params import SamplingParams
+    from frame.entrypoints.http.tools import ToolUse
 
 
 async def begin_chat(call: Caller, services: Services, request: ChatRequest, prefix: str = "") -> Answer:
     """Start a chat request of any dialect, whose name begins with `prefix` where the client gave none; the caller abandons the answer.
     Raises ApiError."""
+    return await begin_chats(call, services, request, [request.messages], prefix)
+
+
+async def begin_chats(
+    call: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
+) -> Answer:
+    """The same for several conversations, which share all but their messages; the first is the request's own."""
     services.check_model(request.model)
     params = request.params()
-    chat = chat_of(services, request)
+    use, first = request.tool_use(), chat_of(services, request)
+    chats = [first, *(Chat(conversation_of(messages), first.tools, first.arguments) for messages in conversations[1:])]
     return await services.begin(
         call,
-        [chat],
-        [params],
+        chats,
+        [params] * len(chats),
         request,
         prefix=prefix,
-        refine=lambda prompt, own: _parsers(services, request, prompt).refined(own, is_whole=request.constrains_all),
+        refine=lambda prompt, own: _parsers(services, request, prompt, use).refined(own, is_whole=request.constrains_all),
     )
+
+
+async def render_chat(services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
+    """The prompt of a chat request, and the parameters with which it would be run. Raises ApiError."""
+    params = request.params()
+    ids = await chat_prompt(services, request)
+    return ids, _parsers(services, request, ids, request.tool_use()).refined(params, is_whole=request.constrains_all)
 
 
 async def chat_prompt(services: Services, request: ChatRequest) -> list[int]:
@@ -56,17 +74,20 @@ async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
     roles = [message.get("role") for message in messages]
     lead = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     starts = [lead, *(i for i in range(lead + 1, len(roles)) if roles[i] == "user")]
-    candidates = [msgspec.structs.replace(request, messages=messages[:lead] + messages[start:]) for start in starts]
+
+    def without(count: int) -> ChatRequest:
+        return msgspec.structs.replace(request, messages=messages[:lead] + messages[starts[count] :])
+
     limits = services.client.limits
     room = min(limits.max_context, limits.capacity + 1) - (request.max_completion_tokens or request.max_tokens or 1)
-    low, high = 0, len(candidates) - 1
-    while low < high:  # how much is left out only grows
+    low, high = 0, len(starts) - 1
+    while low < high:
         middle = (low + high) // 2
-        if await _prompt_fits(services, candidates[middle], room):
+        if await _prompt_fits(services, without(middle), room):
             high = middle
         else:
             low = middle + 1
-    return candidates[low]
+    return without(low)
 
 
 async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
@@ -93,9 +114,9 @@ def chat_of(services: Services, request: ChatRequest) -> Chat:
 
 def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:
     """A parser for each sequence; none where nothing is to be parsed."""
-    found: dict[int, AnswerParser] = {}
+    use, found = request.tool_use(), {}
     for sequence in answer.sequences:
-        pair = _parsers(services, request, sequence.prompt)
+        pair = _parsers(services, request, sequence.prompt, use)
         if pair.reasoning is not None or pair.tools is not None:
             one_at_most = pair.use is not None and not pair.use.rule.is_parallel
             found[sequence.index] = AnswerParser(pair.reasoning, pair.tools, 1 if one_at_most else None)
@@ -108,7 +129,7 @@ def thinking_tokens(services: Services, request: ChatRequest, sequence: Stream, 
         return 0
 
     def make() -> ReasoningParser:
-        reasoning = _parsers(services, request, sequence.prompt).reasoning
+        reasoning = _parsers(services, request, sequence.prompt, request.tool_use()).reasoning
         assert reasoning is not None  # which has found the thoughts
         return reasoning
 
@@ -116,9 +137,8 @@ def thinking_tokens(services: Services, request: ChatRequest, sequence: Stream, 
     return count_thinking(sequence.standing.output, decode, make)
 
 
-def _parsers(services: Services, request: ChatRequest, prompt: list[int]) -> ParserPair:
-    """New parsers for one sequence of the request."""
-    use = request.tool_use()
+def _parsers(services: Services, request: ChatRequest, prompt: list[int], use: ToolUse | None) -> ParserPair:
+    """New parsers for one sequence of the request, whose tools are `use`."""
     tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
     reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
     end = prompt_end(prompt, services.tokenizer if reasoning is not None else None)

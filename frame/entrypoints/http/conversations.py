@@ -10,11 +10,12 @@ import msgspec
 
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.items import check_metadata, item_of, list_of, page_of, stored_items
+from frame.entrypoints.http.items import item_of, list_of, page_of, stored_items
 from frame.entrypoints.http.response_store import Stored
 from frame.entrypoints.http.responses import NOTHING_STORED, stored_of
 from frame.entrypoints.http.responses_schema import messages_of
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.terms import Metadata
 
 MOST_ADDED = 20  # items of one request
 _encode = msgspec.json.encode
@@ -22,11 +23,11 @@ _encode = msgspec.json.encode
 
 class ConversationRequest(msgspec.Struct, kw_only=True):
     items: list[dict[str, Any]] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class ConversationUpdate(msgspec.Struct, kw_only=True):
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 class ItemsRequest(msgspec.Struct, kw_only=True):
@@ -43,7 +44,6 @@ async def create(call: Call, services: Services) -> None:
     request = await call.json(_create_decoder, empty=ConversationRequest())
     if not services.responses.is_on:
         raise ApiError(400, f"a conversation has to be stored; {NOTHING_STORED}")
-    check_metadata(request.metadata)
     name = f"conv_{uuid.uuid4().hex}"
     body = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": request.metadata or {}}
     _store(call, services, name, _encode(body), _new_items(request.items or [], name))
@@ -58,7 +58,6 @@ async def retrieve(call: Call, services: Services) -> None:
 async def update(call: Call, services: Services) -> None:
     """Replace a conversation's metadata."""
     request = await call.json(_update_decoder)
-    check_metadata(request.metadata)
     stored = _stored(call, services)
     body = msgspec.json.decode(stored.body) | {"metadata": request.metadata or {}}
     _store(call, services, body["id"], _encode(body), stored.conversation())
@@ -135,7 +134,7 @@ def _item(call: Call, found: list[dict[str, Any]]) -> dict[str, Any]:
 ROUTES: Routes = (
     Operation("/v1/conversations", ("POST",), Access.USER, create, ConversationRequest),
     Operation("/v1/conversations/{name}", ("GET",), Access.USER, retrieve),
-    Operation("/v1/conversations/{name}", ("POST",), Access.USER, update, ConversationUpdate),
+    Operation("/v1/conversations/{name}", ("POST",), Access.USER, update, ConversationUpdate, body="small"),
     Operation("/v1/conversations/{name}", ("DELETE",), Access.USER, delete),
     Operation("/v1/conversations/{name}/items", ("POST",), Access.USER, add_items, ItemsRequest),
     Operation("/v1/conversations/{name}/items", ("GET",), Access.USER, items, query=("limit", "order", "after")),

@@ -41,7 +41,7 @@ async def embeddings(call: Call, services: Services) -> None:
             "object": "list",
             "data": [
                 {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(_written(vectors, request.encoding_format))
+                for index, vector in enumerate(written(vectors, request.encoding_format))
             ],
             "model": services.resolved.served_name,
             "usage": usage(count),
@@ -81,7 +81,8 @@ def _lead(name: str | None, services: Services) -> str:
         raise ApiError(400, str(error), "prompt_name") from None
 
 
-def _written(vectors: np.ndarray, form: str | None) -> list[Any]:
+def written(vectors: np.ndarray, form: str | None) -> list[Any]:
+    """Vectors as JSON has them: lists of numbers, or `base64` of float32."""
     if form == "base64":
         return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
     rows: list[Any] = vectors.tolist()

@@ -17,7 +17,6 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functio
             "custom_tool_call_output": "ctco"}  # fmt: skip
 _CONTAINER = re.compile(r"[a-z]+_([0-9a-f]{32})_")  # an item's id names the response or the conversation that it is of
 MOST_LISTED = 100
-MOST_PAIRS, KEY_CHARS, VALUE_CHARS = 16, 64, 512  # of metadata, as OpenAI bounds them
 
 
 def stored_items(items: list[dict[str, Any]], owner: str, batch: str = "i") -> list[dict[str, Any]]:
@@ -74,14 +73,3 @@ def list_of(items: list[dict[str, Any]], *, has_more: bool = False) -> dict[str,
     """OpenAI's list object."""
     first, last = (items[0].get("id", ""), items[-1].get("id", "")) if items else ("", "")
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
-
-
-def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raise ApiError for more or longer entries than OpenAI's API takes."""
-    found = metadata or {}
-    if len(found) > MOST_PAIRS:
-        raise ApiError(400, f"metadata has {len(found)} entries; it may have {MOST_PAIRS}", "metadata")
-    for key, value in found.items():
-        if len(key) > KEY_CHARS or len(value) > VALUE_CHARS:
-            sentence = f"metadata: {key[:KEY_CHARS]!r} is too long; a key may have {KEY_CHARS} characters, a value {VALUE_CHARS}"
-            raise ApiError(400, sentence, "metadata")

@@ -333,6 +333,8 @@ OBSERVING: Routes = (
     Operation("/health", ("GET",), Access.OPEN, ready),
     Operation("/health/ready", ("GET",), Access.OPEN, ready),
     Operation("/health/live", ("GET",), Access.OPEN, live),
+    Operation("/readyz", ("GET",), Access.OPEN, ready),
+    Operation("/livez", ("GET",), Access.OPEN, live),
     Operation("/metrics", ("GET",), Access.USER, metrics),
 )
 ROUTES: Routes = (

@@ -52,7 +52,11 @@ _score_decoder = msgspec.json.Decoder(ScoreRequest, strict=False)
 
 async def rerank(call: Call, services: Services) -> None:
     """Documents by their relevance to a query, best first."""
-    request = await call.json(_rerank_decoder)
+    await respond_ranking(call, services, await call.json(_rerank_decoder))
+
+
+async def respond_ranking(call: Call, services: Services, request: RerankRequest) -> None:
+    """Answer with the ranking. Raises ApiError."""
     ranking, count = await ranked(call, services, request)
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
     if request.return_documents is not False:
@@ -62,11 +66,13 @@ async def rerank(call: Call, services: Services) -> None:
     await call.respond_json({"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results})
 
 
-async def ranked(call: Caller, services: Services, request: RerankRequest) -> tuple[list[tuple[int, float]], int]:
-    """(documents' places and their relevance, best first; prompt tokens). Raises ApiError."""
+async def ranked(
+    call: Caller, services: Services, request: RerankRequest, name: str = "documents"
+) -> tuple[list[tuple[int, float]], int]:
+    """(documents' places and their relevance, best first; prompt tokens). `name`: what the client calls them. Raises ApiError."""
     services.need_task(*TASKS)
     texts = [_text(document) for document in request.documents]
-    check_count(len(texts), "documents")
+    check_count(len(texts), name)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
     scores, count = await scores_of(call, services, request, [(request.query, text) for text in texts], request.instruction)
@@ -146,7 +152,6 @@ def _texts(request: ScoreRequest, *names: str) -> list[str]:
 ROUTES: Routes = (
     Operation("/v1/rerank", ("POST",), Access.USER, rerank, RerankRequest),
     Operation("/v2/rerank", ("POST",), Access.USER, rerank, RerankRequest),
-    Operation("/rerank", ("POST",), Access.USER, rerank, RerankRequest),
     Operation("/v1/score", ("POST",), Access.USER, score, ScoreRequest),
     Operation("/score", ("POST",), Access.USER, score, ScoreRequest),
 )

@@ -11,8 +11,8 @@ import msgspec
 
 from frame.entrypoints.http.dialects import Extensions, function_tool, object_at, parts_at, text_at
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.items import check_metadata
 from frame.entrypoints.http.openai_schema import ChatRequest
+from frame.entrypoints.http.terms import Metadata
 
 LOGPROBS = "message.output_text.logprobs"
 # What `include` may name. All but `LOGPROBS` are outputs of built-in tools, images and encrypted thinking, which no response here has.
@@ -54,7 +54,7 @@ class ResponsesRequest(Extensions, kw_only=True):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     conversation: str | dict[str, Any] | None = None
     include: list[str] | None = None
@@ -130,7 +130,6 @@ class ResponsesRequest(Extensions, kw_only=True):
         for i, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise ApiError(400, f"include[{i}] is {name[:100]!r}; it must be one of {', '.join(INCLUDABLE)}", "include")
-        check_metadata(self.metadata)
 
 
 def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.batch_files import FileStore
 from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.bodies import MAX_MESSAGES
+from frame.entrypoints.http.call import EVENT_STREAM
 from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.metrics import package_version
@@ -337,7 +338,9 @@ class Services:
         raise_failed(answer.sequences)
         return answer.sequences
 
-    async def stream(self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes]) -> None:
+    async def stream(
+        self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes], media_type: bytes = EVENT_STREAM
+    ) -> None:
         """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
         ordinary error response; a later one is an event of its sequence. A client that falls too far behind is told so and given up."""
         pump = EventPump(call, answer, write)
@@ -346,7 +349,7 @@ class Services:
         if answer.gone:
             raise DisconnectedError
         raise_failed(changed)
-        await call.start_events()
+        await call.start_events(media_type)
         await pump.run(changed)
         if answer.gone:
             raise DisconnectedError

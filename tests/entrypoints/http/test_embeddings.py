@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -196,3 +197,59 @@ def test_health_and_metrics(minilm: RunningServer) -> None:
     line = next(line for line in text.splitlines() if line.startswith("frame_prompt_tokens_total{"))
     assert float(line.rpartition(" ")[2]) > 0
     minilm.post("/check_integrity", {}).raise_for_status()
+
+
+# other dialects ----------------------------------------------------------------------------------------------------
+
+
+def posted(server: RunningServer, path: str, body: Any) -> Any:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(server: RunningServer, path: str, body: Any) -> Any:
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()
+
+
+def test_cohere(minilm: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    asked = {"model": "cohere/minilm", "api_base": f"{minilm.url}/v2/embed", "api_key": "none", "input": TEXTS[:2]}
+    vectors = np.array([each["embedding"] for each in litellm.embedding(**asked, encoding_format="float").data])
+    np.testing.assert_allclose(vectors, expected(TEXTS[:2]), atol=1e-5)
+    body = {"model": "minilm", "texts": TEXTS[:1], "input_type": "search_query", "embedding_types": ["float", "base64"]}
+    found = posted(minilm, "/v2/embed", body)
+    assert found["texts"] == TEXTS[:1]
+    assert np.frombuffer(base64.b64decode(found["embeddings"]["base64"][0]), "<f4").tolist() == found["embeddings"]["float"][0]
+    assert found["meta"]["billed_units"]["input_tokens"] > 0
+    parts = {"model": "minilm", "inputs": [{"content": [{"type": "text", "text": TEXTS[0]}]}]}
+    assert posted(minilm, "/v2/embed", parts)["embeddings"]["float"] == found["embeddings"]["float"]
+    assert "int8" in refused(minilm, "/v2/embed", body | {"embedding_types": ["int8"]})["message"]
+    assert "images" in refused(minilm, "/v2/embed", {"model": "minilm", "images": ["x"]})["message"]
+
+
+def test_text_embeddings_inference(minilm: RunningServer) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    vectors = hub.InferenceClient(f"{minilm.url}/embed").feature_extraction(TEXTS[0], truncate=True, normalize=True)
+    np.testing.assert_allclose(vectors, expected(TEXTS[:1]), atol=1e-5)
+    np.testing.assert_allclose(np.array(posted(minilm, "/embed", {"inputs": TEXTS[:2]})), expected(TEXTS[:2]), atol=1e-5)
+    long = "x " * 2000
+    assert refused(minilm, "/embed", {"inputs": long})["error_type"] == "Validation"
+    assert len(posted(minilm, "/embed", {"inputs": long, "truncate": True})) == 1
+    assert "normalized" in refused(minilm, "/embed", {"inputs": "x", "normalize": False})["error"]
+    assert "must be right" in refused(minilm, "/embed", {"inputs": "x", "truncation_direction": "left"})["error"]
+
+
+def test_pooling_ollama_and_sagemaker(minilm: RunningServer) -> None:
+    want = expected(TEXTS[:2])
+    found = posted(minilm, "/pooling", {"model": "minilm", "input": TEXTS[:2]})
+    assert [each["object"] for each in found["data"]] == ["pooling"] * 2
+    np.testing.assert_allclose(np.array([each["data"] for each in found["data"]]), want, atol=1e-5)
+    assert "task is 'classify'" in refused(minilm, "/pooling", {"input": "x", "task": "classify"})["error"]["message"]
+    found = posted(minilm, "/api/embed", {"model": "minilm:latest", "input": TEXTS[:2]})
+    np.testing.assert_allclose(np.array(found["embeddings"]), want, atol=1e-5)
+    assert posted(minilm, "/api/show", {"model": "minilm"})["capabilities"] == ["embedding"]
+    assert posted(minilm, "/invocations", {"input": TEXTS[0]})["data"][0]["object"] == "embedding"

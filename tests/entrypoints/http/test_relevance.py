@@ -62,6 +62,24 @@ def test_rerank(judge, path: str) -> None:
     assert [(each["index"], set(each)) for each in best] == [(body["results"][0]["index"], {"index", "relevance_score"})]
 
 
+def test_rerank_as_text_embeddings_inference(judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    server, folder = judge
+    want = expected_scores(folder)
+    found = ask(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=False, return_text=True, truncate=False)
+    assert [each["index"] for each in found] == np.argsort(want)[::-1].tolist()
+    assert [each["text"] for each in found] == [DOCUMENTS[each["index"]] for each in found]
+    np.testing.assert_allclose([each["score"] for each in found], sorted(want, reverse=True), atol=1e-5)
+    answer = litellm.rerank(model="huggingface/judge", api_base=server.url, api_key="none", query=QUERY, documents=DOCUMENTS, top_n=2)
+    assert [each["index"] for each in answer.results] == [each["index"] for each in found[:2]]
+    ranked = ask(server, "/invocations", query=QUERY, documents=DOCUMENTS)
+    assert ranked["results"][0]["index"] == found[0]["index"]
+    for body, says in (({"texts": []}, "texts is empty"), ({}, "documents is empty"), ({"texts": ["x"], "raw_scores": True}, "raw_scores")):
+        answer = server.post("/rerank", {"query": "x"} | body)
+        assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_score(judge) -> None:
     server, folder = judge
     want = expected_scores(folder)
@@ -148,6 +166,14 @@ def test_classes_and_verdicts_over_grpc(classifier) -> None:
         assert list(each.probabilities) == pytest.approx(wanted["probs"])
         assert dict(verdict.category_scores) == pytest.approx(dict(zip(want["labels"][1:], wanted["probs"][1:], strict=True)))
         assert verdict.flagged == (max(wanted["probs"][1:]) >= 0.5)
+
+
+def test_probabilities_by_the_pooling_route(classifier) -> None:
+    server, _ = classifier
+    (want,) = ask(server, "/v1/classify", input="x")["data"]
+    (found,) = ask(server, "/pooling", input="x", task="classify")["data"]
+    np.testing.assert_allclose(found["data"], want["probs"], atol=1e-6)
+    assert ask(server, "/invocations", input="x")["data"][0]["label"] == want["label"]
 
 
 def test_a_classifier_of_several_classes_ranks_nothing(classifier) -> None:
