@@ -149,7 +149,7 @@ class SchedulerSection(Section):
 
     policy: str = setting("fcfs", "Scheduling policy, by plugin name.", flag="schedule-policy")
     max_running_requests: Annotated[int | None, Auto] = setting(
-        None, "Most requests on the device at once.", flag="max-running-requests", ge=1, le=65536
+        None, "Most requests on the device at once; the default follows the KV cache.", flag="max-running-requests", ge=1, le=65536
     )
     max_queued_requests: int = setting(10_240, "Most requests waiting; more are refused with 503.", flag="max-queued-requests", ge=1)
     chunked_prefill_size: Annotated[int | None, Auto] = setting(

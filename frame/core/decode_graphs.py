@@ -50,7 +50,8 @@ _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0
 
 def graph_sizes(most: int) -> tuple[int, ...]:
     """The batch sizes that are captured, for batches of up to `most` rows: close together where a step's time depends on them."""
-    steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, max(most, 256) + 1, 64)]
+    steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
+    steps += range(640, most, 128)
     return (*(size for size in steps if size < most), most)
 
 

@@ -117,7 +117,7 @@ class _Solver:
         self._policies(task)
         max_context = self._max_context(page_size)
         path = str(find_model(config.model.path))
-        sizes = self._budgets()
+        sizes = self._budgets(kv_dtype)
         if pooling is not None and pooling.needs_whole_prompts(self.facts.encoder):
             sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
         for key, given, value, why in graph_sizes(self.chosen, config, self.facts, self.device, task, sizes["max_running_requests"]):
@@ -316,9 +316,10 @@ class _Solver:
             size, why = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
         return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
 
-    def _budgets(self) -> dict[str, Any]:
-        """Sizes that depend on the machine alone."""
-        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in budgets(self.config, self.hardware, self.device)}
+    def _budgets(self, kv_dtype: str) -> dict[str, Any]:
+        """Sizes that follow from the machine's cores and memory."""
+        found = budgets(self.config, self.hardware, self.device, self.facts, kv_dtype)
+        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
 
 
 def _name_of(path: str) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from frame.core.config import FrameConfig
     from frame.core.interfaces.model import ModelFacts, Task
 
-MOST_DECODES = 512  # rows of the largest graph of decodes, unless the user names another
+MOST_DECODES = 1024  # rows of the largest graph of decodes, unless the user names another
 MOST_PROMPT_TOKENS = 2048  # of the largest step with prompts; more cost graphs, and gain little on any model
 # In the time that the host needs to launch a layer's kernels (0.2 ms, measured), a GPU computes as many products of a weight and a token
 _PRODUCTS_PER_LAUNCHED_LAYER = 60e9

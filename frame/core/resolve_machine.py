@@ -10,6 +10,10 @@ from frame.core.interfaces.model import ModelFacts
 from frame.core.selection import ResolveError
 
 GIB = 1024**3
+RUNNING_ON_CPU = 64
+LEAST_RUNNING, MOST_RUNNING = 256, 512  # default of scheduler.max_running_requests on a GPU, by its memory
+TOKENS_A_REQUEST = 1024  # prompt and output of a typical request, of which the memory holds so many
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
 def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
@@ -66,13 +70,50 @@ def indivisible(facts: ModelFacts, tp: int) -> list[str]:
     return found
 
 
-def budgets(config: FrameConfig, hardware: Hardware, device: str) -> list[tuple[str, Any, Any, str]]:
-    """(setting, what the user gave, what to take otherwise, why) of every size that depends on the machine alone."""
+def estimate_cache_tokens(config: FrameConfig, facts: ModelFacts, memory: int, kv_dtype: str) -> int:
+    """Tokens that the KV cache of each rank will hold, roughly: what `memory` leaves beside the weights. What fits is known once they are
+    loaded (`frame.core.capacity`)."""
+    if config.cache.max_total_tokens is not None:
+        return config.cache.max_total_tokens
+    tp, bytes_a_value = config.parallel.tp, _BYTES[kv_dtype]
+    if facts.kind == "mla" and facts.latent is not None:
+        token = facts.num_layers * sum(facts.latent) * bytes_a_value
+    else:
+        token = facts.num_layers * max(1, facts.num_kv_heads // tp) * (facts.head_dim + facts.v_head_dim) * bytes_a_value
+    share = 0.9 if config.cache.mem_fraction is None else config.cache.mem_fraction
+    return max(0, int(memory * share - _estimate_weights(facts) / tp)) // token
+
+
+def _estimate_weights(facts: ModelFacts) -> int:
+    """Bytes of the model's weights, roughly: attention, feed-forward or experts, embedding and head."""
+    config, hidden = facts.config, facts.hidden_size
+    attention = hidden * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
+    inner = int(config.get("intermediate_size") or 4 * hidden)
+    if facts.num_experts:
+        inner = facts.num_experts * int(config.get("moe_intermediate_size") or inner)
+    values = facts.num_layers * (attention + 3 * hidden * inner) + 2 * facts.vocab_size * hidden
+    return values * (1 if facts.quantization else _BYTES.get(facts.dtype, 2))
+
+
+def _choose_running(tokens: int) -> tuple[int, str]:
+    """Most running requests on a GPU whose KV cache holds so many tokens, and why."""
+    fitting = tokens // TOKENS_A_REQUEST // 64 * 64
+    running = min(max(fitting, LEAST_RUNNING), MOST_RUNNING)
+    why = f"the KV cache holds about {tokens} tokens, {TOKENS_A_REQUEST} for each; from {LEAST_RUNNING} to {MOST_RUNNING}"
+    return running, why
+
+
+def budgets(
+    config: FrameConfig, hardware: Hardware, device: str, facts: ModelFacts, kv_dtype: str
+) -> list[tuple[str, Any, Any, str]]:
+    """(setting, what the user gave, what to take otherwise, why) of every size that follows from the machine's cores and memory."""
     scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, device == "cpu"
     memory = min((a.memory_bytes for a in hardware.of(device)), default=hardware.memory_bytes)
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
-    running = 64 if on_cpu else 256
+    running, room = RUNNING_ON_CPU, f"as many as {machine} runs well"
+    if not on_cpu:
+        running, room = _choose_running(estimate_cache_tokens(config, facts, memory, kv_dtype))
     threads = max(1, (hardware.cpu_cores - hardware.busy_cores) // tp) if on_cpu else None
     if on_cpu:
         overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"
@@ -83,7 +124,7 @@ def budgets(config: FrameConfig, hardware: Hardware, device: str) -> list[tuple[
     cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s){kept}" if on_cpu else "left to torch: the model runs on the device"
     return [
         ("scheduler.chunked_prefill_size", scheduler.chunked_prefill_size, chunk, f"keeps decodes going on {machine}"),
-        ("scheduler.max_running_requests", scheduler.max_running_requests, running, f"as many as {machine} runs well"),
+        ("scheduler.max_running_requests", scheduler.max_running_requests, running, room),
         ("scheduler.overlap", scheduler.overlap, not on_cpu, overlap),
         ("cache.mem_fraction", config.cache.mem_fraction, 0.5 if on_cpu else 0.9, memory_share),
         ("execution.threads", config.execution.threads, threads, cores),

@@ -13,6 +13,7 @@ from frame.core.interfaces.model import ModelFacts
 from frame.core.model_facts import EMBEDDED
 from frame.core.resolve import ResolveError, resolve
 from frame.core.resolve_graphs import MOST_PROMPT_TOKENS, launch_bound_tokens
+from frame.core.resolve_machine import LEAST_RUNNING, MOST_RUNNING
 from frame.plugins.loader import load_registry
 
 LLAMA_8B = ModelFacts(
@@ -52,7 +53,7 @@ def test_few_tokens_of_large_layers_and_many_of_small_ones() -> None:
 
 def test_what_is_left_open_follows_from_model_and_machine() -> None:
     found = resolved(device="cuda")
-    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (256, 256)
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
     assert "launch" in found.reasons["execution.prompt_graph_max_tokens"]
     assert resolved(device="cuda", prompt_graph_max_tokens=0).prompt_graph_max_tokens == 0
     assert resolved(device="cuda", prompt_graph_max_tokens=777).prompt_graph_max_tokens == 777
@@ -60,7 +61,7 @@ def test_what_is_left_open_follows_from_model_and_machine() -> None:
 
 def test_steps_of_several_ranks_are_captured_too() -> None:
     found = resolved(device="cuda", tp=2)
-    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (256, 256)
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,33 @@ def test_what_cannot_be_captured_is_not_and_refused_where_it_is_wanted(execution
     assert why in found.reasons["execution.prompt_graph_max_tokens"]
     with pytest.raises(ResolveError, match=why):
         resolved(**execution, prompt_graph_max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("gib", "tp", "cache", "running"),
+    [
+        (140, 1, {}, MOST_RUNNING),
+        (80, 1, {}, 448),  # 72 GiB but for 16 of weights, at 128 KiB a token
+        (80, 2, {}, MOST_RUNNING),
+        (24, 1, {}, LEAST_RUNNING),
+        (140, 1, {"mem_fraction": 0.4}, 320),
+        (140, 1, {"kv_dtype": "fp8_e4m3", "mem_fraction": 0.4}, MOST_RUNNING),
+        (140, 1, {"max_total_tokens": 8192}, LEAST_RUNNING),
+    ],
+)
+def test_how_many_requests_run_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
+    machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * 2)
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "cache": cache})
+    found = resolve(config, machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert found.max_running_requests == running
+    assert "KV cache holds about" in found.reasons["scheduler.max_running_requests"]
+    assert found.cuda_graph_max_bs == running  # every batch of decodes has a graph
+
+
+@pytest.mark.parametrize("running", [100, 777, 1024])
+def test_graphs_cover_as_many_as_the_user_lets_run(running: int) -> None:
+    records = load_registry(installed=False).all_records()
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "scheduler": {"max_running_requests": running}})
+    found = resolve(config, H200, LLAMA_8B, records)
+    assert found.max_running_requests == running
+    assert found.cuda_graph_max_bs == running
