@@ -2,8 +2,8 @@
 
 `structured_throughput.py` tells what it costs an engine.
 
-masks: microseconds of CPU for one token of one of 32 requests: its mask (`MaskFiller`) and the sampled token (`advance`), on a random walk
-through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
+masks: microseconds of CPU for one token of one of 32 requests: its mask (`GrammarCalls`) and the sampled token (`advance`), on a random
+walk through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
 every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
 first: milliseconds of CPU for the mask of a state that a grammar's automaton is in for the first time, on a random walk of one request.
 jump: CPU microseconds an output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by requests.
@@ -25,7 +25,7 @@ import numpy as np
 from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
-from frame.core.grammar_masks import MaskFiller, advance
+from frame.core.grammar_masks import GrammarCalls, advance, state_of
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.model_facts import EMBEDDED, find_model
 from frame.core.request import Request
@@ -101,15 +101,21 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
     slots = np.array([request.slot for request in requests])
     numbers = np.random.default_rng(0)
     filling, taking = [], []
-    fillers = {count: MaskFiller(count) for count in sorted({1, threads})}
+    fillers = {count: GrammarCalls(vocab_size, count) for count in sorted({1, threads})}
     waiting: dict[int, list[float]] = {count: [] for count in fillers}
     for step in range(steps):
         count = list(fillers)[step % len(fillers)]
         began, busy = time.perf_counter(), time.process_time()
-        mask = fillers[count].fill(table, slots, vocab_size)
+        mask = fillers[count].fill(table, slots)
         waiting[count].append(time.perf_counter() - began)
         filling.append(time.process_time() - busy)
         assert mask is not None
+        for request in fillers[count].take_stopped():  # an engine would go on without it
+            call = state_of(request).call
+            while call is not None and not call.is_finished:
+                time.sleep(0.001)
+            assert call is not None
+            mask[requests.index(request)] = call.mask
         bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
         drawn = [int(numbers.choice(np.flatnonzero(row))) for row in bits]
         grammars = [request.grammar for request in requests]
@@ -118,6 +124,7 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
         taking.append(time.thread_time() - began)
         for request, (is_finished, error) in zip(requests, outcomes, strict=True):
             assert not error, error
+            request.grammar_state = None  # what it keeps of the call just timed
             if is_finished or request.grammar is None:
                 request.grammar = compiled.start()
     for filler in fillers.values():

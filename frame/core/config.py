@@ -202,6 +202,9 @@ class SamplingSection(Section):
         2, "Processes that compile grammars, started as needed; 0: the engine's own, where nothing limits them.", ge=0, le=16
     )
     grammar_timeout: float = setting(10.0, "Seconds that one grammar may take to compile, or wait behind such ones.", gt=0, le=600)
+    grammar_budget: float = setting(
+        5.0, "Seconds of CPU that one request's grammar may take, compiled and at work; each token adds 2 ms.", gt=0, le=3600
+    )
     grammar_memory: int = setting(1 << 30, "Bytes of memory that compiling one grammar may take.", ge=64 << 20)
     grammar_cache: int = setting(256 << 20, "Bytes of compiled grammars that are kept for the next request with the same.", ge=0)
     jump_forward: Annotated[int | None, Auto] = setting(

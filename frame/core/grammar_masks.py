@@ -1,17 +1,20 @@
-"""What running requests' grammars allow, and what becomes of a grammar whose masks cannot be had. Knows no scheduler and no compiler."""
+"""What running requests' grammars do in a step: they take the drawn tokens in, and say what may come next. Calls run in threads, and
+no step waits for a slow one: its request is held until the call is done. Used by the scheduler. Knows no compiler.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
+from frame.core.messages import Finish
+from frame.core.request import QUEUE_FULL
 from frame.core.request_table import GRAMMAR
 
 if TYPE_CHECKING:
@@ -19,15 +22,14 @@ if TYPE_CHECKING:
     from frame.core.request import Request
     from frame.core.request_table import RequestTable
 
-    Rows = deque[tuple[Request, np.ndarray]]  # whose mask, and where it goes
-
 BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP side answers 400
 BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
-SLOWEST = 1.0  # seconds of CPU for one mask; everybody waits for it, so a grammar that takes longer ends its request
 MOST_THREADS = 8
-SHARE = 250e-6  # CPU seconds of a step's masks for each thread that fills them; to call one costs about 50 microseconds
-PAYING = 0.85  # of the CPU seconds: several threads that need more of the clock than this do not pay
-STEPS_ALONE = 8  # until several threads are tried again
+SHARE = 250e-6  # CPU seconds of a step's calls for each thread that makes them; to call one costs about 50 microseconds
+SLOW = 0.005  # CPU seconds of a call; the next one of that request runs beside the steps
+CROWDED = 0.01  # CPU seconds of a step's calls, from which on a quarter of that is slow
+TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
+PATIENCE = 10.0  # seconds that a request waits for a thread while other grammars keep all of them
 
 
 def sentence_of(error: BaseException) -> str:
@@ -35,103 +37,243 @@ def sentence_of(error: BaseException) -> str:
     return f"{BAD_GRAMMAR}: {error}" if isinstance(error, ValueError) else f"the grammar backend failed: {type(error).__name__}: {error}"
 
 
-class FailedGrammar:
-    """Stands for a grammar whose mask could not be had: allows everything, and ends the request at its next token."""
+class GrammarMeter:
+    """The CPU seconds that a request's grammar has taken, and may take: `budget` and a little more for each token."""
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    def __init__(self, budget: float, spent: float = 0.0) -> None:
+        self.spent = spent
+        self.num_tokens = 0
+        self._budget = budget
+
+    def charge(self, seconds: float) -> None:
+        """Raise ValueError when the budget is spent."""
+        self.spent += seconds
+        self.check()
+
+    def check(self, more: float = 0.0) -> None:
+        """Raise ValueError when the budget would be spent with so many seconds more."""
+        if self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens:
+            raise ValueError(
+                f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
+                f"{1000 * TOKEN_ALLOWANCE:g} ms a token; simplify it"
+            )
+
+
+class MeteredGrammar:
+    """A `Grammar` that is charged for its calls. It raises ValueError when its budget is spent."""
+
+    def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
+        self.meter = meter
+        self._grammar = grammar
 
     def fill(self, mask: np.ndarray) -> bool:
-        return False
+        began = time.thread_time()
+        is_limited = self._grammar.fill(mask)
+        self.meter.charge(time.thread_time() - began)
+        return is_limited
 
     def accept(self, token_id: int) -> bool:
-        raise self._error
+        began = time.thread_time()
+        is_taken = self._grammar.accept(token_id)
+        self.meter.num_tokens += 1
+        self.meter.charge(time.thread_time() - began)
+        return is_taken
 
     def is_finished(self) -> bool:
-        return False
+        began = time.thread_time()
+        is_finished = self._grammar.is_finished()
+        self.meter.charge(time.thread_time() - began)
+        return is_finished
 
 
-class MaskFiller:
-    """Makes the masks of steps, by several threads while that is seen to pay. `close` ends the threads.
+class GrammarCall(ThreadedCall):
+    """Takes a token in (None: there is none) and makes the next mask, int32 [words]. `error`: why the token breaks the grammar;
+    `mask_error`: why there is no next mask."""
 
-    Grammars spend their time outside of the interpreter's lock where they are native; those that do not, or share a lock of their own,
-    and machines that are busy, are found out by the clock. What a row's mask is, and what becomes of a row that fails, does not depend
-    on who filled it. `threads`: how many at most, this one too; by default as many as there are cores, up to `MOST_THREADS`.
-    """
+    def __init__(self, request: Request, token: int | None, words: int) -> None:
+        super().__init__()
+        self.request = request
+        self.mask = np.empty(words, np.int32)
+        self.is_end = False
+        self.error = self.mask_error = ""
+        self.token = token
+        meter = getattr(request.grammar, "meter", None)
+        self._meter: GrammarMeter | None = meter
+        self._spent = 0.0 if meter is None else meter.spent
 
-    def __init__(self, threads: int | None = None) -> None:
+    def over_budget(self) -> str:
+        """Why the request must end although the call has not: "" when it need not."""
+        if self._meter is None:
+            return ""
+        try:
+            self._meter.check(self._spent + self.cpu_seconds() - self._meter.spent)  # what it has charged already counts once
+        except ValueError as error:
+            return sentence_of(error)
+        return ""
+
+    def call(self) -> None:
+        grammar = self.request.grammar
+        assert grammar is not None
+        try:
+            if self.token is not None:
+                self.is_end, self.error = advance(grammar, self.token)
+            if not self.is_end and not self.error and not grammar.fill(self.mask):
+                self.mask[:] = -1
+        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+            self.mask_error = sentence_of(error)
+
+
+@dataclass(slots=True)
+class GrammarState:
+    """Where a request's grammar is. `call`: one that no step waits for; `mask`: the next, where it is made; `error`: why it cannot be,
+    with which the request ends at its next token; `seconds`: CPU of the last call."""
+
+    call: GrammarCall | None = None
+    mask: np.ndarray | None = None
+    error: str = ""
+    seconds: float = 0.0
+    is_slow: bool = False
+
+
+class GrammarCalls:
+    """The calls of a scheduler's steps. Requests that must leave the device are in `take_stopped` after each; those that wait for a call
+    come back from `settle`. What a mask is does not depend on the thread that made it."""
+
+    def __init__(self, vocab_size: int, threads: int | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = threads or min(MOST_THREADS, cores)
-        self._pool: ThreadPoolExecutor | None = None
-        self._row_cost = 0.0  # CPU seconds of one of the last step's masks
-        self._steps_alone = 0  # to come, since help did not pay
+        self._words = -(-vocab_size // 32)
+        self._quick = GrammarThreads(threads or min(MOST_THREADS, cores))
+        self._slow = GrammarThreads(2, NICENESS)
+        self._held: dict[str, GrammarCall] = {}
+        self._stopped: list[Request] = []
 
-    def fill(self, table: RequestTable, slots: np.ndarray, vocab_size: int) -> np.ndarray | None:
-        """The allowed tokens of the slots as bits, int32 [slots, ceil(vocab / 32)]; rows without a grammar allow everything.
-        None when no slot has a grammar."""
+    def __len__(self) -> int:
+        """Requests that are held."""
+        return len(self._held)
+
+    def accept(self, drawn: Sequence[tuple[Request, int]]) -> list[tuple[bool, str]]:
+        """Take drawn tokens in. -> of each: whether only the end may follow, why the request must end with an error ("": it need not)."""
+        calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if not state_of(each[0]).error}
+        self._run(list(calls.values()))
+        return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
+
+    def fill(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
+        """The allowed tokens of the slots as bits, int32 [slots, words]; rows without a grammar allow everything. None when no slot has
+        a grammar."""
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
-        mask = np.full((len(slots), -(-vocab_size // 32)), -1, np.int32)
-        requests = [(table.requests[int(slots[i])], i) for i in constrained.tolist()]
-        rows: Rows = deque((request, mask[i]) for request, i in requests if request is not None and request.grammar is not None)
-        began, count = time.perf_counter(), len(rows)
-        helpers, cost = self._call_helpers(rows, self._row_cost), 0.0
-        if not helpers:
-            cost = fill_rows(rows, SHARE)
-            helpers = self._call_helpers(rows, cost / max(1, count - len(rows)))
-        cost += fill_rows(rows)
-        cost += sum(helper.result() for helper in helpers if not helper.cancel())  # who has not begun finds nothing left
-        if not helpers:
-            self._steps_alone = max(0, self._steps_alone - 1)
-        elif cost > 2 * SHARE and time.perf_counter() - began > PAYING * cost:
-            self._steps_alone = STEPS_ALONE
-        self._row_cost = cost / max(1, count)
+        mask = np.full((len(slots), self._words), -1, np.int32)
+        calls: dict[int, GrammarCall] = {}
+        for i in constrained.tolist():
+            request = table.requests[int(slots[i])]  # None: it has ended
+            if request is None or request.grammar is None:
+                continue
+            state = state_of(request)
+            if state.mask is not None:
+                mask[i], state.mask = state.mask, None
+            elif not state.error:
+                calls[i] = GrammarCall(request, None, self._words)
+        self._run(list(calls.values()))
+        for i, call in calls.items():
+            state = state_of(call.request)
+            if state.mask is not None:
+                mask[i], state.mask = state.mask, None
         return mask
 
+    def take_stopped(self) -> list[Request]:
+        """Requests that must leave the device and be held, since a call of theirs is slow."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def hold(self, request: Request) -> None:
+        """Keep a request that has left the device."""
+        call = state_of(request).call
+        assert call is not None
+        self._held[request.rid] = call
+
+    def settle(self) -> list[tuple[Request, Finish | None]]:
+        """Held requests that need be held no longer, with their end, or None: they go on."""
+        found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
+        for request, _ in found:
+            self.drop(request)
+        return [(request, outcome if isinstance(outcome, Finish) else None) for request, outcome in found]
+
+    def drop(self, request: Request) -> bool:
+        """Hold a request no longer; whether it was held. What its call does is not waited for."""
+        call = self._held.pop(request.rid, None)
+        if call is None:
+            return False
+        self._slow.leave(call)  # one that the other threads left already knows it
+        state_of(request).call = None
+        return True
+
     def close(self) -> None:
-        """End the threads; masks are made without them from here on."""
-        self._threads = 1
-        if self._pool is not None:
-            self._pool.shutdown()
+        """End the threads."""
+        self._quick.close()
+        self._slow.close()
 
-    def _call_helpers(self, rows: Rows, row_cost: float) -> list[Future[float]]:
-        """Threads that fill rows beside this one: as many as the rows are worth at so many CPU seconds each."""
-        count = min(self._threads, len(rows), int(len(rows) * row_cost / SHARE)) - 1
-        if count < 1 or self._steps_alone:
-            return []
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="masks")
-        return [self._pool.submit(fill_rows, rows) for _ in range(count)]
+    def _run(self, calls: list[GrammarCall]) -> None:
+        """Run calls, and wait for those that are likely to be quick."""
+        quick = []
+        for call in calls:
+            state = state_of(call.request)
+            if state.is_slow:
+                self._slow.begin([call])
+                self._stop(call)
+            else:
+                quick.append(call)
+        if not quick:
+            return
+        self._quick.wait(self._quick.begin(quick, 1 + int(sum(state_of(call.request).seconds for call in quick) / SHARE)))
+        is_crowded = sum(call.cpu_seconds() for call in quick) > CROWDED
+        for call in quick:
+            if call.is_finished:
+                self._note(call, SLOW / 4 if is_crowded else SLOW)
+            else:
+                self._stop(call if call.thread is not None else self._begin_slow(call))
+
+    def _begin_slow(self, call: GrammarCall) -> GrammarCall:
+        """A call in place of one that never begins, since all threads are busy: it runs when there is one."""
+        again = GrammarCall(call.request, call.token, self._words)
+        self._slow.begin([again])
+        return again
+
+    def _stop(self, call: GrammarCall) -> None:
+        state_of(call.request).call = call
+        self._stopped.append(call.request)
+
+    def _note(self, call: GrammarCall, slow: float) -> None:
+        state = state_of(call.request)
+        state.seconds, state.is_slow = call.seconds, call.seconds > slow
+        state.error = call.mask_error
+        state.mask = None if call.is_end or call.error or call.mask_error else call.mask
+
+    def _outcome(self, call: GrammarCall) -> Finish | bool | None:
+        """Of a held request: its end; true: it goes on; None: it is held."""
+        if call.is_finished:
+            self._note(call, SLOW)
+            if error := call.error or call.mask_error:
+                return Finish("error", error=error)
+            return Finish("stop") if call.is_end else True
+        if error := call.over_budget():  # it may be a call that never ends
+            return Finish("error", error=error)
+        if call.thread is None and time.monotonic() - call.queued_at > PATIENCE:
+            return Finish("error", error=f"{QUEUE_FULL}: other grammars keep the threads busy; try again later")
+        return None
 
 
-def fill_rows(rows: Rows, enough: float = math.inf) -> float:
-    """Fill masks until none is left, or so many CPU seconds are spent. Several threads may take from the same rows. -> CPU seconds of
-    this thread."""
-    first = last = time.thread_time()  # a process that was stopped, or has no core, is not the grammar's fault
-    while rows and last - first < enough:
-        try:
-            request, mask = rows.popleft()
-        except IndexError:  # another thread took the last one
-            break
-        _fill_row(request, mask)
-        now = time.thread_time()
-        if now - last > SLOWEST:
-            sentence = f"one token takes {now - last:.1f} s to look for, the limit is {SLOWEST:g} s; simplify it"
-            request.grammar = FailedGrammar(ValueError(sentence))
-        last = now
-    return last - first
+def _result(call: GrammarCall | None, request: Request) -> tuple[bool, str]:
+    if call is None:
+        return False, state_of(request).error
+    return (call.is_end, call.error) if call.is_finished else (False, "")
 
 
-def _fill_row(request: Request, mask: np.ndarray) -> None:
-    """One request's mask; a grammar that raises is replaced."""
-    assert request.grammar is not None
-    try:
-        is_limited = request.grammar.fill(mask)
-    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-        request.grammar, is_limited = FailedGrammar(error), False
-    if not is_limited:
-        mask[:] = -1
+def state_of(request: Request) -> GrammarState:
+    """Made when it is asked for first: most requests have no grammar."""
+    if request.grammar_state is None:
+        request.grammar_state = GrammarState()
+    return request.grammar_state
 
 
 def advance(grammar: Grammar, token: int) -> tuple[bool, str]:
@@ -140,7 +282,7 @@ def advance(grammar: Grammar, token: int) -> tuple[bool, str]:
         if not grammar.accept(token):
             return False, BROKEN_GRAMMAR
         return grammar.is_finished(), ""
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
         return False, sentence_of(error)
 
 

@@ -6,6 +6,7 @@ filled there.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frame.core.grammar_masks import sentence_of
+from frame.core.grammar_masks import GrammarMeter, MeteredGrammar, sentence_of
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.request import QUEUE_FULL, timed_out
@@ -26,7 +27,9 @@ Key = tuple[str, str]  # kind, source
 
 
 class CompilerProcess(Protocol):
-    """A process that compiles, one grammar at a time."""
+    """A process that compiles, one grammar at a time. `cpu_seconds`: CPU that the last one took."""
+
+    cpu_seconds: float
 
     def compile(self, kind: str, source: str) -> bytes:
         """What `GrammarBackend.dump` made of it. Raises ValueError, one sentence, also when a limit ended the process, TooLongError when
@@ -39,13 +42,14 @@ class CompilerProcess(Protocol):
 @dataclass(frozen=True, slots=True)
 class GrammarSettings:
     """`kinds` that the backend compiles; `patience`: most seconds that a grammar waits behind others that
-    took all the time they may; `cache_bytes` of compiled grammars are kept; `workers` compile at a time; `request_timeout`: the deadline
-    in seconds of a request without one of its own."""
+    took all the time they may; `cache_bytes` of compiled grammars are kept; `workers` compile at a time; `budget`: CPU seconds of one
+    request's grammar, compiled and at work; `request_timeout`: the deadline in seconds of a request without one of its own."""
 
     kinds: tuple[str, ...] = GRAMMAR_KINDS
     workers: int = 1
     patience: float = 10.0
     cache_bytes: int = 256 * 1024 * 1024
+    budget: float = math.inf
     request_timeout: float = 600.0
 
 
@@ -87,7 +91,7 @@ class _Compilation:
     """One grammar under way, for all requests that want it."""
 
     key: Key
-    future: Future[CompiledGrammar]
+    future: Future[tuple[CompiledGrammar, float]]  # and the CPU seconds that it took
     rids: set[str] = field(default_factory=set)
 
 
@@ -159,7 +163,7 @@ class GrammarCompiler:
             error = self._compiling[key].future.exception()
             if error is None or isinstance(error, ValueError):  # others may pass
                 # the sentence alone: an error as it was raised keeps the frames that it went through
-                self._cache.put(key, self._compiling[key].future.result() if error is None else ValueError(str(error)))
+                self._cache.put(key, self._compiling[key].future.result()[0] if error is None else ValueError(str(error)))
             del self._compiling[key]
         now = self._clock()
         outcomes = [(each, self._outcome(each, now)) for each in self._waiting.values()]
@@ -185,7 +189,7 @@ class GrammarCompiler:
 
     def _outcome(self, waiting: _Waiting, now: float) -> Grammar | Finish | None:
         deadline = self._settings.request_timeout if waiting.message.deadline is None else waiting.message.deadline
-        return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting.source)
+        return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting.source, self._settings.budget)
 
     def _forget(self, rid: str) -> None:
         """Let a request go; a compilation that has not begun and that no other request wants is cancelled."""
@@ -197,17 +201,19 @@ class GrammarCompiler:
 
     # in the threads -----------------------------------------------------------------------------------------------------
 
-    def _compile(self, key: Key, since: float) -> CompiledGrammar:
+    def _compile(self, key: Key, since: float) -> tuple[CompiledGrammar, float]:
         if time.monotonic() - since > self._settings.patience and self._held_up_at > since:  # a long queue alone is no fault
             raise TooBusyError("other grammars keep the compilers busy; try again later")
         backend = self._loaded()
+        began = time.thread_time()
         if self._start_process is None:
-            return backend.compile(*key)
+            return backend.compile(*key), time.thread_time() - began
         if not hasattr(self._own, "process"):
             self._own.process = self._start_process()
             self._processes.append(self._own.process)
         try:
-            return backend.load(*key, self._own.process.compile(*key))
+            loaded = backend.load(*key, self._own.process.compile(*key))
+            return loaded, time.thread_time() - began + self._own.process.cpu_seconds
         except TooLongError:
             self._held_up_at = time.monotonic()
             raise
@@ -219,7 +225,7 @@ class GrammarCompiler:
             return self._backend
 
 
-def _outcome(source: _Compilation | CompiledGrammar | ValueError) -> Grammar | Finish | None:
+def _outcome(source: _Compilation | CompiledGrammar | ValueError, budget: float) -> Grammar | Finish | None:
     """A grammar to start with, or why there is none; None: not yet."""
     error: BaseException | None = source if isinstance(source, ValueError) else None
     if isinstance(source, _Compilation):
@@ -230,8 +236,11 @@ def _outcome(source: _Compilation | CompiledGrammar | ValueError) -> Grammar | F
         return Finish("error", error=f"{QUEUE_FULL}: {error}")
     if error is not None:
         return Finish("error", error=sentence_of(error))
-    compiled = source.future.result() if isinstance(source, _Compilation) else source
+    assert not isinstance(source, ValueError)
+    compiled, seconds = source.future.result() if isinstance(source, _Compilation) else (source, 0.0)
     try:
-        return compiled.start()  # type: ignore[union-attr]  # no ValueError any more
+        meter = GrammarMeter(budget, seconds)
+        meter.check()
+        return MeteredGrammar(compiled.start(), meter)
     except Exception as raised:  # noqa: BLE001 - the backend's fault, and this request's alone
         return Finish("error", error=sentence_of(raised))

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.grammar_masks import state_of
 from frame.core.interfaces.runner import MOST_SINGLE
 from frame.core.request_table import GRAMMAR
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from frame.core.grammar_masks import GrammarMeter
     from frame.core.interfaces.sampling import Grammar
     from frame.core.running import RunningSet
     from frame.core.sampling_params import SamplingParams
@@ -41,6 +43,11 @@ class ForeseeingGrammar:
         self._next: np.ndarray | None = None  # the mask after `forced`, where it is known
         self._ends: bool | None = None  # whether nothing may follow `forced`, where that is known
         self._error: Exception | None = None  # of the look ahead; raised when its turn comes
+
+    @property
+    def meter(self) -> GrammarMeter | None:
+        """Of the grammar within."""
+        return getattr(self._grammar, "meter", None)
 
     def fill(self, mask: np.ndarray) -> bool:
         if not self.forced:
@@ -134,7 +141,9 @@ class JumpForward:
         room = min(MOST_SINGLE, self._tokens - len(slots)) if self._tokens else MOST_AHEAD * len(slots)
         for slot in slots[(a.special[slots] & GRAMMAR) != 0].tolist():
             request = table.requests[slot]  # None: it has ended
-            if request is None or not isinstance(request.grammar, ForeseeingGrammar) or not request.grammar.forced:
+            if request is None or not isinstance(request.grammar, ForeseeingGrammar):
+                continue
+            if state_of(request).call is not None or not request.grammar.forced:  # a thread is at it
                 continue
             most = request.max_total - 1 - int(a.known[slot])  # the last token is drawn, which ends the request
             run = request.grammar.take(fewest, min(most, room), request.stop_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from frame.core.interfaces.cache import Match
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish
 from frame.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from frame.core.grammar_masks import GrammarState
 
 # Prefixes of `Finish.error`, so that the HTTP side can tell a 503 and a 504 from a 400 without a second field.
 QUEUE_FULL = "queue full"
@@ -58,6 +61,7 @@ class Request:
     priority: int = 0
     namespace: str = ""
     grammar: Grammar | None = None
+    grammar_state: GrammarState | None = None
     output: array[int] = field(default_factory=lambda: array("i"))
     state: RequestState = RequestState.WAITING
     slot: int = -1

@@ -17,7 +17,7 @@ import numpy as np
 
 from frame.core.accounting import audit_accounts, check_accounts, repair_accounts
 from frame.core.admission import Admission, SchedulerConfig
-from frame.core.grammar_masks import MaskFiller
+from frame.core.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.sampling import Grammar
@@ -66,8 +66,8 @@ class Scheduler:
         self._admission = Admission(config)
         self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
         self._planner = StepPlanner(config, self._running, self._queue, policy)
-        self._outcome = StepOutcome(self._running, self._end_running, clock)
-        self._mask_filler = MaskFiller()
+        self._grammars = GrammarCalls(config.vocab_size)
+        self._outcome = StepOutcome(self._running, self._end_running, clock, self._grammars)
         self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
@@ -110,8 +110,8 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """End the threads that make grammars' masks."""
-        self._mask_filler.close()
+        """End the threads that call grammars."""
+        self._grammars.close()
 
     # steps --------------------------------------------------------------------------------------------------------------
 
@@ -122,23 +122,28 @@ class Scheduler:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
         for request in self._deadlines.expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
+        self._settle_grammars()
         rows = self._planner.plan(self._step, now)
         if not rows:
             return None
         batch, record = self._assemble(rows)
         self._running.in_flight.append(record)
+        self._stop_grammars()
         self._step += 1
         return batch
 
     def mask(self, batch: ScheduledBatch) -> np.ndarray | None:
         """The mask of a batch whose `mask_follows`; all steps before it must be committed."""
-        return self._masks(batch.slots[batch.samples])
+        mask = self._masks(batch.slots[batch.samples])
+        self._stop_grammars()
+        return mask
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> Tokens:
         """Take in the tokens of the oldest step in flight. Rows whose request has left since are ignored."""
         record = self._running.begin_commit(batch.step)
         tokens = self._outcome.apply(record, result)
         self._running.end_commit(record)
+        self._stop_grammars()
         return tokens
 
     def fail(self, batch: ScheduledBatch, error: str) -> Tokens:
@@ -187,7 +192,7 @@ class Scheduler:
         total, evictable = self.config.num_pages - 1, ledger.cache.num_evictable
         return {
             "running": len(self._running),
-            "waiting": len(self._queue),
+            "waiting": len(self._queue) + len(self._grammars),
             "used_pages": total - ledger.allocator.num_free - evictable,
             "total_pages": total,
             "evictable_pages": evictable,
@@ -255,14 +260,30 @@ class Scheduler:
         table = self._running.table
         if not table.num_grammars:
             return None
-        mask = self._mask_filler.fill(table, slots, self.config.vocab_size)
+        mask = self._grammars.fill(table, slots)
         self._jumps.apply(slots)
         return mask
+
+    def _stop_grammars(self) -> None:
+        """Take requests off the device whose grammars are slow, until their masks are made. Their rows in the step in flight are void, as
+        those of requests that ended."""
+        for request in self._grammars.take_stopped():
+            if request.state == RequestState.RUNNING:
+                self._running.leave(request, keep=True, state=RequestState.WAITING)
+                self._grammars.hold(request)
+
+    def _settle_grammars(self) -> None:
+        """Let held requests go on, or end."""
+        for request, finish in self._grammars.settle():
+            self._queue.push_front(request)
+            if finish is not None:
+                self._end(request, finish)
 
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""
         if request.state == RequestState.WAITING:
-            self._queue.remove(request)
+            if not self._grammars.drop(request):
+                self._queue.remove(request)
             request.state = RequestState.FINISHED
             self._forget(request, finish)
         else:

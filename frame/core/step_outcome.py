@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from frame.core.grammar_masks import advance
+from frame.core.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
-from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, TokenLogprobs, Tokens
 from frame.core.request import NOT_FINITE, Request
 from frame.core.request_table import FIRST, LOGPROBS, PROMPT_LOGPROBS
@@ -33,14 +32,17 @@ class Sampled:
 
 
 class StepOutcome:
-    """`end(request, finish, keep)` takes a finished request off the device; `clock` is the scheduler's."""
+    """`end(request, finish, keep)` takes a finished request off the device; `clock` is the scheduler's, and so is `grammars`."""
 
-    def __init__(self, running: RunningSet, end: Callable[[Request, Finish, bool], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, running: RunningSet, end: Callable[[Request, Finish, bool], None], clock: Callable[[], float], grammars: GrammarCalls
+    ) -> None:
         self.num_generated = 0
         self._running = running
         self._table = running.table
         self._end = end
         self._clock = clock
+        self._grammars = grammars
 
     def apply(self, record: InFlight, result: StepResult) -> Tokens:
         """Append tokens (or hand out vectors), stop, insert, free. `record` must not be in flight any more."""
@@ -117,6 +119,7 @@ class StepOutcome:
         if not special.any():
             return
         rows = np.flatnonzero(special)
+        drawn: list[tuple[int, Request, int]] = []  # tokens for grammars
         columns = [each[rows].tolist() for each in (sampled.slots, special, sampled.tokens, sampled.fresh)]
         for i, slot, flags, token, is_fresh in zip(rows.tolist(), *columns, strict=True):  # lists: reading arrays one by one is slow
             request = self._table.request(slot)
@@ -132,7 +135,13 @@ class StepOutcome:
                 self.num_generated += len(request.unsent)
                 request.unsent = []
             if request.grammar is not None and i not in sampled.finishes and is_fresh:
-                _advance_grammar(request.grammar, token, i, sampled)
+                drawn.append((i, request, token))
+        for (i, _, _), (is_end, error) in zip(drawn, self._grammars.accept([each[1:] for each in drawn]), strict=True):
+            if error:
+                sampled.finishes[i] = Finish("error", error=error)
+                sampled.broken.add(i)
+            elif is_end:
+                sampled.finishes[i] = Finish("stop")
 
     def _add_first(self, request: Request, flags: int, i: int, message: Tokens) -> None:
         """What comes with a request's first token only."""
@@ -171,15 +180,6 @@ def _report_start(request: Request, i: int, message: Tokens) -> None:
     """What a request's first result says about its beginning."""
     message.cached[i] = request.cached_tokens
     message.waited[i] = round(request.admitted - request.arrival, 6)
-
-
-def _advance_grammar(grammar: Grammar, token: int, i: int, sampled: Sampled) -> None:
-    is_finished, error = advance(grammar, token)
-    if error:
-        sampled.finishes[i] = Finish("error", error=error)
-        sampled.broken.add(i)
-    elif is_finished:
-        sampled.finishes[i] = Finish("stop")
 
 
 def _token_logprobs(request: Request, token: int, logprob: float, entry: int, result: StepResult) -> TokenLogprobs:

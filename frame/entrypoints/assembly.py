@@ -127,6 +127,7 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
         workers=max(1, sampling.grammar_workers),
         patience=sampling.grammar_timeout,
         cache_bytes=sampling.grammar_cache,
+        budget=sampling.grammar_budget,
         request_timeout=resolved.user.scheduler.request_timeout,
     )
     return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)

@@ -45,6 +45,7 @@ class GrammarProcess:
         self._command = command
         self._config = resolved.model_dump_json()
         self._seconds = resolved.user.sampling.grammar_timeout
+        self.cpu_seconds = 0.0  # of the last compilation
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -55,7 +56,7 @@ class GrammarProcess:
         answer = _read(process, time.monotonic() + self._seconds + GRACE)
         if answer is None:
             raise self._ended(process, kind)
-        is_well, data = msgspec.msgpack.decode(answer, type=tuple[bool, bytes])
+        is_well, data, self.cpu_seconds = msgspec.msgpack.decode(answer, type=tuple[bool, bytes, float])
         if not is_well:
             raise ValueError(data.decode())
         return data
@@ -182,9 +183,10 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     while (frame := _next_frame()) is not None:
         kind, source = msgspec.msgpack.decode(frame, type=tuple[str, str])
         signal.setitimer(signal.ITIMER_REAL, sampling.grammar_timeout)
+        began = time.process_time()
         found = compile_one(backend, kind, source)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(answers, msgspec.msgpack.encode(found))
+        _answer(answers, msgspec.msgpack.encode((*found, time.process_time() - began)))
 
 
 def compile_one(backend: GrammarBackend, kind: str, source: str) -> tuple[bool, bytes]:

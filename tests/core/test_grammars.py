@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
-from frame.core.grammar_masks import SLOWEST, FailedGrammar, MaskFiller, advance, replay
 from frame.core.grammars import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.messages import Finish, Generate
-from frame.core.request import Request
-from frame.core.request_table import RequestTable
 from frame.core.sampling_params import SamplingParams
 
 
@@ -119,6 +113,8 @@ def test_a_kind_that_the_backend_has_not_is_refused() -> None:
 
 def test_who_waits_behind_grammars_that_take_too_long_is_told_to_come_back() -> None:
     class Slow:
+        cpu_seconds = 0.0
+
         def compile(self, kind: str, source: str) -> bytes:
             assert backend.gate.wait(20)
             if source == "bomb":
@@ -194,6 +190,7 @@ def test_the_cache_holds_the_most_recently_used() -> None:
 def test_processes_compile_and_the_backend_loads() -> None:
     class Process:
         closed = 0
+        cpu_seconds = 0.0
 
         def compile(self, kind: str, source: str) -> bytes:
             return source.upper().encode()
@@ -214,147 +211,3 @@ def test_processes_compile_and_the_backend_loads() -> None:
     assert backend.sources == ["X"]
     compiler.close()
     assert Process.closed == 1
-
-
-def test_a_failed_grammar_ends_its_request() -> None:
-    failed = FailedGrammar(ValueError("it is too complex"))
-    assert not failed.fill(np.zeros(2, np.int32))
-    assert advance(failed, 3) == (False, "invalid grammar: it is too complex")
-    assert replay(failed, [1]) == "invalid grammar: it is too complex"
-    assert replay(Free(), [1, 2]) == "" and "breaks" in replay(Free(), [7])
-
-
-def one_row(grammar: Grammar) -> tuple[RequestTable, Request, np.ndarray]:
-    table = RequestTable(2, 4)
-    request = Request("r", np.array([1], np.int32), SamplingParams(regex="x"), 0, 0, 0.0, 100.0, 10)
-    request.tokens, request.grammar = request.all_tokens(), grammar
-    table.enter(request)
-    return table, request, np.array([request.slot])
-
-
-def test_a_backend_that_raises_ends_its_request_alone() -> None:
-    class Broken(Free):
-        def fill(self, mask: np.ndarray) -> bool:
-            raise KeyError("lost")
-
-    class Unstartable(Compiled):
-        def start(self) -> Grammar:
-            raise RuntimeError("no room")
-
-    class Backend(GrammarBackend):
-        def compile(self, kind: str, source: str) -> CompiledGrammar:
-            return Unstartable(1)
-
-    table, request, slots = one_row(Broken())
-    mask = MaskFiller(1).fill(table, slots, 40)
-    assert mask is not None and (mask == -1).all() and request.grammar is not None
-    assert advance(request.grammar, 3) == (False, "the grammar backend failed: KeyError: 'lost'")
-    compiler = GrammarCompiler(lambda: Backend(None, 40))
-    compiler.hold(ask("r", regex="x"))
-    assert collect(compiler, 1)["r"] == Finish("error", error="the grammar backend failed: RuntimeError: no room")
-    compiler.close()
-
-
-def test_slow_masks_end_their_request_and_stopped_processes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Free):
-        def fill(self, mask: np.ndarray) -> bool:
-            times.append(times[-1] + SLOWEST + 0.1)
-            return False
-
-    times = [0.0]
-    monkeypatch.setattr(time, "thread_time", lambda: times[-1])
-    table, slow, slots = one_row(Slow())
-    MaskFiller(1).fill(table, slots, 40)
-    assert isinstance(slow.grammar, FailedGrammar) and "simplify it" in advance(slow.grammar, 3)[1]
-
-    monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # no work, however long it took
-    monkeypatch.setattr(time, "perf_counter", lambda: times[-1])
-    table, stopped, slots = one_row(Slow())
-    MaskFiller(1).fill(table, slots, 40)
-    assert not isinstance(stopped.grammar, FailedGrammar)
-
-
-class Numbered(Free):
-    """Allows one token, and says in which threads it was asked; `work`: what it does before."""
-
-    def __init__(self, token: int, work: Callable[[], object]) -> None:
-        self.token, self.work = token, work
-        self.threads: list[str] = []
-
-    def fill(self, mask: np.ndarray) -> bool:
-        self.threads.append(threading.current_thread().name)
-        self.work()
-        mask[:] = 0
-        mask[self.token // 32] = 1 << (self.token % 32)
-        return True
-
-
-def busy() -> None:
-    """Native work outside of the interpreter's lock."""
-    hashlib.sha256(bytes(1 << 20)).digest()
-
-
-def rows_of(grammars: list[Grammar]) -> tuple[RequestTable, np.ndarray]:
-    table = RequestTable(len(grammars) + 1, 4)
-    slots = []
-    for i, grammar in enumerate([*grammars, None]):
-        request = Request(str(i), np.array([1], np.int32), SamplingParams(), 0, i, 0.0, 100.0, 10)
-        request.tokens, request.grammar = request.all_tokens(), grammar
-        table.enter(request)
-        slots.append(request.slot)
-    return table, np.array(slots)
-
-
-def test_several_threads_make_the_masks_that_one_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame.core.grammar_masks.PAYING", 1e9)  # however busy this machine is
-    grammars = [Numbered(i, busy) for i in range(12)]
-    table, slots = rows_of([*grammars])
-    expected = MaskFiller(1).fill(table, slots, 40)
-    assert expected is not None and (expected[:12, 0] == 1 << np.arange(12)).all() and (expected[12] == -1).all()
-    assert {name for grammar in grammars for name in grammar.threads} == {threading.current_thread().name}
-    filler = MaskFiller(3)
-    for _ in range(20):
-        assert np.array_equal(filler.fill(table, slots, 40), expected)  # type: ignore[arg-type]
-    names = {name for grammar in grammars for name in grammar.threads}
-    assert any(name.startswith("masks") for name in names) and len(names) <= 3
-    filler.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("masks")]
-    assert np.array_equal(filler.fill(table, slots, 40), expected)  # type: ignore[arg-type]
-
-
-def test_rows_that_raise_or_are_slow_fail_alone_in_whatever_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ValueError("it is too complex")
-
-    def work_long() -> None:
-        for _ in range(60):
-            busy()
-
-    monkeypatch.setattr("frame.core.grammar_masks.PAYING", 1e9)
-    filler = MaskFiller(3)
-    table, slots = rows_of([Numbered(i, busy) for i in range(6)])
-    filler.fill(table, slots, 40)  # so that the next step is worth threads
-    monkeypatch.setattr("frame.core.grammar_masks.SLOWEST", 0.015)
-    table, slots = rows_of([Numbered(i, fail if i in (0, 3) else work_long if i == 5 else int) for i in range(6)])
-    mask = filler.fill(table, slots, 40)
-    assert mask is not None and mask[:, 0].tolist() == [-1, 2, 4, -1, 16, 32, -1]
-    left = [request.grammar for request in table.requests if request is not None]
-    assert [isinstance(grammar, FailedGrammar) for grammar in left] == [True, False, False, True, False, True, False]
-    assert left[0] is not None and advance(left[0], 3) == (False, "invalid grammar: it is too complex")
-    assert left[5] is not None and "simplify it" in advance(left[5], 3)[1]
-    filler.close()
-
-
-def test_threads_that_do_not_pay_are_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame.core.grammar_masks.PAYING", 0.0)  # nothing pays
-    grammars = [Numbered(i, busy) for i in range(6)]
-    table, slots = rows_of([*grammars])
-    filler = MaskFiller(3)
-    for _ in range(2):
-        filler.fill(table, slots, 40)
-    counts = [len([name for grammar in grammars for name in grammar.threads if name.startswith("masks")])]
-    for _ in range(5):
-        filler.fill(table, slots, 40)
-        counts.append(len([name for grammar in grammars for name in grammar.threads if name.startswith("masks")]))
-    assert counts == counts[:1] * 6
-    filler.close()
