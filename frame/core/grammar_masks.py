@@ -26,8 +26,8 @@ BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP si
 BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
 MOST_THREADS = 8
 SHARE = 250e-6  # CPU seconds of a step's calls for each thread that makes them; to call one costs about 50 microseconds
-SLOW = 0.005  # CPU seconds of a call; the next one of that request runs beside the steps
-CROWDED = 0.01  # CPU seconds of a step's calls, from which on a quarter of that is slow
+SLOW = 0.002  # CPU seconds of a call; the next one of that request runs beside the steps
+CROWDED = 0.004  # CPU seconds of a step's calls, from which on a quarter of that is slow
 TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
 PATIENCE = 10.0  # seconds that a request waits for a thread while other grammars keep all of them
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 import frame
 from frame.core.config import FrameConfig, Section, setting
 
-MOST_FIELDS = 100
+MOST_FIELDS = 110
 
 
 def unsorted_or_missing(module: Any) -> list[str]:
