@@ -15,6 +15,9 @@ import yaml
 from frame.core.errors import ConfigError
 
 _MOST_DEPTH = 16
+_MOST_VALUES = 10_000
+_MOST_DIGITS = 400
+_MOST_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class _Loader(yaml.SafeLoader):
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     """`010` is ten: only YAML 1.1 took it for eight."""
     text = node.value
+    if len(text) > _MOST_DIGITS:
+        raise ConfigError(f"the number has {len(text.lower().removeprefix('0x'))} digits; {_MOST_DIGITS} are read at most.")
     return int(text, 16) if text.lower().startswith("0x") else int(text)
 
 
@@ -66,15 +71,19 @@ def read_yaml(path: str | Path) -> Located:
 def parse_yaml(text: str, name: str) -> Located:
     """YAML text, `name` standing for the file in places and errors."""
     loader: _Loader | None = None
+    if len(text.encode(errors="replace")) > _MOST_BYTES:
+        raise ConfigError(f"{name}: larger than {_MOST_BYTES} bytes, which no configuration needs.")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return Located(None, f"{name}:1") if node is None else _value(loader, node, name, 0)
+        return Located(None, f"{name}:1") if node is None else _Reader(loader, name).read(node, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from None
+    except RecursionError:  # of the parser
+        raise ConfigError(f"{name}: nested more than {_MOST_DEPTH} deep.") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -87,24 +96,43 @@ def plain(located: Located) -> Any:
     return located.value
 
 
-def _value(loader: yaml.SafeLoader, node: yaml.Node, name: str, depth: int) -> Located:
-    place = f"{name}:{node.start_mark.line + 1}"
-    if depth > _MOST_DEPTH:
-        raise ConfigError(f"{place}: nested more than {_MOST_DEPTH} deep.")
-    if isinstance(node, yaml.MappingNode):
+class _Reader:
+    """Makes values of one file's nodes. Aliases make one node part of many values, so values are counted as they are made."""
+
+    def __init__(self, loader: _Loader, name: str) -> None:
+        self._loader = loader
+        self._name = name
+        self._count = 0
+
+    def read(self, node: yaml.Node, depth: int) -> Located:
+        place = self._place(node)
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise ConfigError(f"{place}: more than {_MOST_VALUES} values, those that aliases (*name) repeat counted each time.")
+        if depth > _MOST_DEPTH:
+            raise ConfigError(f"{place}: nested more than {_MOST_DEPTH} deep.")
+        if isinstance(node, yaml.MappingNode):
+            return Located(self._mapping(node, depth), place)
+        if isinstance(node, yaml.SequenceNode):
+            return Located([plain(self.read(item, depth + 1)) for item in node.value], place)
+        try:
+            return Located(self._loader.construct_object(node), place)  # type: ignore[no-untyped-call]
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
         found: dict[str, Located] = {}
         for key_node, value_node in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            here = f"{name}:{key_node.start_mark.line + 1}"
+            here = self._place(key_node)
             if key is None:
                 raise ConfigError(f"{here}: a key must be a word.")
             if key == "<<":
                 raise ConfigError(f"{here}: merge keys (<<) are not read; write the settings out.")
             if key in found:
                 raise ConfigError(f"{here}: the key {key!r} is given twice (first at {found[key].place}); keep one.")
-            value = _value(loader, value_node, name, depth + 1)
-            found[key] = Located(value.value, here)
-        return Located(found, place)
-    if isinstance(node, yaml.SequenceNode):
-        return Located([plain(_value(loader, item, name, depth + 1)) for item in node.value], place)
-    return Located(loader.construct_object(node), place)  # type: ignore[no-untyped-call]
+            found[key] = Located(self.read(value_node, depth + 1).value, here)
+        return found
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}"

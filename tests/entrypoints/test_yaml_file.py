@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -73,3 +74,30 @@ def test_what_is_wrong_is_named(text: str, words: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "f.yaml")
     assert words in str(caught.value)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (BOMB, r"x:\d: more than 10000 values, those that aliases \(\*name\) repeat counted each time"),
+        ("a: " + "[" * 20_000, "nested more than 16 deep"),
+        ("a: " + "{b: " * 5_000, "nested more than 16 deep"),
+        ("a: &a [*a]", "nested more than 16 deep"),
+        ("a: " + "9" * 5000, "x:1: the number has 5000 digits"),
+        ("a: 0x" + "f" * 5000, "x:1: the number has 5000 digits"),
+        ("# " + "x" * (1 << 18), "x: larger than 262144 bytes"),
+    ],
+    ids=["aliases", "lists", "mappings", "cycle", "digits", "hexadecimal", "size"],
+)
+def test_what_costs_more_than_a_configuration(text: str, sentence: str) -> None:
+    since = time.process_time()
+    with pytest.raises(ConfigError, match=sentence):
+        parse_yaml(text, "x")
+    assert time.process_time() - since < 5
+
+
+def test_aliases_may_be_used() -> None:
+    assert plain(parse_yaml("a: &x {b: 1}\nc: *x\n", "x")) == {"a": {"b": 1}, "c": {"b": 1}}
