@@ -92,7 +92,7 @@ async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
 
 async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
     try:
-        return await count_prompt(services, request) <= room
+        return len(await services.encode(chat_of(services, request), most=max(room, 0))) <= room
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise

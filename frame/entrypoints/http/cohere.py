@@ -85,7 +85,7 @@ async def embed(call: Call, services: Services) -> None:
         {
             "id": uuid.uuid4().hex,
             "response_type": "embeddings_by_type",
-            "embeddings": {form: written(vectors, form) for form in request.embedding_types or ("float",)},
+            "embeddings": {form: written(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
             "texts": request.the_texts(),
             "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
         }

@@ -113,8 +113,7 @@ def _store(call: Call, services: Services, name: str, body: bytes, found: list[d
     """Raise ApiError where the conversation is larger than a key may store."""
     data = _encode(found)
     if not services.responses.fits(call.tenant, body, data):
-        most = services.responses.room_of(call.tenant)[1]
-        sentence = f"the conversation would have {len(data)} bytes; a key may store {most} (server.response_store_bytes); delete items"
+        sentence = f"the conversation would have {len(data)} bytes, more than this key may store or a request may bring; delete items"
         raise ApiError(413, sentence, "items")
     services.responses.put(name, call.tenant, body, data)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from frame.entrypoints.http.bodies import LEAST_BODY, problem_of
+
 OVERHEAD = 512  # bytes of an entry besides its texts
 EVENT_OVERHEAD = 64  # bytes of an event besides its text
 
@@ -119,13 +121,17 @@ class Shelf(OrderedDict[str, Stored]):
 class ResponseStore:
     """By tenant and name: what belongs to another key is as if it were not there. `ttl` in seconds. `share`: the part of all room that
     one key may fill; its own oldest entry makes room for its next. When all keys together need more than there is, the key that holds
-    the most loses its oldest entry, so that a key which stores much never evicts one which stores little."""
+    the most loses its oldest entry, so that a key which stores much never evicts one which stores little. The items of one entry are
+    bounded as a request's body is, by `max_items_bytes` and in their parts, because requests decode them."""
 
-    def __init__(self, max_entries: int = 0, max_bytes: int = 0, ttl: float = 0.0, share: float = 1.0) -> None:
+    def __init__(
+        self, max_entries: int = 0, max_bytes: int = 0, ttl: float = 0.0, share: float = 1.0, max_items_bytes: int = LEAST_BODY
+    ) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl = ttl
         self._share = share
+        self._max_items_bytes = max_items_bytes
         self._shelves: dict[str, Shelf] = {}
         self._count = 0
         self.num_bytes = 0
@@ -143,10 +149,10 @@ class ResponseStore:
         return max(1, int(self._max_entries * share)), int(self._max_bytes * share)
 
     def put(self, name: str, tenant: str, body: bytes, items: bytes, num_input: int = 0, log: EventLog | None = None) -> bool:
-        """Store an entry, in place of one of that name. False when it is larger than all room of its tenant, and is not stored."""
+        """Store an entry, in place of one of that name. False when it does not fit, and is not stored."""
         self._drop(name, tenant, log)
         stored = Stored(tenant, body, items, num_input, time.monotonic(), log)
-        if not self.is_on or stored.size > self.room_of(tenant)[1]:
+        if not self.is_on or stored.size > self.room_of(tenant)[1] or not self.fits(tenant, body, items):
             return False
         shelf = self._shelves.setdefault(tenant, Shelf())
         shelf[name] = stored
@@ -156,8 +162,10 @@ class ResponseStore:
         return True
 
     def fits(self, tenant: str, body: bytes, items: bytes) -> bool:
-        """Whether an entry fits into all room of its tenant."""
-        return len(body) + len(items) + OVERHEAD <= self.room_of(tenant)[1]
+        """Whether an entry fits into all room of its tenant, and its items into what a request may bring."""
+        if len(body) + len(items) + OVERHEAD > self.room_of(tenant)[1] or len(items) > self._max_items_bytes:
+            return False
+        return problem_of(items) is None
 
     def append_items(self, name: str, tenant: str, items: list[dict[str, Any]]) -> bool:
         """Append to an entry. False, and nothing is changed, when it is gone or would be too large."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from frame.entrypoints.answers import Answer
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.chat import begin_chat, count_prompt, shortened
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.items import containers_of, item_of, page_of, stored_items
+from frame.entrypoints.http.items import containers_of, page_of, stored_items
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.response_store import EventLog, Stored
 from frame.entrypoints.http.responses_answer import ResponseAnswer, Turn
@@ -21,6 +22,7 @@ from frame.entrypoints.http.responses_schema import ResponsesRequest
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 
 _decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
+MOST_CONTAINERS = 32  # ids of responses and conversations that the references of one request are looked up in
 NOTHING_STORED = "this server keeps none (--response-store-size)"
 
 
@@ -65,35 +67,42 @@ async def _prepare(call: Call, services: Services, request: ResponsesRequest, na
         history = stored_of(call, services, conversation, "conversation").conversation()
     elif request.previous_response_id:
         history = stored_of(call, services, request.previous_response_id, "previous_response_id").conversation()
-    items = _without_references(call, services, history, request.items())
+    items = await _without_references(call, services, history, request.items())
     chat = request.chat(history, items, name)
     if request.truncation == "auto":
         chat = await shortened(services, chat)
     return Turn(request, call.tenant, history, stored_items(items, name), conversation), chat
 
 
-def _without_references(
+async def _without_references(
     call: Call, services: Services, history: list[dict[str, Any]], items: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The items, with stored ones where they were referred to by id. Raises ApiError."""
-    found = []
-    for place, item in enumerate(items):
-        is_reference = item.get("type") == "item_reference" or (item.keys() == {"id"})
-        found.append(_referenced(call, services, history, item.get("id"), f"input[{place}].id") if is_reference else item)
+    places = [i for i, item in enumerate(items) if item.get("type") == "item_reference" or item.keys() == {"id"}]
+    if not places:
+        return items
+    known, containers, found = _by_name(history), set[str](), list(items)
+    for place in places:
+        name, param = items[place].get("id"), f"input[{place}].id"
+        if not isinstance(name, str):
+            raise ApiError(400, f"{param}: expected a string", param)
+        for container in containers_of(name) if name not in known else ():
+            stored = services.responses.get(container, call.tenant) if container not in containers else None
+            containers.add(container)
+            if len(containers) > MOST_CONTAINERS:
+                sentence = f"{param}: the input refers to items of more than {MOST_CONTAINERS // 2} responses; send the items themselves"
+                raise ApiError(400, sentence, param)
+            if stored is not None:
+                known = _by_name(stored.conversation()) | known
+                await asyncio.sleep(0)  # decoding took its time
+        if name not in known:
+            raise ApiError(404, f"{param}: there is no item {name[:100]!r}, or it is no longer stored; send the item itself", param)
+        found[place] = known[name]
     return found
 
 
-def _referenced(call: Call, services: Services, history: list[dict[str, Any]], name: Any, place: str) -> dict[str, Any]:
-    if not isinstance(name, str):
-        raise ApiError(400, f"{place}: expected a string", place)
-    item = item_of(history, name)
-    for container in containers_of(name):
-        stored = services.responses.get(container, call.tenant) if item is None else None
-        if stored is not None:
-            item = item_of(stored.conversation(), name)
-    if item is None:
-        raise ApiError(404, f"{place}: there is no item {name[:100]!r}, or it is no longer stored; send the item itself", place)
-    return item
+def _by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {item["id"]: item for item in items if isinstance(item.get("id"), str)}
 
 
 async def _create_in_background(call: Call, services: Services, turn: Turn, chat: ChatRequest) -> None:

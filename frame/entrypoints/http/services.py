@@ -24,7 +24,7 @@ from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.client import EngineClient
 from frame.entrypoints.http.batch_files import FileStore
 from frame.entrypoints.http.batch_runner import BatchRunner
-from frame.entrypoints.http.bodies import MAX_MESSAGES
+from frame.entrypoints.http.bodies import MAX_MESSAGES, prompt_limit
 from frame.entrypoints.http.call import EVENT_STREAM
 from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
@@ -140,7 +140,7 @@ class Services:
         if self.tokenizer is not None:
             _ = self.tokenizer.bounds  # reading a large vocabulary takes a while, which no request should wait for
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
-        self.responses = ResponseStore(*store)
+        self.responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
         if batches.folder is not None:
             self.batches = BatchRunner(batches, FileStore(batches), self.shares, lambda: self.draining)
 

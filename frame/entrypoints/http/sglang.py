@@ -17,8 +17,8 @@ from frame.entrypoints.http.parsing import AnswerParser, ParserPair
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.http.tools import tool_use
 
-MOST_CHARS = 1 << 20  # of a text to be parsed
-SLICE = 4096  # characters that are parsed at a time: other requests run in between
+MOST_CHARS = 1 << 18  # of a text to be parsed
+SLICE = 1024  # characters that are parsed at a time: other requests run in between
 
 
 class SeparateReasoningRequest(msgspec.Struct, kw_only=True):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from frame.entrypoints.http import response_store
+from frame.entrypoints.http.bodies import MOST_PARTS
 from frame.entrypoints.http.response_store import OVERHEAD, EventLog, ResponseStore
 from tests.entrypoints.inprocess import serving
 
@@ -124,3 +127,50 @@ async def test_large_responses_of_one_key_leave_anothers_alone(tmp_path: Path) -
         assert await status("loud", theirs[0]) == 404, "its own oldest one made room"
         assert await status("loud", mine) == 404
         assert served.services.responses.num_bytes <= 32_768
+
+
+def test_the_items_of_an_entry_are_bounded_as_a_body_is() -> None:
+    store = ResponseStore(4, 100_000_000, 60.0, max_items_bytes=2_000_000)
+    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MOST_PARTS + 1) + b"{}]"), "decoding so many parts takes too long"
+    assert not store.put("a", "", b"{}", b'["' + b"x" * 2_000_000 + b'"]')
+    assert store.put("a", "", b"{}", b"[]")
+    assert not store.append_items("a", "", [{}] * (MOST_PARTS + 1))
+    assert store.get("a", "") is not None, "what does not fit changes nothing"
+    assert store.append_items("a", "", [{"id": "x"}])
+
+
+async def test_conversations_and_references_belong_to_their_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("mine\nother\n")
+    async with serving({"server": {"api_keys": str(keys)}}) as served:
+
+        async def ask(key: str, method: str, path: str, body: Any = None) -> Any:
+            headers = [(b"authorization", f"Bearer {key}".encode())]
+            answer = await served.request(method, path, b"" if body is None else msgspec.json.encode(body), headers)
+            return answer.status, answer.json()
+
+        items = [{"role": "user", "content": "secret"}]
+        _, talk = await ask("mine", "POST", "/v1/conversations", {"items": items})
+        path = f"/v1/conversations/{talk['id']}"
+        _, listed = await ask("mine", "GET", path + "/items")
+        name = listed["data"][0]["id"]
+        reference = {"input": [{"type": "item_reference", "id": name}], "max_output_tokens": 1}
+        begun = {"input": "x", "max_output_tokens": 1, "conversation": talk["id"]}
+        tries = [("GET", path, None), ("POST", path, {"metadata": {}}), ("DELETE", path, None), ("GET", path + "/items", None),
+                 ("POST", path + "/items", {"items": items}), ("GET", f"{path}/items/{name}", None),
+                 ("DELETE", f"{path}/items/{name}", None), ("POST", "/v1/responses", reference),
+                 ("POST", "/v1/responses", begun)]  # fmt: skip
+        for method, where, body in tries:
+            status, answer = await ask("other", method, where, body)
+            assert (status, "secret" in str(answer)) == (404, False), (method, where)
+        assert (await ask("mine", "POST", "/v1/responses", reference))[0] == 200
+        assert (await ask("mine", "GET", f"{path}/items/{name}"))[0] == 200
+        many = [{"type": "item_reference", "id": f"msg_{number:032x}_0"} for number in range(40)]
+        status, answer = await ask("mine", "POST", "/v1/responses", {"input": many})
+        assert (status, answer["error"]["param"]) == (404, "input[0].id")
+        for number in range(20):
+            one = [{"role": "user", "content": str(number)}]
+            many[number] = {"id": (await ask("mine", "POST", "/v1/conversations", {"items": one}))[1]["id"]}
+        names = [(await ask("mine", "GET", f"/v1/conversations/{many[number]['id']}/items"))[1]["data"][0] for number in range(20)]
+        status, answer = await ask("mine", "POST", "/v1/responses", {"input": [{"id": each["id"]} for each in names]})
+        assert (status, "items of more than 16" in answer["error"]["message"]) == (400, True)
