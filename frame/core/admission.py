@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frame.core.grammar_masks import replay
+from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
 from frame.core.request import Request
@@ -104,6 +105,7 @@ class Admission:
             stop_ids=params.ends(config.eos_ids),
             priority=message.priority,
             namespace=message.namespace,
+            tenant=owner_of(message.namespace),
             trace=message.trace,
             grammar=grammar,
             segment=message.segment,

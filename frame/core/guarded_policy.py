@@ -25,6 +25,7 @@ class GuardedPolicy:
         self._policy = policy
         self._quiet_until = -math.inf
         self.needs_matches = policy.needs_matches
+        self.by_priority = policy.by_priority
         self.may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
 
     def order(self, window: Sequence[Request], view: SchedulerView) -> Iterator[Request]:

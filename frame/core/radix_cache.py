@@ -9,12 +9,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Match, PrefixCache
+from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Match, PrefixCache, owner_of
 
 _NO_PAGES = np.empty(0, np.int32)
 _FIRST_IDS = 16  # tokens of a run that an outline shows
@@ -28,13 +28,16 @@ class Node:
     `version` tells heap entries that are out of date; a node without a parent has left the tree.
     """
 
-    __slots__ = ("children", "created", "end", "hits", "key", "last_access", "namespace", "pages", "parent", "priority", "refs", "version")
+    __slots__ = (
+        "children", "created", "end", "hits", "key", "last_access", "namespace", "owner", "pages", "parent", "priority", "refs", "version",
+    )  # fmt: skip
 
     def __init__(self, parent: Node | None, key: np.ndarray, pages: np.ndarray, namespace: str) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
         self.namespace = namespace
+        self.owner: str = parent.owner if parent else owner_of(namespace)
         self.end: int = (parent.end if parent else 0) + len(pages)
         self.children: dict[bytes, Node] = {}
         self.refs = 0
@@ -56,7 +59,10 @@ class Handle:
 
 
 class RadixCache(PrefixCache):
-    """Page-granular radix tree with locks, and a heap over unlocked leaves in the order of an eviction policy.
+    """Page-granular radix tree with locks, and heaps over unlocked leaves in the order of an eviction policy, one an owner.
+
+    Pages are evicted of the owner with most evictable ones: what one tenant computes pushes out its own prefixes first, and another's only
+    where that other has more.
 
     Costs: `match` and `insert` O(tokens), compared a run at a time; `lock` and `unlock` O(nodes on the path);
     `evict` O(log leaves) amortised a node: heap entries are dropped when they are found to be out of date, and the heap is
@@ -67,7 +73,8 @@ class RadixCache(PrefixCache):
         self._page_size = page_size
         self._policy = policy
         self._roots: dict[str, Node] = {}
-        self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
+        self._heaps: dict[str, list[tuple[tuple[float, ...], int, int, Node]]] = {}  # by owner
+        self._evictable_of: Counter[str] = Counter()  # pages, by owner
         self._clock = 0
         self._entries = 0  # makes heap entries comparable
         self._num_nodes = 0
@@ -91,7 +98,7 @@ class RadixCache(PrefixCache):
         node: Node | None = handle.node
         while node is not None and node.parent is not None:
             if node.refs == 0:
-                self._num_evictable -= len(node.pages)
+                self._count_evictable(node.owner, -len(node.pages))
                 self._num_locked += len(node.pages)
             node.refs += 1
             node.hits += 1
@@ -109,7 +116,7 @@ class RadixCache(PrefixCache):
             node.refs -= 1
             if node.refs == 0:
                 self._num_locked -= len(node.pages)
-                self._num_evictable += len(node.pages)
+                self._count_evictable(node.owner, len(node.pages))
                 self._offer(node)
             node = node.parent
 
@@ -135,20 +142,35 @@ class RadixCache(PrefixCache):
 
     def evict(self, num_pages: int) -> np.ndarray:
         freed: list[np.ndarray] = []
-        while num_pages > 0 and self._heap:
-            _, _, version, node = self._heap[0]
-            if version != node.version or not _is_evictable(node):
-                heapq.heappop(self._heap)
-                continue
-            if len(node.pages) > num_pages:
-                freed.append(self._trim(node, num_pages))
-                break
-            heapq.heappop(self._heap)
-            freed.append(node.pages)
-            num_pages -= len(node.pages)
-            self._remove(node)
+        while num_pages > 0 and (found := self._first_to_go()) is not None:
+            node, most = found
+            if len(node.pages) > min(num_pages, most):
+                freed.append(self._trim(node, min(num_pages, most)))
+            else:
+                heapq.heappop(self._heaps[node.owner])
+                freed.append(node.pages)
+                self._remove(node)
+            num_pages -= len(freed[-1])
         self._compact()
         return np.concatenate(freed) if freed else _NO_PAGES
+
+    def _first_to_go(self) -> tuple[Node, int] | None:
+        """The leaf that the policy would evict of the owner with most evictable pages, and how many of its pages may go before it is
+        another owner's turn: until that one has more, and some beyond, since a leaf that is cut is copied."""
+        if not self._num_evictable:
+            return None
+        ranked = self._evictable_of.most_common(2)
+        owner, count = ranked[0]
+        heap = self._heaps[owner]
+        while heap[0][2] != heap[0][3].version or not _is_evictable(heap[0][3]):
+            heapq.heappop(heap)
+        return heap[0][3], count if len(ranked) == 1 else count - ranked[1][1] + max(1, count // 8)
+
+    def _count_evictable(self, owner: str, change: int) -> None:
+        self._num_evictable += change
+        self._evictable_of[owner] += change
+        if not self._evictable_of[owner]:
+            del self._evictable_of[owner]
 
     def reset(self) -> np.ndarray:
         return self.evict(self._num_evictable)
@@ -185,11 +207,13 @@ class RadixCache(PrefixCache):
         for node in self._nodes():
             node.refs = 0
             node.version += 1
-        self._num_evictable += self._num_locked
-        self._num_locked = 0
+        self._num_evictable, self._num_locked = self._num_evictable + self._num_locked, 0
+        self._evictable_of = Counter()
+        for node in self._nodes():
+            self._evictable_of[node.owner] += len(node.pages)
         for handle in handles:
             self.lock(handle)
-        self._rebuild_heap()
+        self._rebuild_heaps()
 
     @property
     def num_evictable(self) -> int:
@@ -200,7 +224,7 @@ class RadixCache(PrefixCache):
         return self._num_locked
 
     def audit(self) -> Iterator[np.ndarray]:
-        nodes, heap = self._nodes(), iter(self._heap)
+        nodes, heap = self._nodes(), chain.from_iterable(self._heaps.values())
         offered: set[int] = set()
         while part := list(islice(heap, _AUDITED)):
             offered.update(id(node) for _, _, version, node in part if version == node.version)
@@ -222,7 +246,9 @@ class RadixCache(PrefixCache):
         _require(locked == self._num_locked, f"{locked} pages are locked, counted {self._num_locked}")
         _require(int(np.count_nonzero(seen)) == evictable + locked, "a page is owned twice")
         _require(all(root.children for root in self._roots.values()), "an empty namespace is kept")
-        _require(len(self._heap) <= 2 * self._num_nodes + 64, f"the heap holds {len(self._heap)} entries for {self._num_nodes} nodes")
+        entries = self._num_entries()
+        _require(entries <= 2 * self._num_nodes + 64, f"the heaps hold {entries} entries for {self._num_nodes} nodes")
+        _require(self._evictable_of.total() == evictable, "the evictable pages of all owners are not those of the tree")
 
     def _check_node(self, node: Node, offered: set[int]) -> None:
         parent = _parent(node)
@@ -301,7 +327,7 @@ class RadixCache(PrefixCache):
         node.created = self._clock
         parent.children[self._first(node.key)] = node
         self._num_nodes += 1
-        self._num_evictable += len(node.pages)
+        self._count_evictable(node.owner, len(node.pages))
         return node
 
     def _remove(self, node: Node) -> None:
@@ -310,7 +336,7 @@ class RadixCache(PrefixCache):
         node.parent = None
         node.version += 1
         self._num_nodes -= 1
-        self._num_evictable -= len(node.pages)
+        self._count_evictable(node.owner, -len(node.pages))
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:
@@ -322,7 +348,7 @@ class RadixCache(PrefixCache):
         freed = node.pages[keep:]
         node.pages, node.key = node.pages[:keep].copy(), node.key[: keep * self._page_size].copy()
         node.end -= num_pages
-        self._num_evictable -= num_pages
+        self._count_evictable(node.owner, -num_pages)
         return freed
 
     def _nodes(self) -> Iterator[Node]:
@@ -344,15 +370,18 @@ class RadixCache(PrefixCache):
 
     def _push(self, node: Node) -> None:
         self._entries += 1
-        heapq.heappush(self._heap, (self._policy.key(node), self._entries, node.version, node))
+        heapq.heappush(self._heaps.setdefault(node.owner, []), (self._policy.key(node), self._entries, node.version, node))
+
+    def _num_entries(self) -> int:
+        return sum(map(len, self._heaps.values()))
 
     def _compact(self) -> None:
         """Bound the memory of entries that are out of date."""
-        if len(self._heap) > 2 * self._num_nodes + 64:
-            self._rebuild_heap()
+        if self._num_entries() > 2 * self._num_nodes + 64:
+            self._rebuild_heaps()
 
-    def _rebuild_heap(self) -> None:
-        self._heap = []
+    def _rebuild_heaps(self) -> None:
+        self._heaps = {}
         for node in self._nodes():
             if _is_evictable(node):
                 self._push(node)

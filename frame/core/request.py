@@ -60,6 +60,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     namespace: str = ""
+    tenant: str = ""  # the owner of the namespace
     grammar: Grammar | None = None
     grammar_state: GrammarState | None = None
     output: array[int] = field(default_factory=lambda: array("i"))

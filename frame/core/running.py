@@ -7,7 +7,7 @@ committed. Knows no policy and no budget.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -46,6 +46,7 @@ class RunningSet:
         self.requests: list[Request] = []  # oldest first
         self.extending: dict[int, Request] = {}  # by slot; those whose prompt is not wholly scheduled
         self.prefilling: dict[int, Request] = {}  # by slot; those whose prompt a step computes and the prefix cache lacks so far
+        self.num_of_tenant: Counter[str] = Counter()
         self.in_flight: deque[InFlight] = deque()
         self._setups: list[SlotSetup] = []
         self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests that go on from other tokens than those that were drawn
@@ -68,6 +69,7 @@ class RunningSet:
         self.table.enter(request)
         self.ledger.enter(request, cached)
         insort(self.requests, request, key=attrgetter("index"))
+        self.num_of_tenant[request.tenant] += 1
         self.extending[request.slot] = self.prefilling[request.slot] = request
         self._setups.append(_setup(request))
 
@@ -94,6 +96,9 @@ class RunningSet:
         self.table.leave(request)
         request.state = state
         self.requests.remove(request)
+        self.num_of_tenant[request.tenant] -= 1
+        if not self.num_of_tenant[request.tenant]:
+            del self.num_of_tenant[request.tenant]
         self.extending.pop(slot, None)
         self.prefilling.pop(slot, None)
         self._renewed.pop(slot, None)

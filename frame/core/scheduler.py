@@ -31,6 +31,7 @@ from frame.core.roster import open_roster
 from frame.core.running import InFlight, RunningSet
 from frame.core.step_outcome import StepOutcome
 from frame.core.step_planner import Rows, StepPlanner
+from frame.core.tenants import TenantUsage
 from frame.core.waiting_queue import Deadlines, WaitingQueue
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -61,10 +62,10 @@ class Scheduler:
         self._clock = clock
         self._on_finish = on_finish
         self._requests: dict[str, Request] = {}
-        self._queue = WaitingQueue(policy.by_priority)
+        self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
+        self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
-        self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
         self._planner = StepPlanner(config, self._running, self._queue, policy)
         self._grammars = GrammarCalls(config.vocab_size)
         self._outcome = StepOutcome(self._running, self._end_running, clock, self._grammars)
@@ -86,6 +87,7 @@ class Scheduler:
         if isinstance(request, Finish):
             return request
         self._requests[request.rid] = request
+        self._queue.usage.arrive(request.tenant)
         self._queue.push(request)
         self._deadlines.watch(request, len(self._requests))
         self._num_prompt_tokens += request.prompt_len
@@ -296,5 +298,6 @@ class Scheduler:
 
     def _forget(self, request: Request, finish: Finish) -> None:
         del self._requests[request.rid]
+        self._queue.usage.leave(request.tenant)
         if self._on_finish is not None:
             self._on_finish(request, finish)

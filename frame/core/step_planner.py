@@ -6,7 +6,7 @@ Works on slot arrays; looks at a request object only when it starts, stops or is
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence, Set
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +50,7 @@ class StepPlanner:
         self._ledger = running.ledger
         self._queue = queue
         self._policy = GuardedPolicy(policy)
-        self._may_preempt = config.preemption and self._policy.may_preempt
+        self._usage = queue.usage
         self._ahead = config.growth_reserve
         self._last_retraction = -1
         self._step = 0
@@ -58,12 +58,14 @@ class StepPlanner:
     def plan(self, step: int, now: float) -> Rows:
         """The rows of step `step`. Counters, pages and page-table rows are advanced as if it had run."""
         self._step = step
-        if self._may_preempt and len(self._queue):
+        if self._config.preemption and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
             self._preempt(now)
         before = self.num_retracted
         rows = Rows(self._decodes(now), budget=self._config.token_budget)
         if self._is_crowded():
             self._short_first(rows, now, may_admit=self.num_retracted == before)
+        if self._usage.is_shared and self._running.extending and self.num_retracted == before:
+            self._admit(rows, now, only_owed=True)
         self._extend_running(rows)
         while not rows and self._running.extending and not self._running.in_flight:
             if not self._retract_one(now):
@@ -124,18 +126,17 @@ class StepPlanner:
     def _short_first(self, rows: Rows, now: float, may_admit: bool) -> None:
         """Prompts that end within the budget kept for short ones, so that they do not wait for long ones. These get all the rest, and
         lose nothing while there is no short one."""
-        kept = self._config.short_budget
-        for request in sorted(self._running.extending.values(), key=self._remaining):
-            if self._remaining(request) > kept + rows.budget - self._config.token_budget:
-                break
-            self._extend(rows, request)
+        kept, served = self._config.short_budget, self._usage.get_tokens
+        for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), self._remaining(r))):
+            if self._remaining(request) <= kept + rows.budget - self._config.token_budget:
+                self._extend(rows, request)
         longest = kept + rows.budget - self._config.token_budget
         if may_admit and longest > 0:
             self._admit(rows, now, longest)
 
     def _extend_running(self, rows: Rows) -> None:
-        begun = {request.slot for request, _, _ in rows.chunks}
-        for request in sorted(self._running.extending.values(), key=lambda r: r.index):
+        begun, served = {request.slot for request, _, _ in rows.chunks}, self._usage.get_tokens
+        for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), r.index)):
             if rows.budget <= 0:
                 return
             if request.slot not in begun:
@@ -153,6 +154,7 @@ class StepPlanner:
             return
         rows.chunks.append((request, start, count))
         rows.budget -= count
+        self._usage.add_tokens(request.tenant, count)
         a.computed[slot] = start + count
         a.last_step[slot] = self._step
         if start + count == end:
@@ -162,9 +164,10 @@ class StepPlanner:
 
     # newcomers ----------------------------------------------------------------------------------------------------------
 
-    def _admit(self, rows: Rows, now: float, longest: int | None = None) -> None:
+    def _admit(self, rows: Rows, now: float, longest: int | None = None, *, only_owed: bool = False) -> None:
         """Admit waiting requests in the policy's order, until one does not fit. `longest`: most tokens that they may need computed, all
-        together; who needs more is passed over, and has its turn when the prompts before it are done."""
+        together; who needs more is passed over, and has its turn when the prompts before it are done. `only_owed`: until one is of a
+        tenant for whom more was computed than for those whose prompts are being computed."""
         if not len(self._queue) or rows.budget <= 0 or not self._running.table.num_free:
             return
         reserved = self._reserved_pages()
@@ -173,10 +176,13 @@ class StepPlanner:
         if self._step - self._last_retraction > CALM_STEPS:
             self._ahead, self._last_retraction = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
         floor = 0 if longest is None else rows.budget - longest
+        most_tokens = self._least_served() if only_owed else None
         peeks = PEEKS
         prefills = SharedStarts(self._running.prefilling.values() if self._ledger.cache.reuses else (), self._config.least_shared)
         for request in self._candidates(now):
             if rows.budget <= floor or not self._running.table.num_free:
+                return
+            if most_tokens is not None and self._usage.get_tokens(request.tenant) > most_tokens:
                 return
             if self._had_better_wait(request, prefills):
                 continue
@@ -193,6 +199,10 @@ class StepPlanner:
             self._extend(rows, request)
             reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
 
+    def _least_served(self) -> float:
+        """The least that was computed for a tenant whose prompts are being computed."""
+        return min(self._usage.get_tokens(request.tenant) for request in self._running.extending.values())
+
     def _candidates(self, now: float) -> Generator[Request]:
         """The head of the queue in the policy's order, as far as it is read."""
         window = self._queue.head(MATCH_WINDOW if self._policy.needs_matches else WINDOW)
@@ -200,10 +210,21 @@ class StepPlanner:
             if self._policy.needs_matches:
                 for request in window:
                     request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
-            yield from self._policy.order(window, self._view(now))
+            ordered = self._policy.order(window, self._view(now))
+            yield from self._in_turn(ordered) if self._usage.is_shared else ordered
         finally:
             for request in window:
                 request.match = None  # good for the moment only, and it would keep nodes alive
+
+    def _in_turn(self, ordered: Iterator[Request]) -> Iterator[Request]:
+        """The policy's order within each tenant, of whom next comes always the one with least running. A policy by priority is the
+        operator's word on who goes before whom, tenants included."""
+        if self._policy.by_priority:
+            return ordered
+        queues: dict[str, list[Request]] = {}
+        for request in ordered:
+            queues.setdefault(request.tenant, []).append(request)
+        return self._usage.take_turns(queues.values())
 
     def _had_better_wait(self, request: Request, prefills: SharedStarts) -> bool:
         """Whether a waiting request should find its prefix in the cache, once the prefill that computes it is done. Not behind a prefill
@@ -257,8 +278,16 @@ class StepPlanner:
         running = self._running.requests
         if len(running) < 2:
             return False
+        if self._usage.is_shared:
+            running = self._of_largest_tenant(running)
         self.retract(self._victim(running, now) or running[-1])
         return True
+
+    def _of_largest_tenant(self, running: list[Request]) -> list[Request]:
+        """The oldest request, which stays, and those of the tenant that has most running; all where that tenant has the oldest alone."""
+        ((largest, _),) = self._usage.num_running.most_common(1)
+        found = [running[0], *(request for request in running[1:] if request.tenant == largest)]
+        return found if len(found) > 1 else running
 
     def _victim(self, running: Sequence[Request], now: float) -> Request | None:
         """Whom of these, oldest first, the policy would retract."""
@@ -286,7 +315,8 @@ class StepPlanner:
         if self._would_fit(first, cached, victims):
             return []
         running = self._running.requests
-        left = [request for request in running[1:] if self._policy.preempts(first, request, now)]
+        left = [request for request in running[1:] if self._policy.may_preempt and self._policy.preempts(first, request, now)]
+        left = left or self._owing(first)
         if not left or not self._would_fit(first, cached, set(left)):
             return []
         while not self._would_fit(first, cached, victims):
@@ -294,6 +324,17 @@ class StepPlanner:
             victims.add(victim)
             left.remove(victim)
         return sorted(victims, key=lambda request: -request.index)  # back to the head of the queue, the oldest last
+
+    def _owing(self, first: Request) -> list[Request]:
+        """Running requests, oldest first, that other tenants have beyond what they leave to `first`'s: the newest of each, never the oldest
+        of all."""
+        usage, owing = self._usage, []
+        left = {tenant: usage.count_owed(first.tenant, tenant) for tenant in usage.num_running}
+        for request in reversed(self._running.requests[1:]):
+            if left[request.tenant]:
+                left[request.tenant] -= 1
+                owing.append(request)
+        return owing[::-1]
 
     def _would_fit(self, first: Request, cached: np.ndarray, leaving: Set[Request]) -> bool:
         """Whether a newcomer fits without the requests that are leaving, once the steps in flight are done."""

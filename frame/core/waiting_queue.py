@@ -9,17 +9,22 @@ from collections.abc import Iterator
 from itertools import islice
 
 from frame.core.request import Request, RequestState
+from frame.core.tenants import TenantUsage
+
+Level = dict[str, OrderedDict[str, Request]]  # by tenant, then by rid
 
 
 class WaitingQueue:
     """First come, first served, or by priority (higher first) and then by arrival; O(1) to add and to remove.
 
-    A retracted request goes back to the head (of its priority).
+    Tenants of a level take turns, by `usage`: one tenant's many requests stand in the way of its own alone. A retracted request goes back
+    to the head (of its priority and tenant).
     """
 
-    def __init__(self, by_priority: bool = False) -> None:
+    def __init__(self, by_priority: bool = False, usage: TenantUsage | None = None) -> None:
+        self.usage = usage or TenantUsage()
         self._by_priority = by_priority
-        self._levels: dict[int, OrderedDict[str, Request]] = {}
+        self._levels: dict[int, Level] = {}
         self._order: list[int] = []  # the levels' priorities, negated, ascending
         self._size = 0
 
@@ -28,21 +33,27 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         for negated in self._order:
-            yield from self._levels[-negated].values()
+            level = self._levels[-negated]
+            if len(level) == 1:
+                yield from next(iter(level.values())).values()
+            else:
+                yield from self.usage.take_turns(queue.values() for queue in level.values())
 
     def push(self, request: Request) -> None:
-        self._level(request).setdefault(request.rid, request)
+        self._queue(request).setdefault(request.rid, request)
         self._size += 1
 
     def push_front(self, request: Request) -> None:
         self.push(request)
-        self._level(request).move_to_end(request.rid, last=False)
+        self._queue(request).move_to_end(request.rid, last=False)
 
     def remove(self, request: Request) -> None:
-        priority = self._priority(request)
+        priority, tenant = self._priority(request), request.tenant
         level = self._levels[priority]
-        del level[request.rid]
+        del level[tenant][request.rid]
         self._size -= 1
+        if not level[tenant]:
+            del level[tenant]
         if not level:
             del self._levels[priority]
             del self._order[bisect_left(self._order, -priority)]
@@ -54,13 +65,13 @@ class WaitingQueue:
     def _priority(self, request: Request) -> int:
         return request.priority if self._by_priority else 0
 
-    def _level(self, request: Request) -> OrderedDict[str, Request]:
+    def _queue(self, request: Request) -> OrderedDict[str, Request]:
         priority = self._priority(request)
         level = self._levels.get(priority)
         if level is None:
-            level = self._levels[priority] = OrderedDict()
+            level = self._levels[priority] = {}
             insort(self._order, -priority)
-        return level
+        return level.setdefault(request.tenant, OrderedDict())
 
 
 class Deadlines:

@@ -22,7 +22,7 @@ from frame.plugins.loader import load_registry
 REGISTRY = load_registry(installed=False)
 POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
-NAMESPACES = st.sampled_from(["", "tenant"])
+NAMESPACES = st.sampled_from(["", "salt", "one:", "one:salt", "two:"])
 Prefix = tuple[str, tuple[int, ...]]
 
 
@@ -261,7 +261,7 @@ def test_the_heap_stays_small() -> None:
         handle = cache.match(ids([3])).handle
         cache.lock(handle)
         cache.unlock(handle)
-    assert len(cache._heap) <= 2 * 10 + 64
+    assert cache._num_entries() <= 2 * 10 + 64
 
 
 def test_memory_of_a_split_node_is_its_own() -> None:
@@ -299,3 +299,28 @@ def test_no_cache_finds_and_keeps_nothing() -> None:
     assert cache.match(ids([1, 2, 3, 4])).num_tokens == 0
     assert cache.num_evictable == cache.num_locked == len(cache.evict(3)) == len(cache.reset()) == 0
     cache.check_integrity()
+
+
+def test_an_owner_evicts_its_own_pages_first() -> None:
+    cache, pages = RadixCache(2, POLICIES["lru"]()), iter(range(1, 10_000))
+
+    def insert(namespace: str, start: int, count: int) -> None:
+        cache.insert(ids([start + i % 50 for i in range(2 * count)]), ids([next(pages) for _ in range(count)]), namespace)
+
+    def left(namespace: str, start: int, count: int) -> int:
+        return cache.match(ids([start + i % 50 for i in range(2 * count)]), namespace).num_tokens // 2
+
+    insert("modest:", 0, 20)  # the oldest of all
+    for i in range(10):
+        insert(f"greedy:{i}", 100, 20)  # each salt another cache, all of one owner
+    freed = cache.evict(170)
+    assert len(set(freed.tolist())) == 170
+    assert left("modest:", 0, 20) == 20
+    assert sum(left(f"greedy:{i}", 100, 20) for i in range(10)) == 30
+    cache.evict(30)  # now they have as many: both give
+    cache.check_integrity()
+    assert 5 <= left("modest:", 0, 20) <= 15
+    assert cache.num_evictable == 20
+    cache.evict(100)
+    assert cache.num_evictable == 0
+    assert cache._evictable_of == {}

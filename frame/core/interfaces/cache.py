@@ -50,6 +50,12 @@ class CachedRun:
     first_ids: list[int]
 
 
+def owner_of(namespace: str) -> str:
+    """The tenant to which a namespace belongs; "" where it belongs to none."""
+    owner, colon, _ = namespace.partition(":")
+    return owner if colon else ""
+
+
 class PrefixCache(ABC):
     """Which token sequences have their K and V in which pages. One that never keeps a page sets `reuses` to False:
     its `match` finds nothing and its `insert` calls every page a duplicate.
@@ -59,7 +65,8 @@ class PrefixCache(ABC):
     - A locked handle's pages, and those of all its ancestors, are not evicted; `lock` and `unlock` nest.
     - `insert` takes ownership of the pages past `num_cached`; only whole pages are kept; tokens beyond the last whole page
       stay the caller's.
-    - Sequences under different `namespace`s never match each other (tenant, adapter, image hash).
+    - Sequences under different `namespace`s never match each other (tenant, adapter, image hash). A namespace is "OWNER:SALT"; one without
+      a colon has no owner.
     - `evict(n)` frees at least n pages if that many are evictable, else all that are; `evict(0)` does nothing; it returns pages
       and the caller gives them back to the allocator.
     - num_evictable + num_locked = pages owned; `check_integrity` raises on any breach.

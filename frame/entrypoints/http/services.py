@@ -263,8 +263,10 @@ class Services:
             raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
     def _namespace(self, call: Caller, salt: str) -> str:
-        """Which prefix cache a request sees: its key's own, and in that its salt's; else timing would tell one tenant of another."""
-        return salt if self.resolved.user.server.share_cache or not call.tenant else f"{call.tenant}:{salt}"
+        """Which prefix cache a request sees: its key's own, and in that its salt's; else timing would tell one tenant of another. The part
+        before the colon is whose it is, also where turns are taken and pages are evicted."""
+        owner = "" if self.resolved.user.server.share_cache else call.tenant
+        return f"{owner}:{salt}" if owner or salt else ""
 
     def _deadline(self, call: Caller, time_limit: float | None) -> float | None:
         """Seconds that a request may take, when it says so itself; never more than the server allows."""

@@ -1,0 +1,128 @@
+"""Tenants take turns: slots, prompts and pages of one do not keep another from its part, and a tenant alone is served as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.cache import owner_of
+from frame.core.sampling_params import SamplingParams
+from frame.core.scheduler import SchedulerConfig
+from frame.core.tenants import TenantUsage
+from frame.plugins.loader import load_registry
+from frame.testing.conformance_policies import example_requests
+from frame.testing.scheduler_rig import SchedulerRig
+
+REGISTRY = load_registry(installed=False)
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
+
+
+def rig(policy: str = "fcfs", **changes: Any) -> SchedulerRig:
+    values: dict[str, Any] = {
+        "page_size": 16, "num_pages": 1025, "max_running": 8, "token_budget": 64, "max_context": 4096, "vocab_size": 101,
+    }  # fmt: skip
+    return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))())
+
+
+def add(found: SchedulerRig, tenant: str, length: int, start: int, tokens: int, salt: str = "") -> str:
+    prompt = [(start + 7 * i) % 101 for i in range(length)]
+    return found.add(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), namespace=f"{tenant}:{salt}")
+
+
+def steps_until(found: SchedulerRig, rid: str, most: int = 60, count: int = 1) -> int:
+    for step in range(1, most):
+        found.step()
+        if len(found.requests[rid].got) >= count:
+            return step
+    raise AssertionError(f"{rid} has {len(found.requests[rid].got)} tokens after {most} steps")
+
+
+@pytest.mark.parametrize(("policy", "overlap"), [("fcfs", False), *((name, True) for name in POLICIES)])
+def test_a_full_device_and_a_long_queue_of_another_are_no_hindrance(policy: str, overlap: bool) -> None:
+    found = rig(policy, overlap=overlap)
+    for i in range(140):  # more than a policy sees of the queue
+        add(found, "greedy", 30, i, 90, salt=str(i))  # each salt a cache of its own: still one tenant
+    for _ in range(10):
+        found.step()
+    first = add(found, "modest", 20, 50, 20)
+    assert steps_until(found, first) <= 3 + overlap
+    assert steps_until(found, first, count=20) <= 22
+    rids = [add(found, "modest", 20, 60 + i, 100) for i in range(10)]
+    for _ in range(30):
+        found.step()
+    assert sum(len(found.requests[rid].got) > 0 for rid in rids) == 4  # half of the slots, no more
+
+
+def test_long_prompts_of_another_do_not_take_the_budget() -> None:
+    found = rig(short_prompt_share=0.0)
+    for i in range(6):
+        add(found, "greedy", 3000, i, 10)
+    for _ in range(3):
+        found.step()
+    assert steps_until(found, add(found, "modest", 100, 50, 5)) <= 4  # two steps' budget
+
+
+def test_the_tenant_with_most_running_gives_up_pages() -> None:
+    found = rig(num_pages=65, max_running=8, growth_reserve=16)
+    greedy = [add(found, "greedy", 100, i, 300) for i in range(6)]
+    found.step()
+    modest = add(found, "modest", 100, 50, 300)
+    for _ in range(250):
+        found.step()
+    assert len(found.requests[modest].got) >= 200
+    found.run()
+    assert all(len(found.requests[rid].got) == 300 for rid in greedy)
+
+
+def test_a_tenant_alone_is_served_as_without_tenants() -> None:
+    def order(namespace: str) -> list[str]:
+        found = rig()
+        for i in range(40):
+            add(found, namespace, 20 + i, i, 5 + i % 3)
+        seen: list[str] = []
+        while len(seen) < 40:
+            found.step()
+            seen += [rid for rid, one in found.requests.items() if one.got and rid not in seen]
+        return seen
+
+    assert order("tenant") == order("")
+
+
+def test_usage_is_forgotten_with_the_last_request() -> None:
+    found = rig()
+    for tenant in "abc":
+        add(found, tenant, 20, 0, 5)
+    found.step()
+    usage = found.scheduler._queue.usage
+    assert usage.is_shared
+    found.run()
+    assert not usage.is_shared
+    assert (usage._served, usage.num_running, usage._num_alive) == ({}, {}, {})
+
+
+def test_who_comes_anew_has_saved_up_nothing() -> None:
+    usage = TenantUsage()
+    usage.arrive("old")
+    usage.add_tokens("old", 500)
+    usage.arrive("new")
+    assert usage.get_tokens("new") == usage.get_tokens("old") == 500
+    usage.arrive("new")
+    usage.leave("new")
+    usage.add_tokens("new", 1)
+    assert usage.get_tokens("new") == 501
+
+
+def test_turns_count_what_is_running() -> None:
+    usage, requests = TenantUsage(), example_requests(9)
+    queues: dict[str, list[Any]] = {"a": requests[:4], "b": requests[4:7], "c": requests[7:]}
+    for tenant, queue in queues.items():
+        for request in queue:
+            request.tenant = tenant
+    usage.num_running.update({"a": 3, "b": 1})
+    taken = [request.tenant for request in usage.take_turns(queues.values())]
+    assert taken == ["c", "b", "c", "b", "a", "b", "a", "a", "a"]
+
+
+def test_owners() -> None:
+    assert [owner_of(name) for name in ("", "salt", "key:", "key:salt:more", ":salt:more")] == ["", "", "key", "key", ""]
