@@ -275,6 +275,12 @@ class ServerSection(Section):
         32 * 1024 * 1024, "Largest uploaded file, and the most bytes of any other body, which routes bound by the context besides.",
         flag="max-body-bytes", ge=1024,
     )  # fmt: skip
+    cors_origins: tuple[str, ...] = setting(
+        (), "Origins whose web pages may use the API, such as https://app.example; `*`: all pages.", flag="cors-origins"
+    )
+    cors_credentials: bool = setting(
+        False, "Let pages of server.cors_origins send requests with credentials of the browser (cookies).", flag="cors-credentials"
+    )
     grpc_port: int | None = setting(
         None, "Port of the gRPC service, on the same address; 0 takes a free one, not set: none.", flag="grpc-port", ge=0, le=65535
     )

@@ -22,6 +22,7 @@ from frame.core.resolved import Resolved
 from frame.core.selection import UnknownPluginError
 from frame.core.tokenizer import read_settings
 from frame.entrypoints.hardware import probe
+from frame.entrypoints.http.origin import read_cors
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
 from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
@@ -49,6 +50,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     """
     if is_served:
         check_exposure(config.server)
+        read_cors(config.server)  # wrong origins end the start
     if OWN_DISTRIBUTION in config.plugins.deny:
         raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; leave it out")
     registry = registry_of(config)

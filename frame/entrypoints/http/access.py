@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from frame.core.config import ServerSection
 from frame.entrypoints.http.call import Scope
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.origin import why_foreign
+from frame.entrypoints.http.origin import Cors, why_foreign
 from frame.entrypoints.http.services import Access
 from frame.entrypoints.keys import KeyRing, load_keys, ring_of
 
@@ -44,9 +44,11 @@ class AdminGuard:
 
 
 class Gate:
-    """The access check of one listener. `is_admin`: the listener is the operators' own, where users' keys mean nothing."""
+    """The access check of one listener. `is_admin`: the listener is the operators' own, where users' keys mean nothing. `cors`:
+    whose pages are no strangers at routes that are not the operators'."""
 
-    def __init__(self, server: ServerSection, is_admin: bool) -> None:
+    def __init__(self, server: ServerSection, is_admin: bool, cors: Cors | None = None) -> None:
+        self._cors = cors
         self.keys = None if is_admin else load_keys(server)
         self._admin = AdminGuard(server, is_admin)
         self._is_admin = is_admin
@@ -56,7 +58,7 @@ class Gate:
         """The request's tenant, "" where no key is asked for. Raises ApiError unless its key reaches this level."""
         headers = scope["headers"]
         if self.keys is None:
-            self._check_origin(scope)
+            self._check_origin(scope, access)
             if access in (Access.OWN, Access.ADMIN) or (self._is_admin and access is not Access.OPEN):
                 self._admin.check(headers)
             return ""
@@ -70,12 +72,13 @@ class Gate:
         if not self._admin.opens(headers) and self.keys.tenant(headers) is None:
             raise _no_key()  # strangers do not learn which paths exist
         self._admin.check(headers)
-        self._check_origin(scope)
+        self._check_origin(scope, access)
         return ""
 
-    def _check_origin(self, scope: Scope) -> None:
+    def _check_origin(self, scope: Scope, access: Access) -> None:
         """Where no key is asked for, a browser must not be made to act for a page from elsewhere."""
-        is_safe = self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
+        is_shared = self._cors is not None and access in (Access.OPEN, Access.USER) and self._cors.allows(scope["headers"])
+        is_safe = is_shared or self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
         sentence = None if is_safe else why_foreign(scope["headers"])
         if sentence is not None:
             raise ApiError(403, sentence)

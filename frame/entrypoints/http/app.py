@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from frame.entrypoints.http.call import Call, Receive, Scope, Send
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.openapi import description_of
+from frame.entrypoints.http.origin import Cors, is_preflight, read_cors
 from frame.entrypoints.http.routing import Router, decode_path
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 
 LONGEST_PATH = 200  # characters of a path that an error quotes
 
-REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method
+REFUSED = "none"  # the route of responses to requests that no route took: no key, no such path, wrong method, or a preflight
+ANY_METHOD = ("GET", "POST", "DELETE")  # of a path without a route, whose 404 a page may read
 GONE = 499  # the status of a request whose client left before the response began
 
 ROUTES: Routes = (
@@ -128,7 +130,8 @@ class App:
     def __init__(self, services: Services, is_admin: bool = False, routes: Routes | None = None) -> None:
         server = services.resolved.user.server
         self._services = services
-        self._gate = Gate(server, is_admin)
+        self._cors = None if is_admin else read_cors(server)
+        self._gate = Gate(server, is_admin, self._cors)
         self.keys = self._gate.keys
         if routes is None:
             routes = ADMIN_ROUTES if is_admin else ROUTES
@@ -150,9 +153,17 @@ class App:
         scope["request_id"] = request_id_of(scope["headers"])
         scope["arrived"] = time.perf_counter()
         REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
+        if self._cors is not None:
+            scope["response_headers"] = self._cors.response_headers(scope["headers"])
         errors = OPENAI
         try:
             found = self._router.find(decode_path(scope["raw_path"]))
+            if self._cors is not None:
+                if found is not None and any(endpoint.access is Access.ADMIN for endpoint in found.endpoints.values()):
+                    scope["response_headers"] = ()  # operators' routes are for no page
+                elif is_preflight(scope["method"], scope["headers"]) and self._cors.allows(scope["headers"]):
+                    await self._answer_preflight(self._cors, scope, receive, send, ANY_METHOD if found is None else found.methods())
+                    return
             if found is None:
                 self._gate.admit(scope, Access.USER)
                 raise _not_found(scope)
@@ -175,6 +186,14 @@ class App:
         if endpoint is None or endpoint.access is Access.ADMIN:
             raise ValueError(f"{scope['method']} {scope['path']} cannot be run for a tenant")
         await endpoint.run(scope, receive, send)
+
+    async def _answer_preflight(self, cors: Cors, scope: Scope, receive: Receive, send: Send, methods: Sequence[str]) -> None:
+        """What a browser asks before a page's request. It brings no key, and the answer tells no more than /openapi.json's reader knows."""
+        scope["response_headers"] = cors.preflight_headers(scope["headers"], methods)
+        call = Call(scope, receive, send, 0)
+        with suppress(DisconnectedError):
+            await call.respond(b"", headers=())
+        _count(self._services, REFUSED, call)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: ApiError, errors: ErrorShape) -> None:
         call = Call(scope, receive, send, 0, errors)

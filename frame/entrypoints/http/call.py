@@ -226,7 +226,9 @@ class Call:
         await self._put({"type": "http.response.body", "body": body})
 
     def _identity(self) -> list[tuple[bytes, bytes]]:
-        found = [(HEADER, self.request_id.encode())] if self.request_id else []
+        found = [*self.scope.get("response_headers", ())]
+        if self.request_id:
+            found.append((HEADER, self.request_id.encode()))
         return [*found, ignored_header(self.ignored)] if self.ignored else found
 
     async def _put(self, message: MutableMapping[str, Any]) -> None:
