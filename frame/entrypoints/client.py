@@ -139,9 +139,21 @@ class EngineClient:
         deadline: float | None = None,
         segments: Sequence[int] = (),
     ) -> Answer:
-        """Start every prompt `params.n` times. All have passed `check`. The places are `reserve`d by the caller and are used up.
-        `owner` is the tenant whose name `rid` is: tenants may use the same names. `segments` are for pairs of texts: where the second one
-        begins."""
+        """Start every prompt `params.n` times, at once; see `prepare`, `start` and `cancel`."""
+        answer = self.prepare(prompts, params, rid, owner, segments)
+        try:
+            for sequence in answer.sequences:
+                self.start(sequence, priority, namespace, deadline)
+        except BaseException:
+            self.cancel(answer)
+            raise
+        return answer
+
+    def prepare(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], rid: str | None, owner: str = "", segments: Sequence[int] = ()
+    ) -> Answer:
+        """The sequences of every prompt `params.n` times, each to be started. All have passed `check`. `owner` is the tenant whose name
+        `rid` is: tenants may use the same names. `segments` are for pairs of texts: where the second one begins."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         answer = Answer(rid or uuid.uuid4().hex, owner)
@@ -151,26 +163,32 @@ class EngineClient:
                 own = self._seeded(wanted if wanted.n == 1 else sibling(wanted, number))
                 index = len(answer.sequences)
                 sequence = Stream(answer, index, prompt_index, answer.rid if alone else f"{answer.rid}-{index}", prompt, own)
-                if sequence.rid in self._rids or sequence.rid in self._sequences:
-                    raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
+                self._check_name(sequence)
                 answer.sequences.append(sequence)
         answer.segments = segments
         answer.open = len(answer.sequences)
-        self._reserved -= answer.open
-        try:
-            for sequence in answer.sequences:
-                self._start(sequence, priority, namespace, deadline)
-        except BaseException:
-            self.abandon(answer)
-            self._reserved += answer.open  # the caller's again, who gives them back
-            raise
         return answer
+
+    def _check_name(self, sequence: Stream) -> None:
+        if sequence.rid in self._rids or sequence.rid in self._sequences:
+            raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
+
+    def cancel(self, answer: Answer) -> None:
+        """Give up an answer of which not all sequences could be started; their places are the caller's again, who gives them back."""
+        started = sum(sequence.standing.message is not None for sequence in answer.sequences)
+        self.abandon(answer)
+        self._reserved += started
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         """With a seed of its own, so that the request draws the same again wherever it is admitted again."""
         return params if params.seed is not None else msgspec.structs.replace(params, seed=self._random.getrandbits(63))
 
-    def _start(self, sequence: Stream, priority: int, namespace: str, deadline: float | None) -> None:
+    def start(self, sequence: Stream, priority: int = 0, namespace: str = "", deadline: float | None = None) -> None:
+        """Start a prepared sequence, in a place that its caller has `reserve`d. Raises EngineDeadError, and InvalidRequestError where its
+        name was taken meanwhile."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        self._check_name(sequence)
         rid, prompt = sequence.rid, sequence.prompt
         self._sequences[rid] = sequence
         self._rids.add(rid)
@@ -185,12 +203,14 @@ class EngineClient:
             segment=sequence.answer.segment_of(sequence),
             trace=TRACE.get(),
         )
+        self._reserved -= 1
         sequence.standing.expires = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
         self._readmission.offer(sequence)
 
     def abandon(self, answer: Answer) -> None:
         """The answer is not wanted any more: stop what still runs. Safe to call at any time."""
-        gone = [s for s in answer.sequences if s.finish is None and self._sequences.pop(s.standing.name, None) is not None]
+        started = [s for s in answer.sequences if s.finish is None and s.standing.message is not None]
+        gone = [s for s in started if self._sequences.pop(s.standing.name, None) is not None]
         if not gone:
             return
         self.stats.count_ends("abort", len(gone))

@@ -33,6 +33,7 @@ from frame.testing.fake_runner import FakeRunner
 
 CPU = Hardware(cpu_cores=1, memory_bytes=8 << 30)
 TIMEOUT = 60.0  # seconds
+PIECE = 64 * 1024  # bytes of a body that come at once
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -63,12 +64,14 @@ class InProcess:
             "query_string": query.encode(), "root_path": "", "scheme": "http", "headers": list(headers), "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2), "state": {},
         }  # fmt: skip
-        inbox = [{"type": "http.request", "body": body, "more_body": False}]
+        starts = range(0, max(1, len(body)), PIECE)
+        inbox = [{"type": "http.request", "body": body[at : at + PIECE], "more_body": at + PIECE < len(body)} for at in reversed(starts)]
         gone = asyncio.Event()
         sent: list[dict[str, Any]] = []
 
         async def receive() -> Any:
             if inbox:
+                await asyncio.sleep(0)  # as from a socket
                 return inbox.pop()
             await gone.wait()
             return {"type": "http.disconnect"}

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from frame.entrypoints.http.dialects import Extensions, function_tool, object_at, parts_at, text_at
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.terms import Metadata
 
@@ -57,7 +57,7 @@ class CountTokensRequest(Extensions, kw_only=True):
             elif role in ("user", "system"):
                 messages += _turn(role, parts, place)
             else:
-                raise ApiError(400, f"{place}.role is {role!r}; it must be user, assistant or system", f"{place}.role")
+                raise ApiError(400, f"{place}.role is {quoted(role)}; it must be user, assistant or system", f"{place}.role")
         return messages
 
 
@@ -126,14 +126,15 @@ def _text(part: dict[str, Any], place: str) -> str:
     if part["type"] == "document" and isinstance(source, dict) and source.get("type") == "text":
         return text_at(source.get("data"), f"{place}.source.data")
     if part["type"] != "text":
-        raise ApiError(400, f"{place}: this model takes text only, not {part['type']!r}", place)
+        raise ApiError(400, f"{place}: this model takes text only, not {quoted(part['type'])}", place)
     return text_at(part.get("text"), f"{place}.text")
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":
-        raise ApiError(400, f"{place}.type is {kind!r}, a tool that Anthropic's own servers run; describe one of your own", f"{place}.type")
+        sentence = f"{place}.type is {quoted(kind)}, a tool that Anthropic's own servers run; describe one of your own"
+        raise ApiError(400, sentence, f"{place}.type")
     return function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
 
 
@@ -147,7 +148,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     elif isinstance(kind, str) and kind in CHOICES:
         fields["tool_choice"] = CHOICES[kind]
     else:
-        raise ApiError(400, f"tool_choice.type is {kind!r}; it must be auto, any, tool or none", "tool_choice")
+        raise ApiError(400, f"tool_choice.type is {quoted(kind)}; it must be auto, any, tool or none", "tool_choice")
     if choice.get("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     return fields
@@ -159,6 +160,6 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any]:
         return {}
     form = object_at(form, "output_config.format")
     if form.get("type") != "json_schema":
-        raise ApiError(400, f"output_config.format.type is {form.get('type')!r}; it must be json_schema", "output_config")
+        raise ApiError(400, f"output_config.format.type is {quoted(form.get('type'))}; it must be json_schema", "output_config")
     schema = object_at(form.get("schema"), "output_config.format.schema")
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,13 @@ from frame.entrypoints.http.errors import ApiError
 
 MOST_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
 MAX_MESSAGES = 4096
+MAX_FIELD_CHARS = 256 * 1024  # of a text that is no prompt: a name, a grammar
+PROMPT_FIELDS = frozenset(
+    {"prompt", "text", "input", "instructions", "instruction", "system", "query", "queries", "text_1", "text_2", "items", "documents"}
+)
 MOST_PARTS = 32 * 1024  # lists, objects and keys of one body
 MOST_VALUES = 256 * 1024  # elements of lists and objects of one body, where the context is not larger
-LEAST_BODY = 8 * 1024 * 1024  # bytes that a body may have whatever the context
+LEAST_BODY = 4 * 1024 * 1024  # bytes that a body may have whatever the context
 TOKEN_BYTES = 16  # of a body for each token of the context
 SMALL_BODY = 1024 * 1024  # bytes of a body that holds no prompt
 AT_ONCE = 16  # bodies of the largest size that are held together
@@ -87,6 +92,14 @@ def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
         if values > most_values:
             return f"the body holds more than {most_values} values; send less at once"
     return None
+
+
+def check_text_sizes(body: Any) -> None:
+    """Raise ApiError for a text of a body's struct that is no prompt and yet as long as one."""
+    for name in getattr(body, "__struct_fields__", ()):
+        value = getattr(body, name)
+        if isinstance(value, str) and len(value) > MAX_FIELD_CHARS and name not in PROMPT_FIELDS:
+            raise ApiError(400, f"{name} has {len(value)} characters; it may have {MAX_FIELD_CHARS}", name)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:

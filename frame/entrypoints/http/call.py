@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from frame.entrypoints.http.bodies import PATIENCE, Bodies, problem_of
+from frame.entrypoints.http.bodies import MAX_FIELD_CHARS, PATIENCE, Bodies, check_text_sizes, problem_of
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.fields import check_fields, ignored_header
 from frame.entrypoints.http.mistakes import misfit, unreadable
@@ -146,6 +146,8 @@ class Call:
             raise ApiError(400, problem)
         try:
             value = decoder.decode(data)
+            if len(data) > MAX_FIELD_CHARS:
+                check_text_sizes(value)
             self.ignored = check_fields(type(value), data) if isinstance(value, msgspec.Struct) else ()
             return value
         except msgspec.ValidationError as error:

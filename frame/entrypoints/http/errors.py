@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ TYPES = {
 }
 
 
+QUOTED = 100  # characters of a text that a sentence quotes
+LONGEST_SENTENCE = 4096  # characters
+
 _PATH = re.compile(r"(?<![\w/#])(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
@@ -48,6 +52,20 @@ def without_folders(value: Any) -> Any:
     return value
 
 
+class _Quotation(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = QUOTED
+
+
+_quotation = _Quotation()
+
+
+def quoted(value: Any) -> str:
+    """What a client sent, as a sentence quotes it: the beginning alone, in a time that does not depend on its size."""
+    return _quotation.repr(value)
+
+
 RETRY_AFTER = 1  # seconds
 CONTEXT_LENGTH = "context_length_exceeded"  # the code of a prompt that does not fit
 
@@ -58,6 +76,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
+        message = message if len(message) <= LONGEST_SENTENCE else f"{message[:LONGEST_SENTENCE]}…"
         message = public(message) if status >= 500 else message
         super().__init__(message)
         self.status = status

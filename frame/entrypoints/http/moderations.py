@@ -17,7 +17,7 @@ import msgspec
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.answers import Stream
 from frame.entrypoints.http.classes import labels_of
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.pooled import PooledRequest, check_count, vectors_of
 from frame.entrypoints.http.services import Access, Caller, Chat, Operation, Routes, Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
@@ -72,7 +72,7 @@ def _texts(request: ModerationRequest) -> list[str]:
         raise ApiError(400, "input mixes texts and parts; send one kind", "input")
     for part in parts:
         if part.type != "text" or part.text is None:
-            raise ApiError(400, f"a part of input is of type {part.type!r}; this server reads text only", "input")
+            raise ApiError(400, f"a part of input is of type {quoted(part.type)}; this server reads text only", "input")
     return texts or ["\n".join(part.text or "" for part in parts)]
 
 

@@ -15,12 +15,12 @@ from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.answers import Answer, Stream
 from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.chat import chat_prompt
-from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.mistakes import misfit
 from frame.entrypoints.http.openai_schema import ChatRequest
-from frame.entrypoints.http.services import MAX_NAME_CHARS, Access, Chat, Operation, Routes, Services, as_sent
+from frame.entrypoints.http.services import MAX_NAME_CHARS, Access, Chat, Operation, Routes, Services, as_sent, paced
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.terms import Terms
 
@@ -117,7 +117,7 @@ async def generate(call: Call, services: Services) -> None:
             await services.stream(call, answer, shape.write, lambda: DONE)
         else:
             await services.complete(answer)
-            results = [shape.result(sequence) for sequence in answer.sequences]
+            results = [shape.result(sequence) async for sequence in paced(answer.sequences)]
             await call.respond_json(results[0] if shape.is_single else results)
     finally:
         services.client.abandon(answer)
@@ -230,7 +230,7 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     if unknown:
         close = get_close_matches(unknown[0][:MAX_NAME_CHARS], (*SamplingParams.__struct_fields__, *_SYNONYMS), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ApiError(400, f"unknown sampling parameter {unknown[0]!r}{hint}", f"sampling_params.{unknown[0]}")
+        raise ApiError(400, f"unknown sampling parameter {quoted(unknown[0])}{hint}", f"sampling_params.{unknown[0]}")
     if given.get("max_tokens", 0) is None:
         values["max_tokens"] = None  # up to the context's end
     values.setdefault("max_tokens", 128)

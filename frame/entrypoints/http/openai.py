@@ -16,7 +16,7 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.logprobs import TextPlaces, chat_logprobs, completion_logprobs, name_of_tokens, prompt_logprobs
 from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.parsing import AnswerParser
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.services import Access, Operation, Routes, Services, paced
 from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
@@ -81,7 +81,7 @@ class Response(ABC):
             await self.services.stream(call, self.answer, self.write, self.closing)
             return
         await self.services.complete(self.answer)
-        choices = [self.choice(sequence) for sequence in self.answer.sequences]
+        choices = [self.choice(sequence) async for sequence in paced(self.answer.sequences)]
         await call.respond_json({**self._head, "choices": choices, "usage": self.final_usage(), **self.more()})
 
     def more(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.bodies import MAX_MESSAGES
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.structured import constraints
 from frame.entrypoints.http.terms import Metadata, SamplingFields
 from frame.entrypoints.http.tools import ToolUse, legacy_tool_use, tool_use
@@ -55,7 +55,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
     def rank(self) -> int:
         """The priority: as given, else that of the service tier. Raises ApiError for an unknown tier."""
         if self.service_tier is not None and self.service_tier not in TIERS:
-            raise ApiError(400, f"service_tier is {self.service_tier!r}; it must be one of {', '.join(TIERS)}", "service_tier")
+            raise ApiError(400, f"service_tier is {quoted(self.service_tier)}; it must be one of {', '.join(TIERS)}", "service_tier")
         return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
 
     def sampling(self, **more: Any) -> SamplingParams:
@@ -101,7 +101,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def params(self) -> SamplingParams:
         if self.modalities not in (None, ["text"]):
-            raise ApiError(400, f"modalities is {self.modalities!r}; this model answers in text", "modalities")
+            raise ApiError(400, f"modalities is {quoted(self.modalities)}; this model answers in text", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -231,7 +231,7 @@ def _check_arguments(messages: list[dict[str, Any]]) -> None:
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        wrong = "is missing" if role is None else f"is {role!r}"
+        wrong = "is missing" if role is None else f"is {quoted(role)}"
         raise ApiError(400, f"{place}.role {wrong}; send system, user, assistant or tool", f"{place}.role")
     result = {**message, "content": _content(content, f"{place}.content")}
     if "reasoning" in message and "reasoning_content" not in message:
@@ -264,7 +264,7 @@ def _content(content: Any, place: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {kind!r}", place)
+            raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {quoted(kind)}", place)
         texts.append(text)
     return "".join(texts)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from frame.entrypoints.http.dialects import Extensions, function_tool, object_at, parts_at, text_at
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai_schema import ChatRequest
 from frame.entrypoints.http.terms import Metadata
 
@@ -122,7 +122,7 @@ class ResponsesRequest(Extensions, kw_only=True):
         if self.prompt:
             raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
         if self.truncation not in (None, "disabled", "auto"):
-            raise ApiError(400, f"truncation is {self.truncation!r}; it must be auto or disabled", "truncation")
+            raise ApiError(400, f"truncation is {quoted(self.truncation)}; it must be auto or disabled", "truncation")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
             raise ApiError(400, f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MOST_TOP_LOGPROBS}", "top_logprobs")
         if self.max_tool_calls is not None and self.max_tool_calls < 1:
@@ -170,10 +170,10 @@ def _message(kind: str, item: dict[str, Any], place: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": name, "content": _text(item.get("output"), f"{place}.output")}
     if kind != "message":
         kinds = ", ".join(("message", *TURN_KINDS, *OUTPUT_KINDS, "item_reference"))
-        raise ApiError(400, f"{place}.type is {kind!r}; it must be one of {kinds}", f"{place}.type")
+        raise ApiError(400, f"{place}.type is {quoted(kind)}; it must be one of {kinds}", f"{place}.type")
     role = item.get("role")
     if role not in ROLES:
-        raise ApiError(400, f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{place}.role")
+        raise ApiError(400, f"{place}.role is {quoted(role)}; it must be one of {', '.join(ROLES)}", f"{place}.role")
     return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
 
 
@@ -185,7 +185,7 @@ def _text(content: Any, place: str) -> str:
         elif part["type"] in TEXTS:
             texts.append(text_at(part.get("text"), f"{place}[{i}].text"))
         else:
-            raise ApiError(400, f"{place}[{i}]: this model takes text only, not {part['type']!r}", place)
+            raise ApiError(400, f"{place}[{i}]: this model takes text only, not {quoted(part['type'])}", place)
     return "".join(texts)
 
 
@@ -204,7 +204,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if kind == "custom":
         return _custom_tool(tool, place)
     if kind != "function":
-        raise ApiError(400, f"{place}.type is {kind!r}; this server runs no tools: describe a function of your own", f"{place}.type")
+        raise ApiError(400, f"{place}.type is {quoted(kind)}; this server runs no tools: describe a function of your own", f"{place}.type")
     return function_tool(tool.get("name"), place, tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
 
@@ -214,11 +214,11 @@ def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     text: dict[str, Any] = {"type": "string"}
     if form.get("type") == "grammar":
         if form.get("syntax") != "regex":
-            sentence = f"{place}.format.syntax is {form.get('syntax')!r}; this server takes regex"
+            sentence = f"{place}.format.syntax is {quoted(form.get('syntax'))}; this server takes regex"
             raise ApiError(400, sentence, f"{place}.format.syntax")
         text["pattern"] = f"^(?:{text_at(form.get('definition'), f'{place}.format.definition')})$"
     elif form.get("type") != "text":
-        raise ApiError(400, f"{place}.format.type is {form.get('type')!r}; it must be text or grammar", f"{place}.format.type")
+        raise ApiError(400, f"{place}.format.type is {quoted(form.get('type'))}; it must be text or grammar", f"{place}.format.type")
     schema = {"type": "object", "properties": {CUSTOM_ARGUMENT: text}, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
     return function_tool(tool.get("name"), place, tool.get("description"), schema, True if "pattern" in text else None)
 
@@ -237,7 +237,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 def _named(choice: dict[str, Any], place: str) -> dict[str, Any]:
     if choice.get("type") not in ("function", "custom"):
-        raise ApiError(400, f"{place}.type is {choice.get('type')!r}; it must be function, custom or allowed_tools", "tool_choice")
+        raise ApiError(400, f"{place}.type is {quoted(choice.get('type'))}; it must be function, custom or allowed_tools", "tool_choice")
     return {"type": "function", "function": {"name": text_at(choice.get("name"), f"{place}.name")}}
 
 
@@ -248,7 +248,7 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     form = object_at(form, "text.format")
     kind = form.get("type")
     if kind not in FORMATS:
-        raise ApiError(400, f"text.format.type is {kind!r}; it must be one of {', '.join(FORMATS)}", "text.format.type")
+        raise ApiError(400, f"text.format.type is {quoted(kind)}; it must be one of {', '.join(FORMATS)}", "text.format.type")
     if kind != "json_schema":
         return form
     object_at(form.get("schema"), "text.format.schema")

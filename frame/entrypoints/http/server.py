@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -264,6 +265,8 @@ class Server:
     def _announce(self) -> None:
         where = address(*self._listener.getsockname()[:2])
         scheme = "http" if self._certificate is None else "https"
+        gc.collect()
+        gc.freeze()  # later collections, which hold the event loop, need not look at what the start made
         report(f"ready on {scheme}://{where} after {time.perf_counter() - self._started:.1f} s")
 
     def _on_signal(self) -> None:

@@ -26,7 +26,7 @@ from frame.entrypoints.http.batch_files import FileStore
 from frame.entrypoints.http.batch_runner import BatchRunner
 from frame.entrypoints.http.bodies import MAX_MESSAGES, prompt_limit
 from frame.entrypoints.http.call import EVENT_STREAM
-from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape, quoted
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.metrics import package_version
 from frame.entrypoints.http.pump import EventPump
@@ -159,7 +159,7 @@ class Services:
         """Raise ApiError 404 for a model that is not served here."""
         if name and name not in (self.resolved.served_name, self.resolved.user.model.path):
             raise ApiError(
-                404, f"the model {name!r} does not exist; this server has {self.resolved.served_name!r}", "model", "model_not_found"
+                404, f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}", "model", "model_not_found"
             )
 
     def need_task(self, *tasks: Task) -> None:
@@ -235,9 +235,8 @@ class Services:
             async for own in paced(_unique(params)):
                 self.client.check_params(own)
             space = self._namespace(call, salt)
-            answer = self.client.submit(
-                ids, params, priority=priority, namespace=space, rid=rid, owner=call.tenant, deadline=deadline, segments=segments
-            )
+            answer = self.client.prepare(ids, params, rid, call.tenant, segments)
+            await self._start(answer, priority, space, deadline)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
             raise as_sent(as_api_error(error), terms) from None
@@ -245,6 +244,15 @@ class Services:
         call.answer = answer
         call.on_disconnect(answer.hang_up)
         return answer
+
+    async def _start(self, answer: Answer, priority: int, namespace: str, deadline: float | None) -> None:
+        """Start all sequences of a prepared answer, or none."""
+        try:
+            async for sequence in paced(answer.sequences):
+                self.client.start(sequence, priority, namespace, deadline)
+        except BaseException:
+            self.client.cancel(answer)
+            raise
 
     def check_count(self, count: int, param: str = "n") -> None:
         """Raise ApiError 400 for more sequences than one request may have; to be asked before anything is made for each of them."""

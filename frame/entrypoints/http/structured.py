@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import Format
@@ -54,7 +54,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
         return {"json_schema": _text(schema)}
     if kind == "structural_tag":
         return {"structural_tag": _text(form)}
-    raise ApiError(400, f"response_format.type is {kind!r}; it must be {_FORMATS}", "response_format")
+    raise ApiError(400, f"response_format.type is {quoted(kind)}; it must be {_FORMATS}", "response_format")
 
 
 def _structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
 def _parameter(name: str, value: Any) -> Any:
     if name == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-            raise ApiError(400, f"the choices are {value!r}; they must be a list of strings", "guided_choice")
+            raise ApiError(400, f"the choices are {quoted(value)}; they must be a list of strings", "guided_choice")
         return tuple(value)
     if name == "json_object":
         return bool(value)

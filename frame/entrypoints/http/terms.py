@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 
 # What a client may attach to what is kept for it: as much as OpenAI allows.
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -117,7 +117,7 @@ class SamplingFields(Terms, kw_only=True):
 
     def truncated(self, prompt: list[int], room: int) -> list[int]:
         if self.truncation_side not in (None, "left", "right"):
-            raise ApiError(400, f"truncation_side is {self.truncation_side!r}; it must be left or right", "truncation_side")
+            raise ApiError(400, f"truncation_side is {quoted(self.truncation_side)}; it must be left or right", "truncation_side")
         asked = self.truncate_prompt_tokens
         if asked is None:
             return prompt

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frame.core.interfaces.parsing import CallRule, Function
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 
 MAX_TOOLS = 128  # as OpenAI has it
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -51,7 +51,7 @@ def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[s
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):
-        raise ApiError(400, f"function_call is {choice!r}; it must be auto, none or {{'name': …}}", "function_call")
+        raise ApiError(400, f"function_call is {quoted(choice)}; it must be auto, none or {{'name': …}}", "function_call")
     try:
         return tool_use([{"type": "function", "function": function} for function in functions or ()], choice, is_parallel=False)
     except ApiError as error:
@@ -73,12 +73,12 @@ def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list
     elif choice == "required":
         wanted, is_required = names, True
     else:
-        raise ApiError(400, f"tool_choice is {choice!r}; it must be {_CHOICES}", "tool_choice")
+        raise ApiError(400, f"tool_choice is {quoted(choice)}; it must be {_CHOICES}", "tool_choice")
     if not wanted:
         raise ApiError(400, "tool_choice wants a call, but there are no tools; send tools too", "tool_choice")
     for name in wanted:
         if name not in names:
-            raise ApiError(400, f"tool_choice names the function {name!r}, which is not among tools; add it there", "tool_choice")
+            raise ApiError(400, f"tool_choice names the function {quoted(name)}, which is not among tools; add it there", "tool_choice")
     return wanted, is_required
 
 
@@ -86,7 +86,7 @@ def _named(choice: Any) -> str:
     holder = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = holder.get("name") if isinstance(holder, dict) else None
     if not isinstance(name, str):
-        raise ApiError(400, f"tool_choice is {choice!r}; it must be {_CHOICES}", "tool_choice")
+        raise ApiError(400, f"tool_choice is {quoted(choice)}; it must be {_CHOICES}", "tool_choice")
     return name
 
 
@@ -96,7 +96,8 @@ def _function(tool: dict[str, Any], place: str) -> Function:
         raise ApiError(400, f"{place}: only tools of type function are supported, with a function object", place)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ApiError(400, f"{place}.function.name: expected 1 to 128 letters, digits or characters of _ - . : /, got {name!r}", place)
+        sentence = f"{place}.function.name: expected 1 to 128 letters, digits or characters of _ - . : /, got {quoted(name)}"
+        raise ApiError(400, sentence, place)
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(400, f"{place}.function.parameters: expected a JSON schema object", place)
     for key, kind in (("properties", dict), ("required", list)):

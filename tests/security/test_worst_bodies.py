@@ -1,0 +1,309 @@
+"""Every route gets the worst bodies that its limits allow: the event loop goes on, /health answers, and memory comes back.
+
+Bodies are made of the request types of the application's own table, so a new route or field is tried without a change here; a new
+required field without a value in `LEAST`, or a route that reads a body without a type, fails the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from frame.entrypoints.client import EngineClient
+from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, _body_limit
+from frame.entrypoints.http.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
+from frame.entrypoints.http.openai_schema import ChatRequest
+from frame.entrypoints.http.services import Operation
+from frame.entrypoints.limits import EngineDeadError
+from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
+
+STALL, ANSWER = 0.05, 0.1  # seconds, on an idle machine
+NOMINAL = 0.004  # seconds that `yardstick` takes there
+MEMORY = 200 << 20
+TRIES = 6  # of which the best counts: what else runs on the machine is not this server's
+POOLED = ("/v1/embeddings", "rerank", "score", "classify", "/pooling", "/embed")
+READ_BY_OTHERS = {"/invocations": ChatRequest}  # a route that passes its body on to others
+NO_BODY = (
+    *("/ping", "/cancel", "/flush_cache", "/reset_prefix_cache", "/check_integrity"),
+    *("/pause_generation", "/continue_generation", "/stop_profile"),
+)
+CONTEXT = 8192
+SPARSE = 30  # of so many bodies one is sent where not all are
+
+# required field -> a value that is fine
+LEAST: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "model": "", "max_tokens": 1, "query": "hi",
+    "documents": ["hi"], "tokens": [5], "input_file_id": "file-1", "endpoint": "/v1/completions", "metadata": {}, "items": [],
+    "tools": [], "inputs": "hi", "text": "hi", "text_1": "hi", "text_2": "hi", "sampling_params": {"max_new_tokens": 1},
+}  # fmt: skip
+# For routes of which one of several fields has to be there.
+ALSO = {"/generate": ("text", "sampling_params"), "tokenize": ("text",), "score": ("text_1", "text_2")}
+
+
+def yardstick() -> float:
+    """Seconds of a fixed work of the interpreter."""
+    started = time.perf_counter()
+    sum(i % 7 for i in range(60_000))
+    return time.perf_counter() - started
+
+
+# bodies ------------------------------------------------------------------------------------------------------------
+
+
+def values(field: str, most: int) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the worst values of a field, each as large as a body may be or as its parts may be many."""
+    room = most - 1000
+    yield "spaces", " " * room
+    yield "words", "hello world " * (room // 12)
+    yield "one letter", "x" * room
+    yield "escapes", "\u0001" * (room // 6)
+    yield "empty texts", [""] * (MOST_VALUES - 10)
+    yield "texts", ["hello world " * 300] * (room // 3610)
+    yield "ids", [2047] * (MOST_VALUES - 10)
+    yield "one id", 10**18
+    yield "lists of ids", [[5]] * (MOST_PARTS - 200)
+    yield "keys", {str(i): 1 for i in range(MOST_PARTS - 200)}
+    yield "texts by key", {str(i): "x" * (room // 200) for i in range(190)}
+    yield "empty objects", [{}] * (MOST_PARTS - 200)
+    yield "levels", json.loads("[" * (MOST_LEVELS - 8) + "]" * (MOST_LEVELS - 8))
+    deep: dict[str, Any] = {}
+    for _ in range(MOST_LEVELS // 2 - 8):
+        deep = {"type": "object", "properties": {"a": deep}}
+    yield "deep schema", deep
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(MOST_PARTS // 3 - 200)}}
+    yield "wide schema", schema
+    yield "json_schema", {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    yield "odd type", {"type": [[]] * (MOST_PARTS - 200)}
+    yield from MORE.get(field, list)()
+
+
+def conversations() -> list[tuple[str, Any]]:
+    part = {"type": "text", "text": ""}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 15_000 + "1]"}}
+    return [
+        ("messages", [{"role": "user", "content": ""}] * 4096),
+        ("too many messages", [{"role": "user", "content": ""}] * (MOST_PARTS // 3 - 100)),
+        ("parts", [{"role": "user", "content": [part] * (MOST_PARTS // 3 - 100)}]),
+        ("calls", [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]),
+        ("long message", [{"role": "user", "content": "hello world " * 340_000}]),
+        ("escaped message", [{"role": "user", "content": "\u0001" * 690_000}]),
+        ("odd role", [{"role": [[]] * (MOST_PARTS - 200), "content": ""}]),
+    ]
+
+
+def tools() -> list[tuple[str, Any]]:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x" * 40} for i in range(8000)}}
+    return [
+        ("wide tool", [{"type": "function", "function": {"name": "f", "parameters": wide}, "name": "f", "input_schema": wide}]),
+        ("tools", [{"type": "function", "function": {"name": f"f{i}", "description": "x" * 7000}} for i in range(128)]),
+        ("too many tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(6000)]),
+    ]
+
+
+def samplings() -> list[tuple[str, Any]]:
+    return [
+        ("bad words", {"bad_words": ["hello world " * 20] * 256, "max_new_tokens": 1}),
+        ("biases", {"logit_bias": {str(i): 1 for i in range(2048)}, "max_new_tokens": 1}),
+        ("parameters", [{"max_new_tokens": 1}] * 10_000),
+    ]
+
+
+MORE = {
+    "messages": conversations,
+    "input": lambda: [*conversations(), ("inputs", ["hello world " * 160] * 2048)],
+    "items": conversations,
+    "tools": tools,
+    "sampling_params": samplings,
+    "bad_words": lambda: [("bad words", ["hello world " * 20] * 256)],
+    "stop": lambda: [("stops", ["x" * 1024] * 16)],
+    "logit_bias": lambda: [("biases", {str(i): 1 for i in range(2048)})],
+    "prompt": lambda: [("prompts", ["hello world"] * 2048), ("prompts of ids", [[5, 6, 7]] * 2048)],
+    "input_ids": lambda: [("prompts of ids", [[5, 6, 7]] * 2048)],
+    "text": lambda: [("prompts", ["hello world"] * 2048)],
+    "documents": lambda: [("documents", ["hello world " * 160] * 2047)],
+}
+
+
+def raw(most: int) -> Iterator[tuple[str, bytes]]:
+    """Bodies that no type fits, or that are no JSON."""
+    yield "spaces", b" " * most
+    yield "brackets", b"[" * most
+    yield "lists", b"[" + b"[]," * (most // 3 - 1)
+    yield "unknown lists", b'{"unknown_field":[' + b"[]," * (MOST_PARTS - 200) + b"1]}"
+    yield "unknown keys", b"{" + b",".join(b'"k%d":1' % i for i in range(MOST_PARTS - 200)) + b"}"
+    yield "one key", b'{"' + b"k" * (most - 10) + b'":1}'
+    yield "backslashes", b'"' + b"\\" * (most - 3) + b'"'
+    yield "not UTF-8", b'{"a":"' + b"\xff" * (most - 10) + b'"}'
+    yield "brackets in a text", b'{"a":"' + b"[{" * (most // 2 - 10) + b'"}'
+
+
+def forms(most: int) -> Iterator[tuple[str, bytes]]:
+    """Uploads."""
+    yield "boundaries", b"--b\r\n" * (most // 5)
+    yield "empty parts", b"--b\r\n\r\n\r\n" * (most // 9)
+    head = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    yield "headers", head + b"--b\r\n" + b"x: y\r\n" * (most // 6 - 100) + b"\r\n\r\n--b--"
+    file = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    yield "a file", head + file + b"{}\n" * (most // 3 - 100) + b"\r\n--b--"
+    yield "one line", b"x" * most
+
+
+def bodies_of(operation: Operation, most: int) -> Iterator[tuple[str, bytes]]:
+    yield from raw(min(most, 8 << 20))
+    request = READ_BY_OTHERS.get(operation.path, operation.request)
+    if request is None:
+        return
+    fields = msgspec.structs.fields(request)
+    least = {field.encode_name: LEAST[field.encode_name] for field in fields if field.required}
+    for end, names in ALSO.items():
+        if operation.path.endswith(end):
+            least |= {name: LEAST[name] for name in names}
+    least |= {name: 1 for name in ("max_tokens", "max_output_tokens") if any(field.encode_name == name for field in fields)}
+    for field in fields:
+        name = field.encode_name
+        for kind, value in values(name, most):
+            if not fits(kind, value, field.type):
+                continue
+            others = {key: given for key, given in least.items() if not (name == "input_ids" and key == "text")}
+            if name == "messages" and operation.path.endswith("tokenize"):
+                others.pop("text")
+            yield f"{name}: {kind}", msgspec.json.encode({**others, name: value})
+
+
+def fits(kind: str, value: Any, type_: Any) -> bool:
+    """Whether the field takes such a value; what it does not is refused while it is decoded, as `raw` is."""
+    small = value[:1] if isinstance(value, list | str) else value if kind not in ("keys", "texts by key") else dict([*value.items()][:1])
+    with suppress(msgspec.ValidationError, TypeError):
+        msgspec.convert(small, type_, strict=True, str_keys=True)
+        return True
+    return False
+
+
+# measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Cost:
+    """Of one request: the longest time that the loop stood still and that /health took, in seconds; bytes of memory that it took at most.
+    `slowness`: how much slower than an idle machine this one was meanwhile."""
+
+    stall: float = 0.0
+    health: float = 0.0
+    memory: int = 0
+    slowness: float = 1.0
+
+    @property
+    def is_fine(self) -> bool:
+        return self.stall <= STALL * self.slowness and self.health <= ANSWER * self.slowness and self.memory <= MEMORY
+
+
+async def cost_of(server: InProcess, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Cost:
+    cost, process = Cost(), psutil.Process()
+    before = process.memory_info().rss
+    done = asyncio.Event()
+
+    async def beat() -> None:
+        count, last = 0, time.perf_counter()
+        while not done.is_set():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            cost.stall, last, count = max(cost.stall, now - last), now, count + 1
+            if count % 5 == 0:
+                cost.memory = max(cost.memory, process.memory_info().rss - before)
+
+    async def ask() -> None:
+        while not done.is_set():
+            started = time.perf_counter()
+            assert (await server.request("GET", "/health")).status == 200
+            cost.health = max(cost.health, time.perf_counter() - started)
+            await asyncio.sleep(0.005)
+
+    first = yardstick()
+    beside = [asyncio.create_task(beat()), asyncio.create_task(ask())]
+    await asyncio.sleep(0)
+    answer = await server.request("POST", path, body, headers)
+    assert answer.status < 500 or answer.status == 503, (path, answer.body[:300])
+    assert len(answer.body) < 64 << 20
+    done.set()
+    await asyncio.gather(*beside)
+    cost.slowness = max(1.0, first / NOMINAL, yardstick() / NOMINAL)
+    return cost
+
+
+@asynccontextmanager
+async def made(is_pooled: bool, folder: Any) -> AsyncIterator[InProcess]:
+    model = {"max_context": CONTEXT, **({"task": "embed"} if is_pooled else {})}
+    sections = {"model": model, "cache": {"max_total_tokens": 4 * CONTEXT}, "batches": {"folder": str(folder)}}
+    async with serving(sections) as server:
+        gc.collect()
+        gc.freeze()  # as the server does once it is ready
+        try:
+            yield server
+        finally:
+            gc.unfreeze()
+
+
+def typed() -> list[Operation]:
+    """The operations that take a body, each once."""
+    found = {operation.path: operation for operation in (*ROUTES, *ADMIN_ROUTES) if set(operation.methods) & {"POST", "PUT", "PATCH"}}
+    return [*found.values()]
+
+
+def is_pooled(operation: Operation) -> bool:
+    return operation.path.endswith(POOLED)
+
+
+def test_every_route_has_worst_bodies() -> None:
+    for operation in typed():
+        if operation.request is None and operation.path not in READ_BY_OTHERS:
+            assert operation.body == "file" or operation.path.endswith(NO_BODY), f"{operation.path} names no type of its body"
+        else:
+            assert next(iter(bodies_of(operation, 4096)))
+
+
+async def tried(server: InProcess, operation: Operation, take: slice) -> dict[str, Cost]:
+    """The bodies that cost too much."""
+    wrong: dict[str, Cost] = {}
+    most = _body_limit(operation, server.services)
+    headers, bodies = (JSON_TYPE,), bodies_of(operation, most)
+    if operation.body == "file":
+        headers, bodies = ((b"content-type", b"multipart/form-data; boundary=b"),), forms(most)
+    path = operation.path.replace("{name}", "none")
+    for kind, body in [*bodies][take]:
+        assert len(body) <= most + 10, kind
+        cost = await cost_of(server, path, body, headers)
+        for _ in range(TRIES):
+            if cost.is_fine:
+                break
+            cost = await cost_of(server, path, body, headers)
+        if not cost.is_fine:
+            wrong[f"{path} {kind}"] = cost
+    return wrong
+
+
+def refuse(*arguments: Any, **options: Any) -> Any:
+    raise EngineDeadError("this test has no engine for vectors")
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["generating", "pooling"])
+@pytest.mark.parametrize("step", [SPARSE, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+async def test_worst_bodies(pooled: bool, step: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some, each route gets other ones than the route before."""
+    if pooled:  # up to the engine; the fake one makes no vectors
+        monkeypatch.setattr(EngineClient, "prepare", refuse)
+    wrong: dict[str, Cost] = {}
+    async with made(pooled, tmp_path) as server:
+        for number, operation in enumerate(typed()):
+            if is_pooled(operation) == pooled:
+                wrong |= await tried(server, operation, slice(number % step % 5 if operation.body == "file" else number % step, None, step))
+    assert wrong == {}
