@@ -24,7 +24,7 @@ from frame.core.scheduler import Scheduler, SchedulerConfig
 from frame.core.step_planner import MATCH_WINDOW
 from frame.testing.fake_runner import FakeRunner, continuation
 
-PATIENCE = 6  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
+PATIENCE = 4  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
 
 
 class OldestFirst(EvictionPolicy):

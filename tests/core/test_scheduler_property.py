@@ -196,3 +196,26 @@ def test_crowd(policy: str, overlap: bool) -> None:
     rig.run()
     assert rig.scheduler.load()["retracted"] > 0
     assert rig.scheduler.load()["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", sorted(SCHEDULING))
+def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
+    """Room for everybody, and requests that come back past their prompts after their prefix was evicted: the rig sees that nobody waits."""
+    rng = random.Random(policy)
+    config = SchedulerConfig(
+        page_size=2, num_pages=1000, max_running=16, token_budget=12, max_context=64, vocab_size=VOCAB, overlap=overlap, least_shared=4
+    )
+    rig = SchedulerRig(config, SCHEDULING[policy]())
+    planner = rig.scheduler._planner
+    for i in range(60):
+        params = SamplingParams(max_tokens=rng.randint(8, 40), temperature=0.0, ignore_eos=True)
+        rig.add([*range(16), i % VOCAB], params, priority=rng.randint(0, 1))
+        for _ in range(rng.choice((0, 2, 5))):
+            rig.step()
+        if rng.random() < 0.3:
+            for request in list(planner._running.requests):
+                planner.retract(request)
+            rig.scheduler.flush_cache()
+    rig.run()
+    assert rig.scheduler.load()["retracted"] > 0
