@@ -89,6 +89,7 @@ class ModelSection(Section):
         "frame-tiny", "Folder of a checkpoint in Hugging Face layout, or the embedded frame-tiny.", flag="model", min_length=1
     )
     served_name: str | None = setting(None, "The model's name in the API; the folder's name when not set.", flag="served-model-name")
+    served_aliases: tuple[str, ...] = setting((), "Further names of the model in the API.", flag="served-model-aliases")
     tokenizer: str | None = setting(None, "Folder of the tokenizer; the model's own when not set.", flag="tokenizer")
     skip_tokenizer_init: bool = setting(False, "Serve token ids only: no tokenizer is loaded.", flag="skip-tokenizer-init")
     task: Annotated[Task | None, Auto] = setting(

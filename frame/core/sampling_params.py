@@ -23,8 +23,8 @@ LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep the
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters, named as the OpenAI API and SGLang name them.
 
-    `max_tokens=None` means up to the context's end. `temperature=0` is greedy. `top_k=-1` and `top_p=1` are off. `seed=None` draws one.
-    `stop` are strings, matched on text; `stop_token_ids` end a request too,
+    `max_tokens=None` means up to the context's end. `temperature=0` is greedy. `top_k=-1` (or 0) and `top_p=1` are off.
+    `seed=None` draws one. `stop` are strings, matched on text; `stop_token_ids` end a request too,
     also where `ignore_eos` switches the model's own end tokens off.
     `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
     `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`, `json_object`,
@@ -67,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, value in (("stop", self.stop), ("bad_words", self.bad_words), ("choice", self.choice)):
             if isinstance(value, str):
                 msgspec.structs.force_setattr(self, name, (value,))
+        if self.top_k == 0:  # off in vLLM, -1 in SGLang
+            msgspec.structs.force_setattr(self, "top_k", -1)
 
     def problems(self, vocab_size: int | None = None) -> list[str]:
         """Every reason why these parameters cannot be served, a sentence each that names the parameter and its range."""
@@ -95,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not 0.0 < self.top_p <= 1.0:
             yield f"top_p is {self.top_p}; it must be above 0 and at most 1"
         if not (self.top_k == -1 or 1 <= self.top_k <= LARGEST):
-            yield f"top_k is {self.top_k}; it must be -1 (off) or from 1 to {LARGEST}"
+            yield f"top_k is {self.top_k}; it must be 0 or -1 (off), or from 1 to {LARGEST}"
         if not 0.0 <= self.min_p <= 1.0:
             yield f"min_p is {self.min_p}; it must be from 0 to 1"
         if not -2.0 <= self.frequency_penalty <= 2.0:

@@ -36,6 +36,7 @@ EXCEPTIONS: dict[str, str] = {
         for path in (
             "core/chat_template",
             *(f"entrypoints/http/{name}" for name in ("classes", "conversations", "openai", "page", "relevance", "responses_answer")),
+            "entrypoints/http/embeddings",
             "entrypoints/http/vllm",
             "entrypoints/http/services",
         )

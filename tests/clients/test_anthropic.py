@@ -146,3 +146,14 @@ def test_errors_have_their_dialect(url: str, client: anthropic.Anthropic) -> Non
     with pytest.raises(anthropic.AuthenticationError, match="key") as caught:
         anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0).messages.create(**ASK)
     assert caught.value.body["error"]["type"] == "authentication_error"
+
+
+def test_ids_and_models_have_their_own_shape(client: anthropic.Anthropic) -> None:
+    asked = ASK | {"max_tokens": 100, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    whole = client.messages.create(**asked)
+    assert whole._request_id
+    assert whole.id.startswith("msg_")
+    assert [block.id.partition("_")[0] for block in whole.content if block.type == "tool_use"] == ["toolu"]
+    listed = client.models.list()
+    assert [(model.type, model.id) for model in listed] == [("model", MODEL)]
+    assert client.models.retrieve(MODEL).display_name == MODEL

@@ -190,3 +190,17 @@ def test_fields_that_change_nothing_here(client: openai.OpenAI) -> None:
 def test_what_is_refused(client: openai.OpenAI, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):
         ask(client, **fields)
+
+
+def test_functions_get_the_old_shape(client: openai.OpenAI) -> None:
+    asked = {"functions": [TOOLS[0]["function"]], "function_call": {"name": "get_weather"}}
+    (choice,) = ask(client, **asked).choices
+    assert choice.finish_reason in ("function_call", "stop")
+    assert choice.message.tool_calls is None
+    assert choice.message.function_call.name == "get_weather"
+    assert json.loads(choice.message.function_call.arguments)["city"] in ("Rome", "Bonn")
+    chunks = [chunk.choices[0] for chunk in ask(client, **asked, stream=True)]
+    calls = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert calls[0].name == "get_weather"
+    assert json.loads("".join(call.arguments or "" for call in calls)) == json.loads(choice.message.function_call.arguments)
+    assert chunks[-1].finish_reason == choice.finish_reason

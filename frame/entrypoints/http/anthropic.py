@@ -39,7 +39,7 @@ def _error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + _error_body(error) + b"\n\n"
 
 
-ERRORS = ErrorShape(_error_body, _error_event)
+ERRORS = ErrorShape(_error_body, _error_event, b"request-id")
 
 
 async def messages(call: Call, services: Services) -> None:
@@ -145,7 +145,7 @@ DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "think
 
 def _empty(block: Block) -> dict[str, Any]:
     if block.kind == "call":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+        return {"type": "tool_use", "id": f"toolu_{block.call_id.removeprefix('call_')}", "name": block.name, "input": {}}
     return {"type": "text", "text": ""} if block.kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
 
 

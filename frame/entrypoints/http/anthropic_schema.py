@@ -15,10 +15,14 @@ from frame.entrypoints.http.terms import Metadata
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools: Anthropic's word -> OpenAI's
 
 
+TRAINED = ("bash_", "text_editor_", "computer_", "memory_")  # types of tools that clients run and do not describe
+
+
 class MessagesChat(ChatRequest, kw_only=True):
     """A chat request that came as a message."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
 
 
 class CountTokensRequest(Extensions, kw_only=True):
@@ -133,7 +137,8 @@ def _text(part: dict[str, Any], place: str) -> str:
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":
-        sentence = f"{place}.type is {quoted(kind)}, a tool that Anthropic's own servers run; describe one of your own"
+        what = "whose schema only Anthropic's models know" if str(kind).startswith(TRAINED) else "that Anthropic's own servers run"
+        sentence = f"{place}.type is {quoted(kind)}, a tool {what}; describe one of your own with name, description and input_schema"
         raise ApiError(400, sentence, f"{place}.type")
     return function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
 

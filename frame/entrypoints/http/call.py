@@ -231,6 +231,8 @@ class Call:
         found = [*self.scope.get("response_headers", ())]
         if self.request_id:
             found.append((HEADER, self.request_id.encode()))
+            if self.errors.id_header is not None:
+                found.append((self.errors.id_header, self.request_id.encode()))
         return [*found, ignored_header(self.ignored)] if self.ignored else found
 
     async def _put(self, message: MutableMapping[str, Any]) -> None:

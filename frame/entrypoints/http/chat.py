@@ -102,6 +102,8 @@ async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> b
 def chat_of(services: Services, request: ChatRequest) -> Chat:
     """What the chat template gets. Raises ApiError."""
     arguments, use = request.template_arguments(), request.tool_use()
+    if use is not None and use.is_enforced:
+        request.check_schemas()
     if TEMPLATE in arguments:
         raise ApiError(400, f"chat_template_kwargs may not set {TEMPLATE}; use the request's own field", "chat_template_kwargs")
     if request.chat_template is not None:

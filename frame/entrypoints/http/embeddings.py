@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -38,7 +39,9 @@ async def embeddings(call: Call, services: Services) -> None:
     vectors, count = await embedded(call, services, request)
     await call.respond_json(
         {
+            "id": call.answer.rid if call.answer is not None else "",
             "object": "list",
+            "created": int(time.time()),
             "data": [
                 {"object": "embedding", "index": index, "embedding": vector}
                 for index, vector in enumerate(written(vectors, request.encoding_format))
@@ -56,7 +59,7 @@ async def embedded(call: Caller, services: Services, request: EmbeddingRequest) 
     width = services.resolved.facts.hidden_size
     if request.dimensions is not None and not 1 <= request.dimensions <= width:
         raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
-    vectors, count = await vectors_of(call, services, request, prompts, ("embed",))
+    vectors, count = await vectors_of(call, services, request, prompts, ("embed",), "embd-")
     pooling = services.resolved.pooling
     return shortened(vectors, request.dimensions, pooling is not None and pooling.normalize), count
 

@@ -94,10 +94,12 @@ class ApiError(Exception):
 
 
 class ErrorShape(NamedTuple):
-    """How a dialect writes an error: as a whole response, and as the last events of a stream that fails midway."""
+    """How a dialect writes an error: as a whole response, and as the last events of a stream that fails midway. `id_header`: where it has
+    the request's id, besides `x-request-id`."""
 
     body: Callable[[ApiError], bytes]
     events: Callable[[ApiError], bytes]
+    id_header: bytes | None = None
 
 
 def _openai_events(error: ApiError) -> bytes:

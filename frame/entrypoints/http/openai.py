@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -305,26 +306,42 @@ class CompletionResponse(Response):
 
 
 async def models(call: Call, services: Services) -> None:
-    """The served models."""
-    await call.respond_json({"object": "list", "data": [_card(services)]})
+    """The served models, in Anthropic's shape for its clients."""
+    names = services.model_names
+    if _is_anthropic(call):
+        cards = [_anthropic_card(services, name) for name in names]
+        await call.respond_json({"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    else:
+        await call.respond_json({"object": "list", "data": [_card(services, name) for name in names]})
 
 
 async def model(call: Call, services: Services) -> None:
     """One model."""
     name = call.scope["path_params"]["name"]
     services.check_model(name)
-    await call.respond_json(_card(services))
+    if name not in services.model_names:  # the folder's name
+        name = services.resolved.served_name
+    await call.respond_json((_anthropic_card if _is_anthropic(call) else _card)(services, name))
 
 
-def _card(services: Services) -> dict[str, Any]:
+def _is_anthropic(call: Call) -> bool:
+    return call.header(b"anthropic-version") is not None
+
+
+def _card(services: Services, name: str) -> dict[str, Any]:
     return {
-        "id": services.resolved.served_name,
+        "id": name,
         "object": "model",
         "created": services.created,
         "owned_by": "frame",
         "root": services.resolved.served_name,
         "max_model_len": services.resolved.max_context,
     }
+
+
+def _anthropic_card(services: Services, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(services.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
 ROUTES: Routes = (

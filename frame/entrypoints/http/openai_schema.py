@@ -15,7 +15,7 @@ from frame.entrypoints.http.bodies import MAX_MESSAGES
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.structured import constraints
 from frame.entrypoints.http.terms import Metadata, SamplingFields
-from frame.entrypoints.http.tools import ToolUse, legacy_tool_use, tool_use
+from frame.entrypoints.http.tools import ToolUse, check_schema, legacy_tool_use, renamed, tool_use
 
 MAX_ARGUMENT_PARTS = 48 * 1024
 
@@ -71,9 +71,10 @@ class GenerationRequest(SamplingFields, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """`FIELD_NAMES`: how the client's dialect calls what is named otherwise here."""
+    """`FIELD_NAMES`: how the client's dialect calls what is named otherwise here; `TOOL_PLACES`: the same for parts of a tool."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "logprobs": "top_logprobs"})
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -117,10 +118,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.is_legacy:
             use = legacy_tool_use(self.functions, self.function_call)
         else:
-            use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+            with renamed(self.TOOL_PLACES):
+                use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if use is not None and use.rule.is_required and self.constrains_all:
             raise ApiError(400, "regex, ebnf, json_schema and structural_tag leave no room for a required call; keep one", "tool_choice")
         return use
+
+    def check_schemas(self) -> None:
+        """Raise ApiError for parameters of a tool that are no JSON schema."""
+        for i, tool in enumerate(self.tools or ()):
+            with renamed(self.TOOL_PLACES):
+                check_schema(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
+        for i, function in enumerate(self.functions or ()):
+            check_schema(function.get("parameters"), f"functions[{i}].parameters")
 
     @property
     def is_legacy(self) -> bool:

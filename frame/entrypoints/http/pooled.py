@@ -46,7 +46,7 @@ def check_count(count: int, name: str) -> None:
 
 
 async def vectors_of(
-    call: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task]
+    call: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
 ) -> tuple[np.ndarray, int]:
     """(float32 [prompts, width], prompt tokens). Raises ApiError; a client that hangs up ends the work."""
     services.check_model(request.model)
@@ -58,6 +58,7 @@ async def vectors_of(
         request,
         tasks=tasks,
         longest=request.longest(services),
+        prefix=prefix,
     )
     try:
         sequences = await services.complete(answer)

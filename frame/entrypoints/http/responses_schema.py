@@ -32,6 +32,7 @@ class ResponsesChat(ChatRequest, kw_only=True):
     """A chat request that came as a response's."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input", "max_tokens": "max_output_tokens"})
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
 
 
 class ResponsesRequest(Extensions, kw_only=True):

@@ -155,9 +155,14 @@ class Services:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("work without a client failed", exc_info=error)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What the model is called in the API; responses have the first."""
+        return tuple(dict.fromkeys((self.resolved.served_name, *self.resolved.user.model.served_aliases)))
+
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
-        if name and name not in (self.resolved.served_name, self.resolved.user.model.path):
+        if name and name not in (*self.model_names, self.resolved.user.model.path):
             raise ApiError(
                 404, f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}", "model", "model_not_found"
             )
@@ -436,10 +441,14 @@ PROSE = ("prompt", "input")  # names of parameters that sentences use as words
 
 def as_sent(error: BaseException, terms: Terms) -> BaseException:
     """The error with the name that the client gave to the field that it is about."""
-    if not isinstance(error, ApiError) or error.param is None or (name := terms.sent_name(error.param)) == error.param:
+    if not isinstance(error, ApiError) or error.param is None:
         return error
-    message = error.message if error.param in PROSE else re.sub(rf"\b{re.escape(error.param)}\b", name, error.message)
-    return ApiError(error.status, message, name, error.code, error.retry_after)
+    ours = re.split(r"[.\[]", error.param, maxsplit=1)[0]
+    name = terms.sent_name(ours)
+    if name == ours:
+        return error
+    message = error.message if ours in PROSE else re.sub(rf"\b{re.escape(ours)}\b", name, error.message)
+    return ApiError(error.status, message, name + error.param[len(ours) :], error.code, error.retry_after)
 
 
 async def paced(items: Iterable[T]) -> AsyncIterator[T]:

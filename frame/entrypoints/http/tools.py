@@ -6,7 +6,10 @@ Knows no parser and no engine.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from frame.core.interfaces.parsing import CallRule, Function
@@ -15,6 +18,16 @@ from frame.entrypoints.http.errors import ApiError, quoted
 MAX_TOOLS = 128  # as OpenAI has it
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CHOICES = "auto, none, required, or a function: {'type': 'function', 'function': {'name': …}}"
+
+
+# JSON Schema: the types, which keywords hold schemas by name, in a list, or one; and what others hold.
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not")
+_KEYWORDS: Mapping[str, type] = MappingProxyType(
+    {**dict.fromkeys(_MAPS, dict), **dict.fromkeys(_LISTS, list), "required": list, "enum": list, "$ref": str, "pattern": str}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +65,44 @@ def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[s
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):
         raise ApiError(400, f"function_call is {quoted(choice)}; it must be auto, none or {{'name': …}}", "function_call")
-    try:
+    with renamed({".function": "", "tool_choice": "function_call", "tools": "functions"}):
         return tool_use([{"type": "function", "function": function} for function in functions or ()], choice, is_parallel=False)
+
+
+@contextmanager
+def renamed(places: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised within say the parts of fields as the client's dialect has them."""
+    try:
+        yield
     except ApiError as error:
-        param = (error.param or "functions").replace("tool_choice", "function_call")
-        param = re.sub(r"^tools(\[\d+\])?(\.function)?", r"functions\1", param)
-        raise ApiError(error.status, error.message.replace(error.param or "", param), param) from None
+        param = error.param or ""
+        for ours, theirs in places.items():
+            param = param.replace(ours, theirs)
+        raise ApiError(error.status, error.message.replace(error.param or param, param), param or None) from None
+
+
+def check_schema(schema: Any, place: str) -> None:
+    """Raise ApiError that names the first keyword, in an object that should be a JSON schema, whose value cannot be one."""
+    waiting = [(schema, place)]
+    while waiting:
+        found, here = waiting.pop()
+        if found is None or isinstance(found, bool):
+            continue
+        if not isinstance(found, dict):
+            raise ApiError(400, f"{here}: expected a JSON schema, an object or true or false", here)
+        kinds = found.get("type")
+        for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
+            if kind not in _TYPES:
+                raise ApiError(400, f"{here}.type is {quoted(kind)}; it must be one of {', '.join(_TYPES)}", f"{here}.type")
+        for key, wanted in _KEYWORDS.items():
+            if found.get(key) is not None and not isinstance(found[key], wanted):
+                name = "an object" if wanted is dict else "a list" if wanted is list else "a string"
+                raise ApiError(400, f"{here}.{key}: expected {name}", f"{here}.{key}")
+        for key in _MAPS:
+            waiting += [(each, f"{here}.{key}.{name}") for name, each in (found.get(key) or {}).items()]
+        for key in _LISTS:
+            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(found.get(key) or ())]
+        waiting += [(found[key], f"{here}.{key}") for key in _SCHEMAS if key in found and not isinstance(found[key], list)]
 
 
 def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list[str], bool]:
@@ -92,16 +137,21 @@ def _named(choice: Any) -> str:
 
 def _function(tool: dict[str, Any], place: str) -> Function:
     kind, function = tool.get("type", "function"), tool.get("function")
-    if kind != "function" or not isinstance(function, dict):
-        raise ApiError(400, f"{place}: only tools of type function are supported, with a function object", place)
+    if kind != "function":
+        raise ApiError(400, f"{place}.type is {quoted(kind)}; only tools of type function are supported", f"{place}.type")
+    if not isinstance(function, dict):
+        wrong = "is missing" if function is None else "is no object"
+        form = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"
+        raise ApiError(400, f"{place}.function {wrong}; send the tool as {form}", f"{place}.function")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         sentence = f"{place}.function.name: expected 1 to 128 letters, digits or characters of _ - . : /, got {quoted(name)}"
-        raise ApiError(400, sentence, place)
+        raise ApiError(400, sentence, f"{place}.function.name")
     if parameters is not None and not isinstance(parameters, dict):
-        raise ApiError(400, f"{place}.function.parameters: expected a JSON schema object", place)
+        raise ApiError(400, f"{place}.function.parameters: expected a JSON schema object", f"{place}.function.parameters")
     for key, kind in (("properties", dict), ("required", list)):
         if parameters and not isinstance(parameters.get(key) or kind(), kind):
-            raise ApiError(400, f"{place}.function.parameters.{key}: expected {'an object' if kind is dict else 'a list'}", place)
+            where = f"{place}.function.parameters.{key}"
+            raise ApiError(400, f"{where}: expected {'an object' if kind is dict else 'a list'}", where)
     schema = parameters or {"type": "object", "properties": {}}
     return Function(name, schema if "type" in schema else {"type": "object", **schema}, function.get("strict") is True)

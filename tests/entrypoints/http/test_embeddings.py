@@ -100,6 +100,8 @@ def test_vectors_over_grpc(minilm: RunningServer) -> None:
 
 def test_base64_is_float32(minilm: RunningServer) -> None:
     body = minilm.post("/v1/embeddings", {"input": "hello", "encoding_format": "base64"}).json()
+    assert body["id"].startswith("embd-")
+    assert body["created"] > 0
     vector = np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4")
     assert vector.shape == (384,)
     assert abs(float(np.linalg.norm(vector)) - 1) < 1e-5
