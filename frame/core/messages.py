@@ -72,6 +72,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     logprobs: list[float | None]  # the first prompt token has none
     top: list[list[tuple[int, float]]]
+    ranks: list[int | None] = []  # of prompt tokens: 1 + how many tokens are likelier
 
 
 class Tokens(Message, frozen=True):

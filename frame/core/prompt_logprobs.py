@@ -75,7 +75,7 @@ class PromptScores:
         self._plan = plan
         block = max(1, (_CUDA_BLOCK_CELLS if hidden.is_cuda else _BLOCK_CELLS) // vocab)
         pieces = [
-            logprobs(head(hidden[start : start + block]), targets[start : start + block], plan.num_top)
+            _scores(head(hidden[start : start + block]), targets[start : start + block], plan.num_top)
             for start in range(0, len(hidden), block)
         ]
         self._tensors = [torch.cat(column) for column in zip(*pieces, strict=True)]
@@ -84,12 +84,19 @@ class PromptScores:
         return self._tensors
 
     def finish(self, arrays: list[np.ndarray]) -> list[PromptLogprobs | None]:
-        chosen, top_ids, top = arrays
+        chosen, top_ids, top, ranks = arrays
         results: list[PromptLogprobs | None] = [None] * self._plan.num_rows
         start = 0
         for part, length in zip(self._plan.parts, self._plan.lengths, strict=True):
             here = slice(start, start + part.count)
             ids = top_ids[here, : part.num_top].astype(np.int32)
-            results[part.row] = PromptLogprobs(part.first, chosen[here].copy(), ids, top[here, : part.num_top].copy())
+            likeliest = top[here, : part.num_top].copy()
+            results[part.row] = PromptLogprobs(part.first, chosen[here].copy(), ids, likeliest, ranks[here].astype(np.int32))
             start += length
         return results
+
+
+def _scores(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """What `logprobs` gives of logits [n, vocab], and the rank [n] of each target: 1 + how many tokens are likelier."""
+    ranks = (logits > logits.gather(1, targets.unsqueeze(1))).sum(dim=-1) + 1
+    return (*logprobs(logits, targets, num_top), ranks)

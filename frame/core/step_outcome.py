@@ -196,10 +196,13 @@ def _prompt_logprobs(request: Request) -> TokenLogprobs:
     count = request.params.prompt_logprobs or 0
     logprobs: list[float | None] = [None] * request.prompt_len
     top: list[list[tuple[int, float]]] = [[] for _ in range(request.prompt_len)]
+    ranks: list[int | None] = [None] * request.prompt_len
     for chunk in request.prompt_logprobs:
+        counted = [None] * len(chunk.logprobs) if chunk.ranks is None else chunk.ranks.tolist()
         for i, value in enumerate(chunk.logprobs.tolist()):
             if chunk.first + i >= request.prompt_len:
                 break
+            ranks[chunk.first + i] = counted[i]
             logprobs[chunk.first + i] = value
             top[chunk.first + i] = list(zip(chunk.top_ids[i, :count].tolist(), chunk.top_logprobs[i, :count].tolist(), strict=True))
-    return TokenLogprobs(request.prompt.tolist(), logprobs, top)
+    return TokenLogprobs(request.prompt.tolist(), logprobs, top, ranks)

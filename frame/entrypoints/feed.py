@@ -84,4 +84,5 @@ def _joined(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs
     """Prompt logprobs come a chunk at a time."""
     if first is None:
         return second
-    return TokenLogprobs(first.token_ids + second.token_ids, first.logprobs + second.logprobs, first.top + second.top)
+    ids, ranks = first.token_ids + second.token_ids, first.ranks + second.ranks
+    return TokenLogprobs(ids, first.logprobs + second.logprobs, first.top + second.top, ranks)

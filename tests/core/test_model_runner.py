@@ -196,7 +196,7 @@ def test_prompt_logprobs_over_chunks_equal_those_of_the_whole_prompt():
             assert part.first == start + 1
             parts.append(part)
             start += size
-        return [np.concatenate(column) for column in zip(*((p.logprobs, p.top_ids, p.top_logprobs) for p in parts), strict=True)]
+        return [np.concatenate(column) for column in zip(*((p.logprobs, p.top_ids, p.top_logprobs, p.ranks) for p in parts), strict=True)]
 
     whole, chunked, last = scores([20]), scores([7, 1, 12]), scores([7, 12, 1])  # a step of one token that also samples
     assert whole[0].shape == (19,) and whole[1].shape == (19, 2)
@@ -206,4 +206,5 @@ def test_prompt_logprobs_over_chunks_equal_those_of_the_whole_prompt():
     expected = torch.log_softmax(-torch.arange(VOCAB).float(), -1)  # the fake model's logits, counted from the peak
     distance = [(prompt[p + 1] - continuation(prompt[: p + 1], 1, VOCAB)[0]) % VOCAB for p in range(19)]
     np.testing.assert_allclose(whole[0], expected[distance].numpy(), rtol=1e-5)
+    assert whole[3].tolist() == [d + 1 for d in distance]
     assert whole[1][:, 0].tolist() == [continuation(prompt[: p + 1], 1, VOCAB)[0] for p in range(19)]

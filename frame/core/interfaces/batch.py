@@ -87,6 +87,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: np.ndarray  # float32 [n]
     top_ids: np.ndarray  # int32 [n, k]
     top_logprobs: np.ndarray  # float32 [n, k]
+    ranks: np.ndarray | None = None  # int32 [n]; 1 + how many tokens are likelier; None from a runner that does not count them
 
 
 class KVCache(Protocol):

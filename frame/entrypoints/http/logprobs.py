@@ -101,15 +101,16 @@ def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: Text
 
 def prompt_logprobs(found: TokenLogprobs, name: Name) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's `prompt_logprobs`: for each prompt token `{id: {logprob, rank, decoded_token}}` of itself and the likeliest; null for the
-    first. `rank` is null for a token that is not among the likeliest."""
+    first. `rank` counts from 1."""
     entries: list[dict[str, dict[str, Any]] | None] = []
-    for token_id, logprob, top in zip(found.token_ids, found.logprobs, found.top, strict=True):
+    ranks = found.ranks or [None] * len(found.token_ids)
+    for token_id, logprob, top, own in zip(found.token_ids, found.logprobs, found.top, ranks, strict=True):
         if logprob is None:
             entries.append(None)
             continue
         ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
         if all(other != token_id for other, _ in top):
-            ranked.append((token_id, logprob, None))
+            ranked.append((token_id, logprob, own))
         entries.append({str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": name(i)} for i, p, r in ranked})
     return entries
 

@@ -110,6 +110,7 @@ def test_prompt_logprobs_are_those_of_echo(client: openai.OpenAI, name: str, tok
         abs=1e-4,
     )
     assert all({1, 2} <= {alternative["rank"] for alternative in entry.values()} for entry in found[1:])
+    assert all(entry[str(i)]["rank"] > 0 for i, entry in zip(ids[1:], found[1:], strict=True))  # also of unlikely tokens
     with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
         greedy(client, name, ids, 1, stream=True, extra_body={"prompt_logprobs": 2})
 
