@@ -122,6 +122,7 @@ def test_what_clients_ask_first(client: httpx.Client) -> None:
         ("/api/chat", {"options": {"wrong": 2}}, "options.wrong is no option"),
         ("/api/chat", {"format": "yaml"}, "format is 'yaml'"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images is not supported"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls: expected a list"),
         ("/api/chat", {"model": "other"}, "the model 'other' does not exist"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -169,7 +168,9 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "thinking" in message:
             one["reasoning_content"] = text_at(message["thinking"], f"{place}.thinking")
         if message.get("tool_calls"):
-            one["tool_calls"] = [_call(call, f"{place}.tool_calls[{j}]") for j, call in enumerate(message["tool_calls"])]
+            if not isinstance(message["tool_calls"], list):
+                raise ApiError(400, f"{place}.tool_calls: expected a list", f"{place}.tool_calls")
+            one["tool_calls"] = [_call(call, f"call_{i}_{j}", f"{place}.tool_calls[{j}]") for j, call in enumerate(message["tool_calls"])]
             open_calls = [call["id"] for call in one["tool_calls"]]
         if message.get("role") == "tool":
             one["tool_call_id"] = message.get("tool_call_id") or (open_calls.pop(0) if open_calls else "")
@@ -179,10 +180,10 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
+def _call(call: Any, name: str, place: str) -> dict[str, Any]:
+    """A call as chat requests have it; `name` is its id where the client gave none."""
     function = object_at(object_at(call, place).get("function"), f"{place}.function")
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    call_id = call.get("id") if isinstance(call.get("id"), str) else f"call_{uuid.uuid4().hex[:24]}"
-    name = text_at(function.get("name"), f"{place}.function.name")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    function = {"name": text_at(function.get("name"), f"{place}.function.name"), "arguments": text}
+    return {"id": call["id"] if isinstance(call.get("id"), str) else name, "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""`StartingServer` answers on the server's socket while the model loads: `/health/live` 200, everything else 503.
+"""`StartingServer` answers on the server's socket while the model loads: `/health/live` and `/livez` 200, everything else 503.
 
 It is the real server's HTTP and TLS with an application of its own, in a thread with an event loop. Knows no engine and no key.
 Connections that it does not accept stay in the socket's queue for the real server.
@@ -25,7 +25,7 @@ RETRY_AFTER = 2  # seconds
 BACKLOG = 2048
 CLOSE = (b"connection", b"close")  # the next request may be the real server's
 
-_router: Router[None] = Router([("/health/live", ("GET",), None)])
+_router: Router[None] = Router([("/health/live", ("GET",), None), ("/livez", ("GET",), None)])
 
 
 class StartingServer:
