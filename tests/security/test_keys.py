@@ -112,7 +112,7 @@ async def test_every_path_wants_the_key() -> None:
                 if access is Access.OPEN:  # health, and the page's own files, which say nothing of the server
                     assert answer.status == (404 if "{" in path else 200)
                 else:
-                    assert (answer.status, answer.json()["error"]["type"]) == (401, "authentication_error"), path
+                    assert (answer.status, b"the API key is missing or wrong" in answer.body) == (401, True), path  # in its dialect's shape
                     assert answer.headers["www-authenticate"] == "Bearer"
         for headers in ([(b"authorization", b"Bearer secret")], [(b"x-api-key", b"secret")]):
             assert (await server.request("GET", "/v1/models", headers=headers)).status == 200

@@ -224,7 +224,7 @@ def test_sigterm_during_the_start_leaves_nothing(checkpoint: Path, tmp_path: Pat
         process.communicate(timeout=20)
     finally:
         process.kill()
-    assert process.returncode == 143
+    assert process.returncode == 0
     psutil.wait_procs(children, timeout=5)
     assert not any(child.is_running() for child in children)
     assert not list(tmp_path.glob("frame-*"))
