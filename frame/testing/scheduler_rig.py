@@ -97,7 +97,7 @@ class SchedulerRig:
         self._receive(self.scheduler.drain_outputs())
 
     def step(self) -> bool:
-        """One turn of an engine's loop; False when there was nothing to launch and nothing to commit."""
+        """One turn of an engine's loop; False when there was nothing to launch, to commit or to end."""
         retracted = self.scheduler.load()["retracted"]
         batch = self.scheduler.next_batch(self.now)
         self._check_admission(batch, self.scheduler.load()["retracted"] > retracted)
@@ -111,9 +111,10 @@ class SchedulerRig:
             self.commit()
         if batch is not None and batch.mask_follows:
             self._sample()
-        self._receive(self.scheduler.drain_outputs())
+        ended = self.scheduler.drain_outputs()
+        self._receive(ended)
         self.scheduler.check_integrity()
-        return worked
+        return worked or ended is not None
 
     def commit(self) -> None:
         """Commit the oldest step in flight, if there is one."""
