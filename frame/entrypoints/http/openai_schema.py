@@ -15,7 +15,7 @@ from frame.entrypoints.http.bodies import MAX_MESSAGES
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.structured import constraints
 from frame.entrypoints.http.terms import Metadata, SamplingFields
-from frame.entrypoints.http.tools import ToolUse, check_schema, legacy_tool_use, renamed, tool_use
+from frame.entrypoints.http.tools import ToolUse, check_schemas, legacy_tool_use, renamed, tool_use
 
 MAX_ARGUMENT_PARTS = 48 * 1024
 
@@ -126,11 +126,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def check_schemas(self) -> None:
         """Raise ApiError for parameters of a tool that are no JSON schema."""
-        for i, tool in enumerate(self.tools or ()):
-            with renamed(self.TOOL_PLACES):
-                check_schema(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
-        for i, function in enumerate(self.functions or ()):
-            check_schema(function.get("parameters"), f"functions[{i}].parameters")
+        with renamed(self.TOOL_PLACES):
+            check_schemas([(t["function"].get("parameters"), f"tools[{i}].function.parameters") for i, t in enumerate(self.tools or ())])
+            check_schemas([(f.get("parameters"), f"functions[{i}].parameters") for i, f in enumerate(self.functions or ())])
 
     @property
     def is_legacy(self) -> bool:

@@ -6,9 +6,10 @@ Knows no parser and no engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ _CHOICES = "auto, none, required, or a function: {'type': 'function', 'function'
 
 
 # JSON Schema: the types, which keywords hold schemas by name, in a list, or one; and what others hold.
+MOST_PARTS = 2048  # of schemas that are checked before they are compiled
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
@@ -81,10 +83,14 @@ def renamed(places: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(error.status, error.message.replace(error.param or param, param), param or None) from None
 
 
-def check_schema(schema: Any, place: str) -> None:
-    """Raise ApiError that names the first keyword, in an object that should be a JSON schema, whose value cannot be one."""
-    waiting = [(schema, place)]
-    while waiting:
+def check_schemas(schemas: Iterable[tuple[Any, str]]) -> None:
+    """Raise ApiError that names the first keyword, in objects that should be JSON schemas, whose value cannot be one. (object, its place)
+
+    Only so many parts are looked at, since the event loop waits: what is left, the grammar's compiler refuses."""
+    waiting = list(schemas)
+    for _ in range(MOST_PARTS):
+        if not waiting:
+            return
         found, here = waiting.pop()
         if found is None or isinstance(found, bool):
             continue
@@ -99,9 +105,9 @@ def check_schema(schema: Any, place: str) -> None:
                 name = "an object" if wanted is dict else "a list" if wanted is list else "a string"
                 raise ApiError(400, f"{here}.{key}: expected {name}", f"{here}.{key}")
         for key in _MAPS:
-            waiting += [(each, f"{here}.{key}.{name}") for name, each in (found.get(key) or {}).items()]
+            waiting += [(each, f"{here}.{key}.{name}") for name, each in islice((found.get(key) or {}).items(), MOST_PARTS)]
         for key in _LISTS:
-            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(found.get(key) or ())]
+            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(islice(found.get(key) or (), MOST_PARTS))]
         waiting += [(found[key], f"{here}.{key}") for key in _SCHEMAS if key in found and not isinstance(found[key], list)]
 
 

@@ -10,7 +10,7 @@ import pytest
 from frame.core.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai_schema import ChatRequest
-from frame.entrypoints.http.tools import check_schema
+from frame.entrypoints.http.tools import MOST_PARTS, check_schemas
 from tests.entrypoints.inprocess import serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -188,12 +188,17 @@ async def test_errors_name_the_field_that_the_client_sent() -> None:
 )  # fmt: skip
 def test_what_is_no_schema_is_named(schema: Any, place: str) -> None:
     with pytest.raises(ApiError) as caught:
-        check_schema(schema, "p")
+        check_schemas([(schema, "p")])
     assert caught.value.param == place
 
 
 def test_schemas_pass() -> None:
-    check_schema({**SCHEMA, "additionalProperties": False, "items": [{}], "type": ["object", "null"], "$defs": {"a": True}}, "p")
-    check_schema(None, "p")
+    more = {"additionalProperties": False, "items": [{}], "type": ["object", "null"], "$defs": {"a": True}}
+    check_schemas([({**SCHEMA, **more}, "p"), (None, "q")])
+
+
+def test_what_checking_schemas_costs_is_bounded() -> None:
+    wide = {"properties": {str(i): {} for i in range(MOST_PARTS)}}
+    check_schemas([({"type": "text"}, "never looked at"), (wide, "p")])
 
 
