@@ -77,7 +77,7 @@ class RequestTable:
         self.arrays = SlotArrays.empty(num_slots, max_pages)
         self.requests: list[Request | None] = [None] * num_slots
         self.rids: list[str] = [""] * num_slots
-        self.roster = np.zeros(num_slots, np.uint64)  # for whoever looks from outside: marks of the requests in the slots
+        self.roster = np.zeros((2, num_slots), np.uint64)  # for other processes: marks of the requests in the slots, prefilled tokens
         self.num_grammars = 0
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -104,7 +104,7 @@ class RequestTable:
         a = self.arrays
         request.slot, request.state = slot, RequestState.RUNNING
         self.requests[slot], self.rids[slot] = request, request.rid
-        self.roster[slot] = mark_of(request.rid)
+        self.roster[:, slot] = mark_of(request.rid), 0
         a.computed[slot] = a.num_pages[slot] = a.num_shared[slot] = a.num_recent[slot] = 0
         a.total[slot] = a.known[slot] = len(request.tokens)
         a.max_total[slot] = request.max_total
@@ -120,7 +120,7 @@ class RequestTable:
         a.epoch[slot] += 1
         a.ready[slot] = False
         self.requests[slot], self.rids[slot] = None, ""
-        self.roster[slot] = 0
+        self.roster[:, slot] = 0
         self.num_grammars -= request.grammar is not None
         request.slot = -1
 

@@ -1,7 +1,8 @@
 """Rosters: which requests a process is at work on, in a file that can be read after the process was killed.
 
 One 64-bit mark of a request's name for each slot: the engine's for those on the device, written when a request enters or leaves, so that
-a step costs nothing; the detokenizer's for the one whose text is being made. Knows no request.
+a decode costs nothing; the detokenizer's for the one whose text is being made. After the marks, the tokens whose prefill was begun, by
+slot. Knows no request.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ def mark_of(rid: str) -> int:
 
 
 def open_roster(path: Path, num_slots: int) -> np.ndarray:
-    """A new roster, uint64 [num_slots], all empty. Raises OSError. Its bytes are the file's, whatever becomes of this process."""
-    path.write_bytes(bytes(8 * num_slots))  # now, as a full disk found later would be a signal instead of an error
-    return np.memmap(path, np.uint64, "r+", shape=(num_slots,))
+    """A new roster, uint64 [2, num_slots], marks and prefilled tokens, all zero. Raises OSError. Its bytes are the file's, whatever
+    becomes of this process."""
+    path.write_bytes(bytes(16 * num_slots))  # now, as a full disk found later would be a signal instead of an error
+    return np.memmap(path, np.uint64, "r+", shape=(2, num_slots))
 
 
-def read_roster(path: Path) -> frozenset[int]:
-    """The marks of the requests that were in work last; none when there is no roster, or no descriptor to read it with."""
+def read_roster(path: Path) -> dict[int, int]:
+    """Prefilled tokens by the marks of the requests that were in work last; empty when there is no roster, or no descriptor to read it
+    with."""
     try:
-        marks = np.fromfile(path, np.uint64)
-    except OSError:
-        return frozenset()
-    return frozenset(marks[marks != 0].tolist())
+        marks, prefilled = np.fromfile(path, np.uint64).reshape(2, -1)
+    except (OSError, ValueError):
+        return {}
+    return {mark: count for mark, count in zip(marks.tolist(), prefilled.tolist(), strict=True) if mark}

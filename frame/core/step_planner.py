@@ -155,7 +155,7 @@ class StepPlanner:
         rows.chunks.append((request, start, count))
         rows.budget -= count
         self._usage.add_tokens(request.tenant, count)
-        a.computed[slot] = start + count
+        a.computed[slot] = self._running.table.roster[1, slot] = start + count
         a.last_step[slot] = self._step
         if start + count == end:
             a.total[slot] = end + 1

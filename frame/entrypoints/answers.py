@@ -26,7 +26,10 @@ class Standing:
     """All that a sequence needs to go on in another engine. `name` is what it is called in the engine: another one after each
     re-admission, so that whatever an admission before it still sends is nobody's."""
 
-    __slots__ = ("admissions", "deaths", "died_at", "expires", "is_aborted", "message", "name", "output", "text_deaths", "text_died_at")
+    __slots__ = (
+        "admissions", "deaths", "died_at", "died_in_prompt", "expires", "is_aborted", "message", "name", "output", "text_deaths",
+        "text_died_at",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,6 +40,7 @@ class Standing:
         self.is_aborted = False  # the engine was told so, and may have died before it heard
         self.deaths = 0  # of the engine, with this sequence on the device and no further than before
         self.died_at = 0  # tokens that it had at the last of them
+        self.died_in_prompt = 0  # most tokens of the prompt whose prefill was begun at one of them
         self.text_deaths = 0  # of the detokenizer, in the midst of this sequence's text and no further than before
         self.text_died_at = 0
 

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -83,7 +83,7 @@ class EngineClient:
         self._sequences: dict[str, Stream] = {}  # by their names in the engine
         self._rids: set[str] = set()
         self._feed = Feed(self._sequences, ClientStats(), self._end)
-        self._readmission = Readmission(self._admit, self._withdraw)
+        self._readmission = Readmission(self._admit, self._withdraw, limits.grammar_processes)
         self._random = random.Random(limits.seed)
         self._controls = Controls(link.send)
         self._reserved = 0
@@ -355,7 +355,7 @@ class EngineClient:
         self._end_here(list(self._sequences.values()), Finish("error", None, error))
         self._controls.refuse(error)
 
-    def suspend(self, reason: str, roster: frozenset[int] | None = None, text_roster: frozenset[int] = frozenset()) -> None:
+    def suspend(self, reason: str, roster: Mapping[int, int] | None = None, text_roster: frozenset[int] = frozenset()) -> None:
         """The engine, or the detokenizer that it sends to, is gone and comes again: keep everything until `resume`. `roster`: who was on
         the device, when it is the engine that died; `text_roster`: whose text was being made, when it is the detokenizer."""
         sequences = sorted(self._sequences.values(), key=lambda s: (s.answer.created, s.index))

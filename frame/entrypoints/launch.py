@@ -67,6 +67,7 @@ def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         capacity=int(info["max_total_tokens"]),
         pools=resolved.pooling is not None,
         grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,
+        grammar_processes=resolved.user.sampling.grammar_workers > 0,
         request_timeout=resolved.user.scheduler.request_timeout,
         seed=resolved.user.model.seed,
     )

@@ -41,7 +41,7 @@ class EngineDeadError(Exception):
 class ClientLimits:
     """`max_outstanding`: requests running and waiting together. Tokens: `max_context` prompt plus output, `capacity` of the KV cache.
     `pools`: there is no output, the prompt may fill the context. `request_timeout` in seconds; `seed` draws the seeds of requests that
-    bring none."""
+    bring none. `grammar_processes`: grammars are compiled in processes of their own."""
 
     max_outstanding: int
     max_context: int
@@ -51,6 +51,7 @@ class ClientLimits:
     request_timeout: float = 600.0
     seed: int = 0
     pools: bool = False
+    grammar_processes: bool = False
 
     @property
     def longest_input(self) -> int:

@@ -215,13 +215,13 @@ class Deployment:
         for name in names:
             self.children[name].process.kill()
 
-    def roster(self) -> frozenset[int]:
-        """Marks of the requests that the engine has on the device, also after its end."""
+    def roster(self) -> dict[int, int]:
+        """Prefilled tokens by the marks of the requests that the engine has on the device, also after its end."""
         return read_roster(self._sockets.path / ROSTER)
 
     def text_roster(self) -> frozenset[int]:
         """The mark of the request whose text the detokenizer is making, also after its end."""
-        return read_roster(self._sockets.path / TEXT_ROSTER)
+        return frozenset(read_roster(self._sockets.path / TEXT_ROSTER))
 
     @property
     def names(self) -> list[str]:

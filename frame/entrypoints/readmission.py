@@ -8,7 +8,7 @@ ends the engine again is known, and it alone is refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from frame.core.roster import mark_of
 from frame.entrypoints.answers import Stream
@@ -21,9 +21,10 @@ class Readmission:
     """`admit` sends a sequence to the engine from where it stands; `withdraw` takes it out again, unfinished. A sequence is held
     (here) or admitted (in the engine)."""
 
-    def __init__(self, admit: Callable[[Stream], None], withdraw: Callable[[Stream], None]) -> None:
+    def __init__(self, admit: Callable[[Stream], None], withdraw: Callable[[Stream], None], compiles_elsewhere: bool = False) -> None:
         self.away: str | None = None  # why the engine takes nothing now
         self.on_trial: Stream | None = None
+        self._compiles_elsewhere = compiles_elsewhere  # grammars, in processes that the engine outlives
         self._admit = admit
         self._withdraw = withdraw
         self._held: dict[str, Stream] = {}  # by rid, oldest first
@@ -62,16 +63,23 @@ class Readmission:
 
     # deaths --------------------------------------------------------------------------------------------------------
 
-    def blame(self, sequences: Iterable[Stream], on_device: frozenset[int]) -> Stream | None:
-        """The engine died with these marks in its roster: count it for the sequences that were there (for all, if it had nothing on the
-        device). -> the one that is to be refused."""
+    def blame(self, sequences: Iterable[Stream], on_device: Mapping[int, int]) -> Stream | None:
+        """The engine died with these marks and prefilled tokens in its roster: count it for the sequences that were there; if it had
+        nothing on the device, for all but those whose grammar another process may have been compiling. -> the one that is to be
+        refused."""
         admitted = [sequence for sequence in sequences if sequence.rid not in self._held]
-        there = [sequence for sequence in admitted if mark_of(sequence.standing.name) in on_device] if on_device else admitted
+        if on_device:
+            there = [sequence for sequence in admitted if mark_of(sequence.standing.name) in on_device]
+        else:
+            there = [sequence for sequence in admitted if not (self._compiles_elsewhere and _may_compile(sequence))]
         for sequence in there:
-            if sequence.num_tokens > sequence.standing.died_at + PASSED:
-                sequence.standing.deaths = 0
-            sequence.standing.deaths += 1
-            sequence.standing.died_at = sequence.num_tokens
+            standing = sequence.standing
+            in_prompt = min(on_device.get(mark_of(standing.name), 0), len(sequence.prompt))
+            if sequence.num_tokens > standing.died_at + PASSED or in_prompt > standing.died_in_prompt + PASSED:
+                standing.deaths = 0
+            standing.deaths += 1
+            standing.died_at = sequence.num_tokens
+            standing.died_in_prompt = max(standing.died_in_prompt, in_prompt)
         is_alone = len(on_device or there) == 1 == len(there)
         return there[0] if is_alone and there[0].standing.deaths >= SUSPECT else None
 
@@ -113,3 +121,7 @@ class Readmission:
         held, self._held = self._held, {}
         for sequence in held.values():
             self._admit(sequence)
+
+
+def _may_compile(sequence: Stream) -> bool:
+    return sequence.params.grammar is not None and not sequence.num_tokens

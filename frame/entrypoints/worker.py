@@ -128,7 +128,7 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
 def text_roster_of(options: argparse.Namespace) -> np.ndarray | None:
     """Where the detokenizer notes whose text it makes; None where there is no room for it."""
     try:
-        return open_roster(Path(options.sockets) / TEXT_ROSTER, 1)
+        return open_roster(Path(options.sockets) / TEXT_ROSTER, 1)[0]
     except OSError as error:
         logging.getLogger(__name__).warning("no note is kept of whose text is made: %s; who ends this process is not found out", error)
         return None

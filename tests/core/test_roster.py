@@ -19,11 +19,11 @@ def test_marks() -> None:
 
 
 def test_it_is_read_from_the_file(tmp_path: Path) -> None:
-    assert read_roster(tmp_path / ROSTER) == frozenset()
+    assert read_roster(tmp_path / ROSTER) == {}
     roster = open_roster(tmp_path / ROSTER, 3)
-    assert read_roster(tmp_path / ROSTER) == frozenset()
-    roster[1], roster[2] = mark_of("a"), mark_of("b")
-    assert read_roster(tmp_path / ROSTER) == {mark_of("a"), mark_of("b")}
+    assert read_roster(tmp_path / ROSTER) == {}
+    roster[:, 1], roster[0, 2] = (mark_of("a"), 512), mark_of("b")
+    assert read_roster(tmp_path / ROSTER) == {mark_of("a"): 512, mark_of("b"): 0}
     with pytest.raises(OSError, match="none"):
         open_roster(tmp_path / "none" / ROSTER, 3)
 
@@ -35,7 +35,7 @@ def test_a_scheduler_keeps_it(tmp_path: Path) -> None:
     rig.scheduler.publish_roster(tmp_path / ROSTER)
     rids = [rig.add([5, 6, 7], SamplingParams(max_tokens=3, temperature=0.0)) for _ in range(3)]
     rig.step()
-    assert read_roster(tmp_path / ROSTER) == set(map(mark_of, rids[:2]))
+    assert read_roster(tmp_path / ROSTER) == dict.fromkeys(map(mark_of, rids[:2]), 3)
     rig.run()
-    assert read_roster(tmp_path / ROSTER) == frozenset()
+    assert read_roster(tmp_path / ROSTER) == {}
     rig.scheduler.publish_roster(tmp_path / "none" / ROSTER)  # is not worth ending for

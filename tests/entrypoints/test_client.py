@@ -380,7 +380,7 @@ async def test_after_a_death_a_request_goes_on_where_it_was() -> None:
     client.drain()
     answer.take_changed()
     assert answer.sequences[0].take()[1] == [7, 8]  # sent to the user already
-    client.suspend("it died", frozenset())
+    client.suspend("it died", {})
     assert client.away == "it died"
     late = tokens_of(first, 99)
     link.inbox = [late]
@@ -412,7 +412,7 @@ async def test_text_goes_on_in_the_middle_of_a_character() -> None:
         answer = submit(client, SamplingParams())
         link.inbox = [tokens_of(generated(link)[0], *ids[:cut])]
         client.drain()
-        client.suspend("it died", frozenset())
+        client.suspend("it died", {})
         client.resume()
         link.inbox = [tokens_of(generated(link)[-1], *ids[cut:], finish=Finish("length"))]
         client.drain()
@@ -432,7 +432,7 @@ async def test_text_that_cannot_be_made_again_ends_its_request_alone() -> None:
     bad, good = submit(client, SamplingParams(), rid="bad"), submit(client, SamplingParams(), rid="good")
     link.inbox = [Tokens(rids=["bad", "good"], token_ids=[[70], [70]])]
     client.drain()
-    client.suspend("it died", frozenset())
+    client.suspend("it died", {})
     made = detokenizer.stream
     detokenizer.stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
     client.resume()
@@ -452,7 +452,7 @@ async def test_what_ends_while_the_engine_is_away() -> None:
     client = EngineClient(link, limits)
     answers = {rid: submit(client, SamplingParams(), rid=rid) for rid in ("told", "left", "named", "late")}
     client.abort(["told"])  # the engine dies before it hears of it
-    client.suspend("it died", frozenset())
+    client.suspend("it died", {})
     assert answers["told"].sequences[0].finish == Finish("abort")
     client.abandon(answers["left"])
     client.abort(["named"])
@@ -490,7 +490,7 @@ async def test_a_new_engine_stays_paused_and_old_commands_end() -> None:
     await pausing
     waiting = asyncio.ensure_future(client.control("server_info"))
     await asyncio.sleep(0)
-    client.suspend("it died", frozenset())
+    client.suspend("it died", {})
     with pytest.raises(EngineDeadError, match="it died"):
         await waiting
     with pytest.raises(EngineDeadError, match="it died"):
@@ -503,10 +503,10 @@ async def test_a_killer_is_refused_and_its_answer_told() -> None:
     client, link = make()
     answer, other = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
     for _ in range(2):
-        client.suspend("it died", frozenset(mark_of(message.rid) for message in generated(link)[-2:]))
+        client.suspend("it died", {mark_of(message.rid): 0 for message in generated(link)[-2:]})
         client.resume()
     assert len(generated(link)) == 5  # both, both, and the first alone
-    client.suspend("it died", frozenset([mark_of(generated(link)[-1].rid)]))
+    client.suspend("it died", {mark_of(generated(link)[-1].rid): 0})
     finish = answer.sequences[0].finish
     assert finish is not None and "ended the engine 3 times" in (finish.error or "")
     client.resume()

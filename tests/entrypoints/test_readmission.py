@@ -16,12 +16,13 @@ class Rig:
     def __init__(self, *rids: str, killer: str = "", capacity: int = 100) -> None:
         self.inside: dict[str, Stream] = {}
         self.withdrawn: list[str] = []
+        self.prefilled: dict[str, int] = {}  # tokens, by rid
         self.refused: list[str] = []
         self.deaths = 0
         self.killer = killer
         self.capacity = capacity  # places on the device
         self.readmission = Readmission(self._admit, self._withdraw)
-        self.all = [Stream(Answer(rid), 0, 0, rid, [1], SamplingParams()) for rid in rids]
+        self.all = [Stream(Answer(rid), 0, 0, rid, [1] * 1000, SamplingParams()) for rid in rids]
         for sequence in self.all:
             self.readmission.offer(sequence)
 
@@ -49,7 +50,8 @@ class Rig:
 
     def die(self, on_device: list[Stream]) -> None:
         self.deaths += 1
-        guilty = self.readmission.blame(self.all, frozenset(mark_of(sequence.standing.name) for sequence in on_device))
+        roster = {mark_of(sequence.standing.name): self.prefilled.get(sequence.rid, 0) for sequence in on_device}
+        guilty = self.readmission.blame(self.all, roster)
         self.inside.clear()
         self.readmission.hold(self.all, "it died")
         if guilty is not None:
@@ -102,7 +104,7 @@ def test_with_nothing_on_the_device_all_are_counted() -> None:
     rig = Rig("a", "b")
     rig.die([])
     assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]
-    stranger = frozenset([mark_of("somebody whose client left")])
+    stranger = {mark_of("somebody whose client left"): 0}
     assert rig.readmission.blame(rig.all, stranger) is None
     assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]
 
@@ -119,3 +121,25 @@ def test_who_ends_the_detokenizer_twice_at_one_place_is_refused() -> None:
     assert rig.readmission.blame_text(rig.all, at_work[1]) is None  # it got further
     assert rig.readmission.blame_text(rig.all, at_work[1]) is rig.all[1]
     assert [sequence.standing.deaths for sequence in rig.all] == [0, 0, 0]  # the engine's are counted apart
+
+
+def test_who_gets_further_in_its_prompt_is_not_suspected() -> None:
+    rig = Rig("a")
+    for prefilled in (100, 200, 500, 900, 1000):  # killed from outside, in ever later chunks
+        rig.prefilled["a"] = prefilled
+        rig.die(rig.all)
+        assert (rig.refused, rig.all[0].standing.deaths) == ([], 1)
+    rig.prefilled["a"] = 1050  # the output counts as a prompt when it is computed again, and is no progress
+    rig.die(rig.all)
+    assert rig.refused == ["a"]
+
+
+def test_who_waits_for_a_grammar_is_not_suspected() -> None:
+    """The compiler is another process, whose end is not the engine's."""
+    rig = Rig()
+    for compiles_elsewhere in (True, False):
+        rig.readmission = Readmission(rig._admit, rig._withdraw, compiles_elsewhere)
+        waits = Stream(Answer("g"), 0, 0, "g", [1], SamplingParams(regex="a+"))
+        for _ in range(3):
+            assert rig.readmission.blame([waits], {}) is None or not compiles_elsewhere
+        assert waits.standing.deaths == (0 if compiles_elsewhere else 3)
