@@ -31,7 +31,7 @@ from frame.core.messages import AnyMessage, Message, decode, encode
 log = logging.getLogger(__name__)
 
 NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes raises
-LONGEST_SOCKET = "frame-12345678/tokenizer-63"  # the longest path below the folder of temporary files
+LONGEST_SOCKET = "frame-12345678/tokenizer-63-out"  # the longest path below the folder of temporary files
 FLUSH_MS = 2000  # how long a closing socket may still deliver what was sent
 
 
@@ -107,17 +107,28 @@ class InProcessTransport:
 
 
 class ZmqTransport:
-    """A bound PULL socket and one PUSH socket an address that is sent to.
+    """A PULL socket, bound to the inbox, and one PUSH socket an address that is sent to.
 
+    With `sources`, addresses of other ends' outboxes, the PULL socket connects to these instead: libzmq ends a process that has no
+    descriptor for a connection it accepts, and only tries again where it connects. With `is_outbox` the socket of `default` is bound.
     `routes` maps message types to addresses, `default` takes the rest (None: such messages are dropped). Messages to an address
     where nobody listens yet wait in memory until somebody does.
     """
 
-    def __init__(self, inbox: str, default: str | None, routes: Mapping[type[Message], str] | None = None) -> None:
+    def __init__(
+        self,
+        inbox: str | None,
+        default: str | None,
+        routes: Mapping[type[Message], str] | None = None,
+        *,
+        sources: Sequence[str] = (),
+        is_outbox: bool = False,
+    ) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._inbox = inbox
-        self._pull = _pull(self._context, inbox)
-        pushes = {address: _push(self._context, address) for address in {*(routes or {}).values(), *([default] if default else [])}}
+        self._pull = _pull(self._context, inbox, sources)
+        pushes = {address: _push(self._context, address) for address in (routes or {}).values()}
+        if default and default not in pushes:
+            pushes[default] = _push(self._context, default, is_outbox)
         self._pushes = pushes
         self._default = pushes[default] if default else None
         self._routes = {kind: pushes[address] for kind, address in (routes or {}).items()}
@@ -163,10 +174,6 @@ class ZmqTransport:
         for message in messages:
             self.send(message)
 
-    def rebind(self) -> None:
-        """Listen at the inbox's address again after its file was deleted. Connections that exist stay."""
-        self._pull.bind(self._inbox)
-
     def renew(self, address: str) -> None:
         """Somebody else will listen at `address`: drop what was not delivered there, and connect anew. Raises zmq.ZMQError, and changes
         nothing then."""
@@ -208,22 +215,25 @@ class ZmqSender:
         self._context.term()
 
 
-def _push(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _push(context: zmq.Context[zmq.Socket[bytes]], address: str, is_bound: bool = False) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     try:
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, FLUSH_MS)
-        socket.connect(address)
+        socket.bind(address) if is_bound else socket.connect(address)
     except BaseException:
         socket.close(linger=0)
         raise
     return socket
 
 
-def _pull(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _pull(context: zmq.Context[zmq.Socket[bytes]], address: str | None, sources: Sequence[str] = ()) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PULL)
     socket.set_hwm(0)
-    socket.bind(address)
+    if address is not None:
+        socket.bind(address)
+    for source in sources:
+        socket.connect(source)
     return socket
 
 

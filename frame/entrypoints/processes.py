@@ -33,7 +33,6 @@ from frame.entrypoints.stuck import ask_where
 EXIT_ORPHANED = 3
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides what they mean
-INBOX = "client"  # the name of this process' socket
 PR_SET_PDEATHSIG = 1
 LAST_WORDS = 0.5  # seconds for the last lines of children that ended
 
@@ -114,10 +113,11 @@ class Deployment:
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
             routes = {Watch: address("detokenizer"), Forget: address("detokenizer")}
-        self.transport = ZmqTransport(address(INBOX), address("engine"), routes)
+        self._plan(resolved)
+        # This process accepts no connection, since libzmq would end it for want of a descriptor.
+        self.transport = ZmqTransport(None, address("engine"), routes, sources=[address(f"{name}-out") for name in self.names])
         self.tokenizers = [ZmqSender(address(f"tokenizer-{i}")) for i in range(layout.tokenizers)]
         try:
-            self._plan(resolved)
             self.start(self.names)
         except BaseException:
             self.kill()
@@ -149,8 +149,6 @@ class Deployment:
 
     def _start(self, children: Sequence[Child]) -> None:
         self._sockets.restore()
-        if not (self._sockets.path / INBOX).exists():
-            self.transport.rebind()
         if any(child.is_rank for child in children):
             for left in (ROSTER, "ranks"):  # who was on the device; where the ranks met
                 (self._sockets.path / left).unlink(missing_ok=True)

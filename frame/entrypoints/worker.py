@@ -246,7 +246,7 @@ def registry_of(resolved: Resolved) -> Registry:
 def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
     address = SocketDirectory(options.sockets).address
     routes: dict[type[Message], str] = {Tokens: address("detokenizer")} if options.detokenizer else {}
-    return ZmqTransport(address(name), address("client"), routes)
+    return ZmqTransport(address(name), address(f"{name}-out"), routes, is_outbox=True)
 
 
 def _first_line() -> bytes:

@@ -133,24 +133,25 @@ def test_a_folder_of_sockets_is_made_again(tmp_path: Path, monkeypatch: pytest.M
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles does before it removes anything
     os.close(handle)
     sockets.restore()  # it is there
-    near = ZmqTransport(sockets.address("near"), None)
-    old = ZmqSender(sockets.address("near"))
+    near = ZmqTransport(None, None, sources=[sockets.address("out")])  # as the main process reads what its children send
+    old = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
     old.send(Abort(rids=["old"]))
     assert near.receive(10.0) == [Abort(rids=["old"])]
     shutil.rmtree(sockets.path)
     sockets.restore()
-    near.rebind()
-    new = ZmqSender(sockets.address("near"))
+    old.send(Abort(rids=["old"]))  # connections outlive their files
+    assert near.receive(10.0) == [Abort(rids=["old"])]
+    old.close()
+    new = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
     try:
-        for sender in (old, new):
-            sender.send(Abort(rids=["x"]))
-            assert near.receive(10.0) == [Abort(rids=["x"])]
+        new.send(Abort(rids=["new"]))
+        assert near.receive(10.0) == [Abort(rids=["new"])]
         shutil.rmtree(sockets.path)
         sockets.path.mkdir(mode=0o755)
         with pytest.raises(PermissionError):  # somebody else may have made it
             sockets.restore()
     finally:
-        for end in (old, new, near):
+        for end in (new, near):
             end.close()
         sockets.remove()
 
