@@ -17,6 +17,7 @@ MAX_CUSTOM_CHARS = 64 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_LOGPROBS = 20
 LEAST_REPETITION = 0.01
+WIDEST_SPACE = 8  # characters between JSON's parts, where they are free: enough for indented objects, too few to go on with for ever
 LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
 
 
@@ -29,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
     `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`, `json_object`,
     `regex`, `ebnf`, `choice` (one of these texts) and `structural_tag` (JSON that says where in free text which grammar holds)
-    constrains the output.
+    constrains the output. JSON is compact unless `disable_any_whitespace` is false.
     """
 
     max_tokens: int | None = None
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ebnf: str | None = None
     choice: tuple[str, ...] = ()
     structural_tag: str | None = None
+    disable_any_whitespace: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -163,6 +165,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         found = [(kind, source) for kind, source in texts if source is not None]
         if self.json_object:
             found.append(("json_object", ""))
+        if not self.disable_any_whitespace:
+            found = [_spaced(kind, source) if kind in ("json_schema", "json_object") else (kind, source) for kind, source in found]
         if self.choice:
             found.append(("choice", msgspec.json.encode(self.choice).decode()))
         return found
+
+
+def _spaced(kind: str, source: str) -> tuple[str, str]:
+    """The same JSON with whitespace between its parts: a structural tag, since a grammar's kind and source say nothing of it."""
+    schema = msgspec.Raw(source.encode()) if kind == "json_schema" else {"type": "object"}
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WIDEST_SPACE}
+    return "structural_tag", msgspec.json.encode({"type": "structural_tag", "format": form}).decode()

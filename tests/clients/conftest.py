@@ -23,12 +23,12 @@ TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ t
 {%- if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
-# A small model that may write whitespace in JSON writes little else; and it thinks no end where it may.
+# A small model thinks no end where it may.
 CONFIG = """
 model: {{dtype: float32}}
 text: {{reasoning_parser: think-tags, tool_call_parser: hermes, chat_template: {template}}}
 server: {{api_key: {key}}}
-plugins: {{options: {{grammar/combined: {{any_whitespace: false}}, reasoning_parser/think-tags: {{opens_itself: false}}}}}}
+plugins: {{options: {{reasoning_parser/think-tags: {{opens_itself: false}}}}}}
 """
 MODEL = "frame-tiny"
 KEY = "a-key"

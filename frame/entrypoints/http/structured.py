@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from frame.core.sampling_params import WIDEST_SPACE
 from frame.entrypoints.http.errors import ApiError, quoted
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ _STRUCTURED = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-WIDEST_SPACE = 8  # characters between JSON's parts: enough for indented objects, too few to go on with for ever
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
@@ -58,10 +58,14 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
+    switch = fields.get("disable_any_whitespace")
+    if switch is not None and not isinstance(switch, bool):
+        raise ApiError(400, "structured_outputs.disable_any_whitespace: expected true or false", "structured_outputs")
     known = {name: value for name, value in fields.items() if name in _STRUCTURED and value is not None and value is not False}
     if fields and len(known) != 1:
         raise ApiError(400, f"structured_outputs must have exactly one of {', '.join(_STRUCTURED)}", "structured_outputs")
-    return {_STRUCTURED[name]: _parameter(_STRUCTURED[name], value) for name, value in known.items()}
+    switches = {} if switch is None else {"disable_any_whitespace": switch}
+    return switches | {_STRUCTURED[name]: _parameter(_STRUCTURED[name], value) for name, value in known.items()}
 
 
 def _parameter(name: str, value: Any) -> Any:
@@ -90,9 +94,9 @@ def format_of(params: SamplingParams) -> Format | None:
         return None
     kind, source = found
     if kind == "json_schema":
-        return {"type": "json_schema", "json_schema": _object(kind, source), "max_whitespace_cnt": WIDEST_SPACE}
+        return {"type": "json_schema", "json_schema": _object(kind, source)}
     if kind == "json_object":
-        return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": WIDEST_SPACE}
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
     if kind == "regex":
         return {"type": "regex", "pattern": source}
     if kind == "ebnf":
@@ -107,8 +111,20 @@ def format_of(params: SamplingParams) -> Format | None:
 
 def constrained_by(params: SamplingParams, form: Format) -> SamplingParams:
     """The parameters with this constraint instead of theirs."""
+    form = form if params.disable_any_whitespace else _spaced(form)
     source = _text({"type": "structural_tag", "format": form})
     return msgspec.structs.replace(params, json_schema=None, json_object=False, regex=None, ebnf=None, choice=(), structural_tag=source)
+
+
+def _spaced(form: Any) -> Any:
+    """The format with whitespace between the parts of its JSON, where it says nothing of that."""
+    if isinstance(form, list):
+        return [_spaced(part) for part in form]
+    if not isinstance(form, dict):
+        return form
+    if form.get("type") == "json_schema":
+        return {"max_whitespace_cnt": WIDEST_SPACE, **form}
+    return {key: _spaced(value) for key, value in form.items()}
 
 
 def _object(kind: str, source: str) -> dict[str, Any]:

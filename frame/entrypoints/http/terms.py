@@ -83,6 +83,7 @@ class SamplingFields(Terms, kw_only=True):
     guided_grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     custom: dict[str, str] | None = None
     custom_params: dict[str, str] | None = None  # SGLang's name of custom
@@ -132,7 +133,7 @@ class SamplingFields(Terms, kw_only=True):
 
 _SAME = ("seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
          "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-         "custom")  # fmt: skip
+         "disable_any_whitespace", "custom")  # fmt: skip
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars import ebnf
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _FORMATS = {"regex": "regex", "ebnf": "ebnf", "choice": "choice"}  # kind -> the library's name
 MOST_THREADS = min(8, os.cpu_count() or 1)  # that make masks at a time
 OWN = ("regex", "choice", "ebnf", "json_schema")  # kinds that may become automata of our own
+# Of EBNF: taking a token in holds the interpreter's lock, and an ambiguous grammar's takes as long as the square of this. The library's own
+# limit of 2000 stays for JSON schemas, of which an object with 300 optional properties has 1,200.
+MOST_ITEMS = 256
 QUICK = 5e-3  # seconds; a grammar that takes longer to parse is parsed once
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 
@@ -70,7 +73,7 @@ class LLGrammar:
 
     def _check_limits(self) -> None:
         if self._matcher.is_stopped() and self._matcher.stop_reason() in _LIMITS:
-            raise ValueError("the grammar needs more work for a token than its backend allows; simplify it")
+            raise ValueError("the grammar takes more work for one token than the budget of its backend allows; simplify it")
 
 
 class LLCompiled:
@@ -134,7 +137,7 @@ class LLGuidanceBackend(GrammarBackend):
     def _by_library(self, kind: str, source: str, lark: str = "") -> LLCompiled:
         try:
             translated = lark or self._translate(kind, source)
-            compiled = LLCompiled(lambda: self._matcher(translated), source, self._stops)
+            compiled = LLCompiled(lambda: self._matcher(translated, kind == "ebnf"), source, self._stops)
         except Exception as error:  # the translation from EBNF raises whatever it meets
             raise ValueError(one_sentence(kind, str(error))) from error
         matcher = compiled.matcher
@@ -142,9 +145,10 @@ class LLGuidanceBackend(GrammarBackend):
             raise ValueError(f"{kind} allows no text at all")
         return compiled
 
-    def _matcher(self, translated: str) -> Any:
+    def _matcher(self, translated: str, is_ebnf: bool) -> Any:
         """One that knows its first mask: its copies need not find it out."""
-        matcher, first = LLMatcher(self._tokenizer, translated, log_level=0), np.zeros(self._words, np.int32)
+        limits = LLParserLimits(max_items_in_row=MOST_ITEMS if is_ebnf else None)
+        matcher, first = LLMatcher(self._tokenizer, translated, log_level=0, limits=limits), np.zeros(self._words, np.int32)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("<state>")[0])
         matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)

@@ -12,7 +12,9 @@ class GrammarOptions(BaseModel):
 
     max_source_chars: int = Field(default=64 * 1024, ge=1, description="Longest schema, expression or grammar.")
     max_depth: int = Field(default=64, ge=1, le=512, description="Deepest nesting of a JSON schema.")
-    any_whitespace: bool = Field(default=True, description="Whether JSON may hold whitespace between its parts.")
+    any_whitespace: bool = Field(
+        default=False, description="Whether JSON may hold whitespace between its parts where the request does not say."
+    )
     max_whitespace: int = Field(
         default=32, ge=1, le=1024, description="Most whitespace characters in one place; without a bound some models never go on."
     )

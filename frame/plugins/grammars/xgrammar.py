@@ -117,20 +117,39 @@ class XGrammarBackend(GrammarBackend):
         if kind in ("json_schema", "json_object"):
             return self._compiler.compile_json_schema(
                 source or '{"type": "object"}',
-                any_whitespace=self._options.any_whitespace,
-                max_whitespace_cnt=self._options.max_whitespace if self._options.any_whitespace else None,
                 strict_mode=kind == "json_schema",
+                **self._whitespace(),
             )
         if kind == "choice":
             texts = [{"type": "const_string", "value": text} for text in json.loads(source)]
             return self._compiler.compile_structural_tag({"type": "structural_tag", "format": {"type": "or", "elements": texts}})
         if kind == "structural_tag":
-            return self._compiler.compile_structural_tag(source)
+            return self._compiler.compile_structural_tag(self._compact(json.loads(source)))
         if kind == "regex":
             return self._compiler.compile_regex(source)
         if kind == "ebnf":
             return self._compiler.compile_grammar(source)
         raise ValueError(f"grammar kind {kind!r} is unknown")
+
+    def _whitespace(self) -> dict[str, Any]:
+        """How JSON is written: without free whitespace it has a space behind each comma and colon, since the library writes the parts that
+        a schema leaves open with no other separators."""
+        if self._options.any_whitespace:
+            return {"any_whitespace": True, "max_whitespace_cnt": self._options.max_whitespace}
+        return {"any_whitespace": False}
+
+    def _compact(self, form: Any) -> Any:
+        """A structural tag whose JSON is written as elsewhere, where it says nothing of whitespace: the library has no field for that."""
+        if isinstance(form, list):
+            return [self._compact(part) for part in form]
+        if not isinstance(form, dict):
+            return form
+        if form.get("type") != "json_schema" or "max_whitespace_cnt" in form:
+            return {key: value if key == "json_schema" else self._compact(value) for key, value in form.items()}
+        if form.get("style", "json") != "json" or set(form) - {"type", "json_schema", "style"}:
+            return {**form, "max_whitespace_cnt": self._options.max_whitespace if self._options.any_whitespace else 1}
+        grammar = xgrammar.Grammar.from_json_schema(json.dumps(form.get("json_schema")), **self._whitespace())
+        return {"type": "grammar", "grammar": str(grammar)}
 
 
 def _as_transformers(tokenizer: Any) -> PreTrainedTokenizerFast:

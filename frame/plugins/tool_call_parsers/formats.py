@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 
 from frame.core.interfaces.parsing import CallRule, Format, Function
 
-WIDEST_SPACE = 8  # characters: enough for indented objects
-
 Tag = Callable[[Function, Format], Format]  # a function and the format of its arguments -> the format of the call
 
 
 def arguments_of(function: Function, rule: CallRule, style: str = "json") -> Format:
-    """What stands for the arguments: the schema where the call is forced or the function strict, else any object. Whitespace in them is
-    bounded, because nobody reads it and a model may go on with it for ever."""
+    """What stands for the arguments: the schema where the call is forced or the function strict, else any object."""
     schema = function.parameters if rule.is_required or function.is_strict else {"type": "object"}
-    found: Format = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WIDEST_SPACE}
+    found: Format = {"type": "json_schema", "json_schema": schema}
     return found if style == "json" else {**found, "style": style}
 
 
