@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from frame.entrypoints.http.batch_files import FileStore, NoRoomError, Output, read_all
+from frame.entrypoints.http.bodies import problem_of
 from frame.entrypoints.shares import Places, Share, ShareExceededError, Shares
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ PRIORITY = -1000  # of a line that says nothing else
 WINDOW = 24 * 3600  # seconds that a batch may take
 MOST_BATCHES = 10_000
 MOST_BYTES = 32 * 1024 * 1024  # of one line
+MOST_VALUES = 1024 * 1024  # of one line's JSON; its request's route may take fewer
 RETRY = 0.5  # seconds before a line that found no place tries again
 OVER = frozenset({"completed", "failed", "expired", "cancelled"})
 
@@ -240,6 +242,9 @@ class BatchRunner:
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
         try:
+            problem = await asyncio.to_thread(problem_of, line, MOST_VALUES)  # decoding holds the event loop
+            if problem is not None:
+                raise _LineError(problem)
             name, body = _request(line, batch.endpoint)
             status, answer = await self._answer(batch, body)
             is_fine = status == 200

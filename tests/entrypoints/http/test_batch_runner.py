@@ -328,3 +328,13 @@ def test_a_form_of_boundaries_is_refused_soon() -> None:
     with pytest.raises(ApiError, match="more than 16 parts"):
         for _ in reader.feed(b"\r\n--x\r\n\r\n" * 1000):
             pass
+
+
+async def test_a_line_of_many_parts_is_refused_unread(tmp_path: Path) -> None:
+    server = Server(tmp_path, max_bytes=10_000_000)
+    rich = b'{"custom_id": "a", "body": [' + b"[]," * 100_000 + b"1]}\n"
+    lines = rich + b'{"custom_id": "b", "url": "' + CHAT.encode() + b'", "body": {}}\n'
+    card = await server.runner.files.create(lines, "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert (batch.completed, batch.failed) == (1, 1)
+    assert "lists, objects and keys" in server.lines(batch.error_file_id)[0]["error"]["message"]
