@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from frame.core.allocator import PagedAllocator
+from frame.core.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import StepResult
 from frame.core.page_ledger import PageLedger
 from frame.core.radix_cache import RadixCache
@@ -138,6 +139,6 @@ def test_a_result_of_another_size_is_refused() -> None:
     on = running()
     made = entered(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
-    outcome = StepOutcome(on, lambda ended, finish, keep: None, lambda: 0.0)
+    outcome = StepOutcome(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8))
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 sampling rows"):
         outcome.apply(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

@@ -192,8 +192,8 @@ def test_flags_and_keywords_are_unique() -> None:
     flags = [setting.flag for setting in settings()]
     assert len(flags) == len(set(flags))
     engine = [setting for setting in settings() if setting.path[0] not in FRONT]
-    assert len(engine) < 60, "the core schema stays small"
-    assert len(flags) < 100, "so does the server's"
+    assert len(engine) <= 62, "the core schema stays small"
+    assert len(flags) <= 105, "so does the server's"
     assert {setting.key for setting in by_keyword().values()} == set(by_key()), "each can be given to Engine(...)"
 
 

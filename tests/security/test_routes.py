@@ -220,7 +220,7 @@ READING = {"server_info", "outline_cache"}  # controls that leave the engine as 
 async def actions(server: InProcess, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a request asks of the engine, besides reading."""
     client, found = server.services.client, list[str]()
-    control, abort, submit = client.control, client.abort, client.submit
+    control, abort, start = client.control, client.abort, client.start
 
     def spied(name: str, act: Any) -> Any:
         def noted(*given: Any, **named: Any) -> Any:
@@ -232,7 +232,7 @@ async def actions(server: InProcess, path: str, method: str, monkeypatch: pytest
     with monkeypatch.context() as patched:
         patched.setattr(client, "control", spied("control", control))
         patched.setattr(client, "abort", spied("abort", abort))
-        patched.setattr(client, "submit", spied("submit", submit))
+        patched.setattr(client, "start", spied("start", start))
         await server.request(method, path, b'{"abort_all": true}')
     return [action for action in found if action not in READING]
 
@@ -249,7 +249,7 @@ async def test_get_and_head_change_nothing(tmp_path: Path, monkeypatch: pytest.M
             server.app = App(server.services, is_admin)
             for operation, method, query in itertools.product(routes, ("GET", "HEAD"), ("", "?abort_all=true&rid=x")):
                 path = operation.path.replace("{name}", kept).replace("{name:path}", "frame-tiny")
-                expected = ["submit"] if operation.path == "/health_generate" else []
+                expected = ["start"] if operation.path == "/health_generate" else []
                 assert await actions(server, path + query, method, monkeypatch) == expected, f"{method} {path} changes state"
         server.app = App(server.services)
         assert (await server.request("GET", f"/v1/responses/{kept}")).status == 200

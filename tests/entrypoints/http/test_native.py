@@ -162,7 +162,8 @@ def test_metrics(fake_server: RunningServer) -> None:
     for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "request_generation_tokens"):
         assert after[f"frame_{name}_count"] - before[f"frame_{name}_count"] == 1
     assert after["frame_request_generation_tokens_sum"] - before["frame_request_generation_tokens_sum"] == 9
-    assert not any(name.startswith(("vllm:", "sglang:")) for name in after)
+    for name in ("vllm:time_to_first_token_seconds_count", "sglang:time_to_first_token_seconds_count"):
+        assert after[name] == after["frame_time_to_first_token_seconds_count"]
 
 
 # the HTTP layer ----------------------------------------------------------------------------------------------------
