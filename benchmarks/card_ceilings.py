@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from frame.entrypoints.bench.clock import Clock, measured_ceilings
+from frame.entrypoints.tools.bench.clock import Clock, measured_ceilings
 
 ROWS = (1, 8, 64, 256, 8192)
 INPUTS, OUTPUTS = 4096, 28672  # of Llama-3.1-8B's gate and up

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
-from frame.kernels.activation import silu_mul
-from frame.kernels.norm import add_rms_norm
-from frame.kernels.rope import Heads, HeadsCache, norm_rope_store
+from frame.kernels.elementwise.activation import silu_mul
+from frame.kernels.elementwise.norm import add_rms_norm
+from frame.kernels.elementwise.rope import Heads, HeadsCache, norm_rope_store
 
 ROWS = (1, 8, 64, 256, 8192)
 DEVICE = torch.device("cuda")

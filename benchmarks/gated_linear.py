@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from frame.kernels.activation import silu_mul
-from frame.kernels.gated_linear import gated_linear, is_faster
-from frame.kernels.gated_prefill import BATCHES, gated_prefill
+from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.launch import processors
+from frame.kernels.linear.gated_linear import gated_linear, is_faster
+from frame.kernels.linear.gated_prefill import BATCHES, gated_prefill
 
 DEVICE = torch.device("cuda")
 SHAPES = {"0.6B": (1024, 3072), "1.7B": (2048, 6144), "8B": (4096, 14336), "14B": (5120, 17408)}

@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from frame import Engine, SamplingParams
-from frame.core.model_runner import TorchModelRunner
+from frame.core.execution.model_runner import TorchModelRunner
 from frame.models.layers.product import Product
 
 PROMPT = 4096
@@ -80,8 +80,8 @@ def narrow(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> di
 
 
 def gated(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    from frame.kernels.gated_linear import gated_linear
-    from frame.kernels.gated_prefill import gated_prefill
+    from frame.kernels.linear.gated_linear import gated_linear
+    from frame.kernels.linear.gated_prefill import gated_prefill
 
     found = [thing for thing in gc.get_objects() if isinstance(thing, Product)]
     products = [product for product in found if getattr(product, "multiply_many", None) is gated_prefill]

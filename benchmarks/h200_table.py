@@ -22,9 +22,9 @@ from typing import Any
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import ModelFacts
-from frame.core.model_facts import find_model, read_facts
-from frame.entrypoints.bench.floors import H200, Ceilings, ModelCost, floor_seconds
-from frame.entrypoints.bench.reference import Workload, reference_workloads
+from frame.core.loading.model_config import find_model, read_facts
+from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floor_seconds
+from frame.entrypoints.tools.bench.reference import Workload, reference_workloads
 
 PEERS = Path(__file__).with_name("peers_h200.json")
 CARD = Path(__file__).with_name("card_ceilings.py")
@@ -245,7 +245,7 @@ def main() -> None:
     if arguments.one:
         run_model(arguments)
         return
-    from frame.entrypoints.bench.report import report
+    from frame.entrypoints.tools.bench.report import report
 
     read = card() if arguments.ceilings == "measured" else {}
     ceilings = Ceilings(read["read"], read["operations"], read["copy"]) if read else H200

@@ -18,11 +18,11 @@ from collections import defaultdict
 
 import torch
 
-from frame.core.config import FrameConfig
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
-from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.assembly import build_rank, build_scheduler
-from frame.entrypoints.prepare import prepare
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 
 
 class Watch:

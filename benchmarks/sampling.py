@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from frame.core.processors import Processors
-from frame.core.sampler import Sampler, draw_by_kernels
-from frame.core.sampling_table import SamplingPlan
-from frame.kernels.likelihoods import likelihoods
-from frame.kernels.logit_changes import ban, penalise
+from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import Sampler, draw_by_kernels
+from frame.core.sampling.sampling_metadata import SamplingPlan
+from frame.kernels.sampling.likelihoods import likelihoods
+from frame.kernels.sampling.logit_changes import ban, penalise
 
 DEVICE = torch.device("cuda")
 LN2 = math.log(2.0)

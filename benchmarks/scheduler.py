@@ -14,13 +14,13 @@ from collections import deque
 
 import numpy as np
 
-from frame.core.allocator import PagedAllocator
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Generate
-from frame.core.radix_cache import RadixCache
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 
 VOCAB = 32_000

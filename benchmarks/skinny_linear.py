@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from frame.kernels.linear import skinny_linear
-from frame.kernels.linear_plan import Plan, plan
-from frame.kernels.linear_stream import stream_linear
+from frame.kernels.linear.linear import skinny_linear
+from frame.kernels.linear.linear_plan import Plan, plan
+from frame.kernels.linear.linear_stream import stream_linear
 
 Call = Callable[[], torch.Tensor]
 # model -> layers, and (outputs, inputs) of each product of a layer and of the head

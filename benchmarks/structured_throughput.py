@@ -34,7 +34,7 @@ from made_tokenizer import MadeTokenizer
 from structured_output import PERSON
 
 from frame import Engine, SamplingParams
-from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.loading.model_config import EMBEDDED, find_model
 
 PROMPT = 64  # tokens
 TINY = {
@@ -180,9 +180,9 @@ def throughput(run: Runs, asked: dict[str, list[dict[str, Any]]], rounds: int) -
 @contextmanager
 def stopwatches(spent: dict[str, float]) -> Iterator[None]:
     """Add up what the parts of the engine's loop take, seconds of the clock. `wait` is the device's time that nothing else hides."""
-    from frame.core.model_runner import TorchModelRunner
-    from frame.core.scheduler import Scheduler
-    from frame.core.step_output import CudaStep, DoneStep, MaskedStep
+    from frame.core.execution.async_output import CudaStep, DoneStep, MaskedStep
+    from frame.core.execution.model_runner import TorchModelRunner
+    from frame.core.scheduling.scheduler import Scheduler
 
     parts = [
         (Scheduler, "next_batch"), (TorchModelRunner, "launch"), (Scheduler, "mask"), (MaskedStep, "sample"), (CudaStep, "wait"),

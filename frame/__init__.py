@@ -10,18 +10,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from frame.core.config import FrameConfig
-    from frame.core.sampling_params import SamplingParams
-    from frame.entrypoints.offline import Engine
-    from frame.entrypoints.remote import Client
+    from frame.core.config.schema import FrameConfig
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.entrypoints.offline.engine import Engine
+    from frame.entrypoints.offline.remote_client import Client
     from frame.plugins.hookspecs import hookimpl
 
 _HOMES = MappingProxyType(
     {
-        "Client": "frame.entrypoints.remote",
-        "Engine": "frame.entrypoints.offline",
-        "FrameConfig": "frame.core.config",
-        "SamplingParams": "frame.core.sampling_params",
+        "Client": "frame.entrypoints.offline.remote_client",
+        "Engine": "frame.entrypoints.offline.engine",
+        "FrameConfig": "frame.core.config.schema",
+        "SamplingParams": "frame.core.interfaces.sampling_params",
         "hookimpl": "frame.plugins.hookspecs",
     }
 )

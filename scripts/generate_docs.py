@@ -32,8 +32,8 @@ def code(text: object) -> str:
 
 def configuration() -> str:
     """Every setting with its key, flag, variable, default and meaning."""
-    from frame.core.config import FrameConfig
-    from frame.entrypoints.settings import ALIASES, settings
+    from frame.core.config.schema import FrameConfig
+    from frame.entrypoints.configuration.flat_settings import ALIASES, settings
 
     parts = [
         "# Configuration reference",
@@ -72,7 +72,7 @@ def _default(setting: Any) -> str:
 
 
 def _has_auto(setting: Any) -> bool:
-    from frame.core.config import Auto, FrameConfig
+    from frame.core.config.schema import Auto, FrameConfig
 
     section, name = setting.key.split(".")
     field = FrameConfig.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]

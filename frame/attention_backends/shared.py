@@ -43,7 +43,7 @@ def finite(values: torch.Tensor, in_place: bool = False) -> torch.Tensor:
     most = min(MOST, torch.finfo(values.dtype).max)
     n, heads, width = values.shape
     if not in_place and usable(values.device) and values.stride()[1:] == (width, 1):
-        from frame.kernels.finite import finite_rows
+        from frame.kernels.elementwise.finite import finite_rows
 
         return finite_rows(values.flatten(1), most).view(n, heads, width)
     out = values if in_place else torch.empty(values.shape, dtype=values.dtype, device=values.device)

@@ -1,6 +1,6 @@
 """The closed union of values that cross between processes: msgspec structs, MessagePack on the wire, never pickle.
 
-Knows no socket (that is `frame.core.transport`) and no HTTP. Requests are named by `rid` everywhere.
+Knows no socket (that is `frame.core.ipc.transport`) and no HTTP. Requests are named by `rid` everywhere.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from frame.core.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

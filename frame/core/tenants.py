@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from frame.core.request import Request
+    from frame.core.scheduling.request import Request
 
 
 class TenantUsage:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from frame.core.config import ServerSection
+from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 
 HASHED = "sha256:"  # what a line of the key file begins with when it holds a digest in hexadecimal

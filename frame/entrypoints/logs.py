@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
-from frame.core.config import LogSection
+from frame.core.config.schema import LogSection
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task serves
 PROGRESS = logging.getLogger("frame.progress")  # start and stop; shown whatever the level

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from frame.core.named_file import read_named
+from frame.core.text.named_file import read_named
 
 DEFAULT = "default"
 

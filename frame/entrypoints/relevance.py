@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from frame.core.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
-from frame.core.named_file import read_named
-from frame.core.resolved import Resolved
+from frame.core.text.named_file import read_named
 
 Form = Literal["vectors", "pair", "text", "chat"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from frame.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from frame.core.config import ServerSection
+    from frame.core.config.schema import ServerSection
 
 
 @dataclass(frozen=True, slots=True)

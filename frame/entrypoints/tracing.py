@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from frame.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from frame.core.config import ServerSection
+    from frame.core.config.schema import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.ipc.transport import Traced
     from frame.core.messages import Finish, Text, Tokenize, Watch
-    from frame.core.request import Request
-    from frame.core.transport import Traced
-    from frame.entrypoints.answers import Answer
+    from frame.core.scheduling.request import Request
+    from frame.entrypoints.engine_client.response_state import Answer
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ def pdl(device: torch.device) -> bool:
 
 
 def streams(device: torch.device) -> bool:
-    """Whether kernels on this device copy boxes of weights while the one ahead still runs, as `frame.kernels.linear_stream` does: a GPU of
-    compute capability 9.0 with as many multiprocessors as outputs are cut into slices, and Triton 3.6 for its Gluon."""
+    """Whether kernels on this device copy boxes of weights while the one ahead still runs, as `frame.kernels.linear.linear_stream`
+    does: a GPU of compute capability 9.0 with as many multiprocessors as outputs are cut into slices, and Triton 3.6 for its Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or INTERPRETED:
         return False
     if torch.cuda.get_device_properties(device).multi_processor_count < _LEAST_PROCESSORS:

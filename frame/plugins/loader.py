@@ -14,8 +14,8 @@ from typing import Any
 
 import pluggy
 
+from frame.core.config.resolve_plugins import OWN_DISTRIBUTION
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.resolve_plugins import OWN_DISTRIBUTION
 from frame.plugins import hookspecs
 from frame.plugins.kinds import KINDS
 from frame.plugins.registry import BrokenPlugin, Registry, cause_chain

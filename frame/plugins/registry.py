@@ -1,6 +1,6 @@
 """The plugin registry: open (any name), lazy (records only; targets are imported when selected) and typed (one interface class a kind).
 
-Knows no entry point and no hook (that is `frame.plugins.loader`), and does not choose (that is `frame.core.resolve`).
+Knows no entry point and no hook (that is `frame.plugins.loader`), and does not choose (that is `frame.core.config.resolve`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel
 
+from frame.core.config.plugin_options import plugin_options
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
-from frame.core.plugin_options import plugin_options
 from frame.plugins.kinds import KINDS, Kind
 
 if TYPE_CHECKING:
-    from frame.core.resolved import PluginChoice
+    from frame.core.config.resolved import PluginChoice
 
 __all__ = ["BrokenPlugin", "KindRegistry", "PluginError", "PluginRecord", "Registry", "cause_chain"]
 
@@ -140,7 +140,7 @@ class Registry:
         return sorted(found, key=lambda record: (-record.rank, record.name, record.distribution))
 
     def all_records(self) -> dict[str, list[PluginRecord]]:
-        """Records of every kind, as `frame.core.resolve` takes them."""
+        """Records of every kind, as `frame.core.config.resolve` takes them."""
         return {kind: self.records(kind) for kind in KINDS}
 
     def get(self, kind: str, name: str) -> PluginRecord:

@@ -15,7 +15,7 @@ from frame import kernels
 from frame.quantization.fp8_weights import BLOCK, Scales, dequantize
 
 if TYPE_CHECKING:
-    from frame.kernels.fp8_linear import Plan
+    from frame.kernels.linear.fp8_linear import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of both sizes, for PyTorch's products
@@ -27,7 +27,7 @@ class Fp8Product:
     """[…, inputs] times a weight [outputs, inputs], transposed, for as long as the weight and its scales keep their sizes and places."""
 
     def __init__(self, weight: torch.Tensor, scales: Scales) -> None:
-        from frame.kernels import fp8_linear, fp8_quantize  # load Triton
+        from frame.kernels.linear import fp8_linear, fp8_quantize
 
         outputs, inputs = weight.shape
         device = weight.device

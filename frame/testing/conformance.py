@@ -115,7 +115,7 @@ def logits_processor(subject: Subject) -> Iterable[Check]:
     """`logits_processor/1`, with the parameter sets among `EXAMPLES` (or the class's own `conformance_params`) that it wants."""
     import torch
 
-    from frame.core.sampling_params import SamplingParams
+    from frame.core.interfaces.sampling_params import SamplingParams
     from frame.testing import conformance_processors as suite
 
     examples = (

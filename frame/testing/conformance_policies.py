@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from frame.core import guarded_policy
 from frame.core.interfaces.cache import EvictionPolicy, Match
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.radix_cache import RadixCache
-from frame.core.request import Request
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import SchedulerConfig
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.scheduling import policy_guard as guarded_policy
+from frame.core.scheduling.request import Request
+from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.scheduler_rig import SchedulerRig
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)

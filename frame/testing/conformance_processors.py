@@ -12,7 +12,7 @@ import torch
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor
-from frame.core.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
 
 Make = Callable[[int, int], LogitsProcessor]
 

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frame.core.detokenizer import Detokenizer
 from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import ModelRunner
+from frame.core.ipc.inflight_file import ROSTER
 from frame.core.messages import Ready
-from frame.core.roster import ROSTER
-from frame.core.text_stream import TextStream
-from frame.entrypoints import worker
-from frame.entrypoints.scheduling import build_scheduler
+from frame.core.text.detokenizer import Detokenizer
+from frame.core.text.incremental_decoder import TextStream
+from frame.entrypoints.processes import worker
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.tracing import open_tracing
 from frame.testing.fake_runner import FakeRunner
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
+    from frame.core.config.resolved import Resolved
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import PendingStep
-    from frame.core.resolved import Resolved
-    from frame.core.sampling_params import SamplingParams
-    from frame.core.scheduler import Scheduler
-    from frame.core.transport import ZmqTransport
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.ipc.transport import ZmqTransport
+    from frame.core.scheduling.scheduler import Scheduler
 
 HEARTBEAT = 0.2  # seconds
 
@@ -207,7 +207,7 @@ def serve(arguments: list[str]) -> int:
     from frame.entrypoints.cli.main import open_closed_streams
     from frame.entrypoints.cli.options import config_command
     from frame.entrypoints.cli.serve import run
-    from frame.entrypoints.config_sources import LoadedConfig
+    from frame.entrypoints.configuration.sources import LoadedConfig
 
     codes: list[int] = []
 

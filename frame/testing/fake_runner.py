@@ -15,7 +15,7 @@ import numpy as np
 from frame.core.interfaces.batch import PromptLogprobs, ScheduledBatch, SlotSetup, StepResult
 from frame.core.interfaces.runner import ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
-from frame.core.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _RESERVED_PAGE = 0

@@ -1,6 +1,6 @@
 """Scheduler and runner in one thread, without transport or text: what tests of models, backends and caches drive.
 
-The two come from `frame.entrypoints.assembly`, or are made by hand. Knows no plugin and no device.
+The two come from `frame.entrypoints.processes.build_engine`, or are made by hand. Knows no plugin and no device.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate, Tokens
-from frame.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import ModelRunner, PendingStep
-    from frame.core.scheduler import Scheduler
+    from frame.core.scheduling.scheduler import Scheduler
 
 MAX_STEPS = 100_000
 

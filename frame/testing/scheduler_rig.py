@@ -9,19 +9,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from frame.core.allocator import PagedAllocator
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.kv_cache.no_cache import NoCache
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
-from frame.core.no_cache import NoCache
-from frame.core.radix_cache import RadixCache
-from frame.core.request import NOT_FINITE, TIMED_OUT
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import Scheduler, SchedulerConfig
-from frame.core.step_planner import MATCH_WINDOW
+from frame.core.scheduling.planner import MATCH_WINDOW
+from frame.core.scheduling.request import NOT_FINITE, TIMED_OUT
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.testing.fake_runner import FakeRunner, continuation
 
 PATIENCE = 4  # steps that a request may wait with room for it: for a prefill of its prefix to be committed

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from frame.entrypoints.eval import TASKS, evaluate, make_example
+from frame.entrypoints.tools.eval import TASKS, evaluate, make_example
 from scripts.train_frame_tiny import corpus
 from scripts.train_frame_tiny import tokenizer as tk
 from scripts.train_frame_tiny.checkpoint_backend import CheckpointBackend

@@ -1,7 +1,7 @@
 """The training model as an evaluation backend: greedy answers in bf16, without a KV cache.
 
 Requests that arrive together are padded to one batch and recomputed whole for every token: wasteful, but independent of the
-engine whose accuracy the same evaluation checks. It implements `EvalBackend` of `frame.entrypoints.eval`.
+engine whose accuracy the same evaluation checks. It implements `EvalBackend` of `frame.entrypoints.tools.eval`.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer
 
-from frame.entrypoints.eval.evaluate import Message
+from frame.entrypoints.tools.eval.evaluate import Message
 from scripts.train_frame_tiny import tokenizer as tk
 from scripts.train_frame_tiny.model import FrameTiny
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from frame.entrypoints.eval import tasks
+from frame.entrypoints.tools.eval import tasks
 from scripts.train_frame_tiny import tokenizer as tk
 from scripts.train_frame_tiny import wording
 

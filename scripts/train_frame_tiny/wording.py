@@ -7,8 +7,8 @@ that the model cannot answer. The evaluation's split holds here too: whatever is
 
 import random
 
-from frame.entrypoints.eval import tasks
-from frame.entrypoints.eval.words import common_word, invented_word, number
+from frame.entrypoints.tools.eval import tasks
+from frame.entrypoints.tools.eval.words import common_word, invented_word, number
 
 GREETING = "Hello! I am frame-tiny. Give me a list to remember, to copy, to sort or to reverse, or a small sum."
 ABILITY = "I can recall values from a list, copy, sort and reverse lists, add small numbers and write some Python."

@@ -14,7 +14,7 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "frame"
-NOT_OURS = ("frame/entrypoints/scaffold/templates/",)  # text that `frame plugins new` fills in
+NOT_OURS = ("frame/entrypoints/tools/scaffold/templates/",)  # text that `frame plugins new` fills in
 
 When = Literal["start", "call", "types"]  # at import, inside a function, for the type checker only
 

@@ -16,7 +16,7 @@ import pytest
 import frame
 from frame.core.interfaces.quantization import QuantizationNeeds
 from frame.entrypoints.cli.main import cli
-from frame.entrypoints.config_sources import load_config
+from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.kinds import KINDS
 from frame.plugins.loader import load_registry
 from scripts import generate_docs
@@ -189,7 +189,7 @@ def test_the_readme_fits_on_a_screen_or_two() -> None:
 def test_checks_find() -> None:
     wrong = ["core/no_such.py", "Scheduler.no_such", "frame.core.no_such"]
     assert unknown_names(" ".join(f"`{word}`" for word in wrong)) == wrong
-    assert unknown_names("`core/scheduler.py` `Scheduler.next_batch` `frame.core.scheduler` `frame.SamplingParams`") == []
+    assert unknown_names("`core/scheduling/scheduler.py` `Scheduler.next_batch` `frame.core.engine` `frame.SamplingParams`") == []
     assert wrong_command(["frame", "serv"])
     assert wrong_command(["frame", "plugins", "lst"])
     assert wrong_command(["frame", "config", "check", "--no-such-flag"])

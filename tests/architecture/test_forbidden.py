@@ -31,18 +31,23 @@ COUNTS = {"M", "num_rows", "num_tokens", "num_pairs", "tokens", "pairs"}  # how 
 
 # "check path[:name]" -> why it may stand.
 EXCEPTIONS: dict[str, str] = {
-    **{
-        f"clock frame/{path}.py": "shows the time; nothing waits for it"
-        for path in (
-            "core/chat_template",
-            *(f"entrypoints/http/{name}" for name in ("classes", "conversations", "openai", "page", "relevance", "responses_answer")),
-            "entrypoints/http/embeddings",
-            "entrypoints/http/vllm",
-            "entrypoints/http/services",
-        )
-    },
-    "clock frame/entrypoints/http/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
-    "clock frame/entrypoints/http/batch_runner.py": "a batch's dates outlive this process, whose monotonic clock does not",
+    **dict.fromkeys(
+        (
+            "clock frame/core/text/chat_template.py",
+            "clock frame/entrypoints/http/native/classes.py",
+            "clock frame/entrypoints/http/openai/conversations.py",
+            "clock frame/entrypoints/http/openai/completions.py",
+            "clock frame/entrypoints/http/operations/page.py",
+            "clock frame/entrypoints/http/native/relevance.py",
+            "clock frame/entrypoints/http/openai/responses_answer.py",
+            "clock frame/entrypoints/http/openai/embeddings.py",
+            "clock frame/entrypoints/http/dialects/vllm.py",
+            "clock frame/entrypoints/http/services.py",
+        ),
+        "shows the time; nothing waits for it",
+    ),
+    "clock frame/entrypoints/http/openai/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
+    "clock frame/entrypoints/http/openai/batch_runner.py": "a batch's dates outlive this process, whose monotonic clock does not",
     "clock frame/entrypoints/tracing.py": "spans are dated; their lengths are measured by the monotonic clock",
 }
 

@@ -11,21 +11,21 @@ from packaging.requirements import Requirement
 
 from tests.architecture.source import ROOT, Module, is_under, module, package
 
-DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.sampling_params")
+DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.interfaces.sampling_params")
 CONFIGURATION = (
-    "frame.core.config",
-    "frame.core.hardware",
-    "frame.core.model_facts",
-    "frame.core.plugin_options",
-    "frame.core.resolve",
-    "frame.core.resolve_graphs",
-    "frame.core.resolve_machine",
-    "frame.core.resolve_attention",
-    "frame.core.resolve_plugins",
-    "frame.core.resolve_task",
-    "frame.core.resolved",
-    "frame.core.selection",
-    "frame.core.sentence_facts",
+    "frame.core.config.schema",
+    "frame.core.config.hardware",
+    "frame.core.loading.model_config",
+    "frame.core.config.plugin_options",
+    "frame.core.config.resolve",
+    "frame.core.config.resolve_graphs",
+    "frame.core.config.resolve_machine",
+    "frame.core.config.resolve_attention",
+    "frame.core.config.resolve_plugins",
+    "frame.core.config.resolve_task",
+    "frame.core.config.resolved",
+    "frame.core.config.selection",
+    "frame.core.loading.sentence_transformers",
 )
 SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
@@ -53,7 +53,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
     ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),
-    ("frame.entrypoints.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing")),  # batches as the suites make them
+    ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing")),  # the suites' batches
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame", ("frame",)),
 )
@@ -68,10 +68,10 @@ NOT_IN_CORE = ("click", "fastapi", "httpx", "pluggy", "prometheus_client", "star
 NO_TORCH = (
     *DATA,
     *CONFIGURATION,
-    "frame.core.allocator",
-    "frame.core.radix_cache",
-    "frame.core.request",
-    "frame.core.scheduler",
+    "frame.core.kv_cache.page_allocator",
+    "frame.core.kv_cache.radix_cache",
+    "frame.core.scheduling.request",
+    "frame.core.scheduling.scheduler",
     "frame.entrypoints.cli",
     "frame.entrypoints.http",
     "frame.plugins.eviction_policies",
@@ -190,17 +190,17 @@ def test_no_cycles() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("frame.core.interfaces.example", "from frame.core.scheduler import Scheduler"),
-        ("frame.core.resolve", "from frame.core import scheduler"),
+        ("frame.core.interfaces.example", "from frame.core.scheduling.scheduler import Scheduler"),
+        ("frame.core.config.resolve", "from frame.core import scheduler"),
         ("frame.core.engine", "import frame.plugins.loader"),
         ("frame.core.engine", "def f():\n    from frame.attention_backends.example import Example"),
         ("frame.models.llama", "from frame.quantization.plain import Plain"),
-        ("frame.models.llama", "from frame.core.weights import load"),
+        ("frame.models.llama", "from frame.core.loading.loader import load"),
         ("frame.models.layers.linear", "from frame.models.llama import Llama"),
         ("frame.quantization.example", "from frame.models.llama import Llama"),
-        ("frame.entrypoints.launch", "from frame.models.layers.linear import Linear"),
+        ("frame.entrypoints.processes.launch", "from frame.models.layers.linear import Linear"),
         ("frame.plugins.loader", "from frame.plugins.grammars import something"),
-        ("frame.plugins.loader", "from frame.entrypoints.launch import launch"),
+        ("frame.plugins.loader", "from frame.entrypoints.processes.launch import launch"),
         ("frame", "from frame.models import llama"),
     ],
 )
@@ -211,14 +211,14 @@ def test_direction_finds(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("frame.core.interfaces.example", "if TYPE_CHECKING:\n    from frame.core.request import Request"),
+        ("frame.core.interfaces.example", "if TYPE_CHECKING:\n    from frame.core.scheduling.request import Request"),
         ("frame.core.interfaces.example", "from frame.core.interfaces.plugin import Reason"),
-        ("frame.core.resolve", "from frame.core.config import FrameConfig"),
-        ("frame.core.engine", "from frame.core.scheduler import Scheduler"),
+        ("frame.core.config.resolve", "from frame.core.config.schema import FrameConfig"),
+        ("frame.core.engine", "from frame.core.scheduling.scheduler import Scheduler"),
         ("frame.models.llama", "from frame.models.layers.linear import Linear"),
         ("frame.quantization.example", "from frame.models.layers.parameter import Parameter"),
         ("frame.quantization", "from frame.plugins.hookspecs import hookimpl"),
-        ("frame.entrypoints.launch", "from frame.plugins.loader import load_registry"),
+        ("frame.entrypoints.processes.launch", "from frame.plugins.loader import load_registry"),
     ],
 )
 def test_direction_allows(name: str, text: str) -> None:
@@ -230,8 +230,8 @@ def test_library_checks_find() -> None:
     assert not undeclared([module("import os, torch.nn, yaml")], {"torch", "pyyaml"})
     assert forbidden_libraries([module("def f():\n    import pluggy", "frame.core.engine")])
     assert forbidden_libraries([module("from fastapi import FastAPI", "frame.core.engine")])
-    assert forbidden_libraries([module("import torch.nn", "frame.core.scheduler")])
-    assert not forbidden_libraries([module("def f():\n    import torch", "frame.core.resolve")])
+    assert forbidden_libraries([module("import torch.nn", "frame.core.scheduling.scheduler")])
+    assert not forbidden_libraries([module("def f():\n    import torch", "frame.core.config.resolve")])
 
 
 def test_cycles_finds() -> None:

@@ -8,48 +8,84 @@ from collections.abc import Iterable
 from tests.architecture.source import ROOT, Module, is_under, module, package
 from tests.architecture.test_imports import FAMILIES, LAYERS
 
-PART_OF_SCHEDULER = "a part of Scheduler, which the property tests in tests/core/test_scheduler_property.py drive and check after each step"
+PART_OF_SCHEDULER = "a part of Scheduler, which tests/core/scheduling/test_scheduler_property.py drives and checks after each step"
 PART_OF_SERVER = "driven over real HTTP, with real processes, by tests/entrypoints/http and tests/examples/test_serving.py"
 PART_OF_DIALECTS = "driven by the clients' own libraries, over real HTTP, in tests/clients"
 # module -> why no test names it.
 UNTESTED: dict[str, str] = {
     "frame.__main__": "run as a program by tests/examples",
-    **{
-        f"frame.core.{part}": PART_OF_SCHEDULER
-        for part in ("admission", "page_ledger", "request_table", "running", "step_outcome")
-    },
-    **{
-        f"frame.entrypoints.{part}": PART_OF_SERVER
-        for part in ("answers", "client", "processes", "tokenizing", "worker", "cli.chat", "cli.eval", "cli.serve")
-    },
-    **{
-        f"frame.entrypoints.http.{part}": PART_OF_SERVER
-        for part in (
-            *("app", "call", "errors", "half_closed", "logprobs", "metrics", "openai_schema", "parsing", "pooled", "server", "services"),
-            "classes",
-            "sse",
-            "structured",
-        )
-    },
-    **{
-        f"frame.entrypoints.http.{part}": PART_OF_DIALECTS
-        for part in (
-            *("anthropic_schema", "batch_files", "batch_runner", "cohere", "conversations", "dialects", "items", "ollama_schema"),
-            *("sagemaker", "sglang", "tei", "vllm"),
-            *("responses", "responses_answer", "responses_events", "responses_schema"),
-        )
-    },
-    "frame.kernels.experts": "every product in tests/kernels/moe.py is launched by frame.kernels.expert_products",
+    **dict.fromkeys(
+        (
+            "frame.core.scheduling.admission",
+            "frame.core.scheduling.kv_cache_manager",
+            "frame.core.scheduling.request_slots",
+            "frame.core.scheduling.running",
+            "frame.core.scheduling.output_processor",
+        ),
+        PART_OF_SCHEDULER,
+    ),
+    **dict.fromkeys(
+        (
+            "frame.entrypoints.engine_client.response_state",
+            "frame.entrypoints.engine_client.client",
+            "frame.entrypoints.processes.deployment",
+            "frame.entrypoints.engine_client.tokenizing",
+            "frame.entrypoints.processes.worker",
+            "frame.entrypoints.cli.chat",
+            "frame.entrypoints.cli.eval",
+            "frame.entrypoints.cli.serve",
+            "frame.entrypoints.http.app",
+            "frame.entrypoints.http.request_context",
+            "frame.entrypoints.http.errors",
+            "frame.entrypoints.http.protocol.half_closed",
+            "frame.entrypoints.http.openai.logprobs",
+            "frame.entrypoints.http.operations.metrics",
+            "frame.entrypoints.http.openai.completions_schema",
+            "frame.entrypoints.http.chat.answer_parsing",
+            "frame.entrypoints.http.native.pooled",
+            "frame.entrypoints.http.server",
+            "frame.entrypoints.http.services",
+            "frame.entrypoints.http.native.classes",
+            "frame.entrypoints.http.sse",
+            "frame.entrypoints.http.chat.structured",
+        ),
+        PART_OF_SERVER,
+    ),
+    **dict.fromkeys(
+        (
+            "frame.entrypoints.http.anthropic.messages_schema",
+            "frame.entrypoints.http.openai.batch_files",
+            "frame.entrypoints.http.openai.batch_runner",
+            "frame.entrypoints.http.dialects.cohere",
+            "frame.entrypoints.http.openai.conversations",
+            "frame.entrypoints.http.chat.dialects",
+            "frame.entrypoints.http.openai.items",
+            "frame.entrypoints.http.dialects.ollama_schema",
+            "frame.entrypoints.http.dialects.sagemaker",
+            "frame.entrypoints.http.dialects.sglang",
+            "frame.entrypoints.http.dialects.tei",
+            "frame.entrypoints.http.dialects.vllm",
+            "frame.entrypoints.http.openai.responses",
+            "frame.entrypoints.http.openai.responses_answer",
+            "frame.entrypoints.http.openai.responses_events",
+            "frame.entrypoints.http.openai.responses_schema",
+            "frame.entrypoints.http.anthropic.messages",
+            "frame.entrypoints.http.chat.chat_request",
+        ),
+        PART_OF_DIALECTS,
+    ),
+    "frame.kernels.moe.experts": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.expert_products",
     "frame.kernels.pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
-    "frame.core.model_parts": "builds what tests/core/test_model_runner.py runs",
-    "frame.core.pooler": "every vector in tests/core/test_pooling.py comes out of it",
-    "frame.core.pooling_runner": "runs every prompt in tests/core/test_pooling.py",
-    "frame.entrypoints.http.tools": "tests/clients/test_openai_chat.py asks for all that it allows and refuses",
-    "frame.core.tools_as_text": "tests/core/test_chat_template.py renders what it writes",
-    "frame.core.prompt_logprobs": "tests/core/test_model_runner.py compares its numbers over chunks with those of the whole prompt",
-    "frame.core.step_output": "every StepResult in tests/core/test_model_runner.py comes out of it",
+    "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",
+    "frame.core.execution.pooler": "every vector in tests/core/execution/test_pooling.py comes out of it",
+    "frame.core.execution.pooling_runner": "runs every prompt in tests/core/execution/test_pooling.py",
+    "frame.entrypoints.http.chat.tools": "tests/clients/test_openai_chat.py asks for all that it allows and refuses",
+    "frame.core.text.tool_prompt": "tests/core/text/test_chat_template.py renders what it writes",
+    "frame.core.sampling.prompt_logprobs": "tests/core/execution/test_model_runner.py compares chunks with whole prompts",
+    "frame.core.execution.async_output": "every StepResult in tests/core/execution/test_model_runner.py comes out of it",
     "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",
     "frame.testing.pytest_plugin": "run as a pytest plugin by tests/examples and tests/testing",
+    "frame.entrypoints.tools.bench.offline": "the Python API's engine runs the workloads that tests/entrypoints/cli/test_bench.py asks for",
 }
 
 
@@ -116,7 +152,7 @@ def test_table_is_needed() -> None:
 
 def test_check_finds() -> None:
     plugin = module("from frame.quantization.packing import pack", "frame.quantization.int4")
-    part = module("from frame.core.request import Request", "frame.quantization.packing")
+    part = module("from frame.core.scheduling.request import Request", "frame.quantization.packing")
     assert with_parts({"frame.quantization.int4"}, [plugin, part]) == {"frame.quantization.int4", "frame.quantization.packing"}
     code = module("x = 1", "frame.core.example")
     assert untested([code], []) == ["frame.core.example"]

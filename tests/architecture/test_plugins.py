@@ -33,13 +33,13 @@ FOLDERS = {
 ORDINARY = {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
-    "frame/core/config.py: fp8": "the type of a KV cache, which users may write so",
-    "frame/core/config.py: lru": "the schema's default eviction policy; a default has to name one",
+    "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",
+    "frame/core/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
     "frame/kernels/cache.py: triton": "the library, whose cache it is",
-    "frame/core/config.py: fcfs": "the schema's default scheduling policy; a default has to name one",
+    "frame/core/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
     **{
-        f"frame/core/model_facts.py: {name}": "a model_type of config.json, whose silence on sliding windows has to be read rightly"
+        f"frame/core/loading/model_config.py: {name}": "a model_type of config.json, whose silence on sliding windows has a meaning"
         for name in ("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
     },
 }

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import frame
-from frame.core.config import FrameConfig, Section, setting
+from frame.core.config.schema import FrameConfig, Section, setting
 
 MOST_FIELDS = 110
 

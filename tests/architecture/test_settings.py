@@ -7,24 +7,24 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-from frame.core.config import FrameConfig
+from frame.core.config.resolve_plugins import KEYS, PROCESSORS_KEY
+from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionNeeds
 from frame.core.interfaces.model import ModelNeeds
 from frame.core.interfaces.moe import MoENeeds
 from frame.core.interfaces.quantization import QuantizationNeeds
-from frame.core.resolve_plugins import KEYS, PROCESSORS_KEY
-from frame.entrypoints.yaml_file import parse_yaml
+from frame.entrypoints.configuration.yaml_file import parse_yaml
 from frame.plugins.loader import load_registry
 from tests.architecture.source import Module, module, package
 
 SECTIONS = {name: str(getattr(field.annotation, "__name__", "")) for name, field in FrameConfig.model_fields.items()}
 BY_CLASS = {cls: name for name, cls in SECTIONS.items()}
 CONFIGURATIONS = ("config", "user")  # what a whole configuration is called where a section is taken from it
-SCHEMA = "frame.core.config"
+SCHEMA = "frame.core.config.schema"
 
 # A setting whose reading this test does not see -> where it is read.
 EXCEPTIONS: dict[str, str] = {
-    "execution.cuda_graph_max_bs": "frame/core/resolve_graphs.py reads it by its name, beside the other size of graphs",
+    "execution.cuda_graph_max_bs": "frame/core/config/resolve_graphs.py reads it by its name, beside the other size of graphs",
 }
 # What looks like a setting in a string and is none -> what it is.
 OTHER_NAMES: dict[str, str] = {

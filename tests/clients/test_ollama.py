@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.entrypoints.http.blocks import Block
-from frame.entrypoints.http.ollama import AnswerLines, _message
+from frame.entrypoints.http.chat.content_blocks import Block
+from frame.entrypoints.http.dialects.ollama import AnswerLines, _message
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 5?"}]

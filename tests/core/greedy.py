@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from frame.core.config import FrameConfig
-from frame.core.model_facts import EMBEDDED, find_model
-from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.assembly import build_rank, build_scheduler
-from frame.entrypoints.prepare import Prepared, prepare
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
 

@@ -10,18 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from frame.core.allocator import PagedAllocator
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.grammar_masks import BAD_GRAMMAR
-from frame.core.grammars import GrammarCompiler
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import InProcessTransport
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
-from frame.core.radix_cache import RadixCache
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import Scheduler, SchedulerConfig
-from frame.core.transport import InProcessTransport
+from frame.core.scheduling.grammar_compiler import GrammarCompiler
+from frame.core.scheduling.grammar_masks import BAD_GRAMMAR
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.follower import LeadingRunner, follow
-from frame.core.model_runner import build_runner
-from frame.core.sampling_params import SamplingParams
-from frame.core.transport import decode_batch, encode_batch
-from frame.entrypoints.assembly import build_scheduler, load_parts
+from frame.core.execution.model_runner import build_runner
+from frame.core.execution.tp_follower import LeadingRunner, follow
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import decode_batch, encode_batch
+from frame.entrypoints.processes.build_engine import build_scheduler, load_parts
 from frame.testing.local_loop import LocalLoop
 from tests.core import greedy
 from tests.core.greedy import FALLBACK, NATIVE, WHOLE, check_logits, make_case, prepared_for, random_prompts

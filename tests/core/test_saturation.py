@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.small_rig import VOCAB, params, rig
+from tests.core.scheduling.small_rig import VOCAB, params, rig
 
 REQUESTS, PROMPT, OUTPUT, BUDGET, PAGE = 100, 64, 40, 512, 4
 PREFILL_STEPS = -(-REQUESTS * PROMPT // BUDGET)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from frame.core.interfaces.cache import owner_of
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import SchedulerConfig
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.core.tenants import TenantUsage
 from frame.plugins.loader import load_registry
 from frame.testing.conformance_policies import example_requests

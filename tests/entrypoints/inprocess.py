@@ -16,19 +16,19 @@ from urllib.parse import unquote
 
 import msgspec
 
-from frame.core.config import FrameConfig
-from frame.core.detokenizer import Detokenizer
+from frame.core.config.hardware import Hardware
+from frame.core.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
-from frame.core.hardware import Hardware
+from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import AnyMessage, Control
-from frame.core.transport import InProcessTransport
-from frame.entrypoints.client import EngineClient
+from frame.core.text.detokenizer import Detokenizer
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.tokenizing import ThreadedInput
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.launch import limits_of, load_tokenizer
-from frame.entrypoints.prepare import prepare
-from frame.entrypoints.scheduling import build_scheduler
-from frame.entrypoints.tokenizing import ThreadedInput
+from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.launch import limits_of, load_tokenizer
 from frame.testing.fake_runner import FakeRunner
 
 CPU = Hardware(cpu_cores=1, memory_bytes=8 << 30)

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from frame.core.config import FrameConfig
+from frame.core.config.schema import FrameConfig
 from frame.entrypoints.cli.main import COMMANDS, cli
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
-from frame.entrypoints.settings import settings
+from frame.entrypoints.configuration.flat_settings import settings
+from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins.kinds import KINDS
 
 DENSE = {

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from frame.core.config import FrameConfig
-from frame.entrypoints import prepare as preparing
-from frame.entrypoints.assembly import build_rank
-from frame.entrypoints.grammar_process import load_backend
+from frame.core.config.schema import FrameConfig
+from frame.entrypoints.configuration import prepare as preparing
+from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.http.server import load_parsers
-from frame.entrypoints.prepare import prepare
-from frame.entrypoints.scheduling import build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.grammar_process import load_backend
 from frame.plugins.kinds import KINDS
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry

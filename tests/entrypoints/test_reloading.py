@@ -15,8 +15,8 @@ import grpc
 import httpx
 import pytest
 
+from frame.core.ipc.transport import ZmqSender
 from frame.core.messages import Forget
-from frame.core.transport import ZmqSender
 from tests.entrypoints.serving import RunningServer, wait_until
 from tests.entrypoints.test_tls import CHAIN, KEY
 

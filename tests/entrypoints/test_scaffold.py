@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.scaffold import write_plugin
+from frame.entrypoints.tools.scaffold import write_plugin
 from frame.plugins.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from frame.core.config import ServerSection
+from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
-from frame.core.sampling_params import SamplingParams
-from frame.core.transport import Traced
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import Traced
 from frame.entrypoints.tracing import VARIABLES, RankSpans, Tracing, open_tracing
 from tests.entrypoints.serving import RunningServer, wait_until
 

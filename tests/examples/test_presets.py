@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from frame.core.config import FrameConfig
-from frame.core.hardware import Accelerator, Hardware
+from frame.core.config.hardware import Accelerator, Hardware
+from frame.core.config.resolve import ResolveError, resolve
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.model_facts import read_facts
-from frame.core.resolve import ResolveError, resolve
-from frame.core.resolved import Resolved
-from frame.entrypoints.config_sources import load_config
+from frame.core.loading.model_config import read_facts
+from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.loader import load_registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

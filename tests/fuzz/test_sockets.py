@@ -13,9 +13,12 @@ import msgspec
 import pytest
 import zmq
 
-from frame.core.allocator import PagedAllocator
-from frame.core.detokenizer import Detokenizer
 from frame.core.engine import Engine, EngineOptions
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import BatchReceiver, ZmqTransport
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
     Control,
@@ -32,16 +35,13 @@ from frame.core.messages import (
     Watch,
     encode,
 )
-from frame.core.model_facts import find_model
-from frame.core.radix_cache import RadixCache
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import Scheduler, SchedulerConfig
-from frame.core.tokenizer import Tokenizer
-from frame.core.transport import BatchReceiver, ZmqTransport
-from frame.entrypoints import worker
-from frame.entrypoints.client import EngineClient
-from frame.entrypoints.limits import ClientLimits
-from frame.entrypoints.tokenizing import tokenize
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.text.detokenizer import Detokenizer
+from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.limits import ClientLimits
+from frame.entrypoints.engine_client.tokenizing import tokenize
+from frame.entrypoints.processes import worker
 from frame.plugins.loader import load_registry
 from frame.testing.fake_runner import FakeRunner
 from frame.testing.scheduler_rig import OldestFirst

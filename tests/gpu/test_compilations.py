@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from frame.core.config import FrameConfig
-from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.assembly import build_rank, build_scheduler
-from frame.entrypoints.prepare import prepare
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 

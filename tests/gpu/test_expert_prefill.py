@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.kernels import expert_prefill
-    from frame.kernels import expert_products as products
-    from frame.kernels.align import align
-    from frame.kernels.expert_prefill import ROWS, down, fits, gate_up
-    from frame.kernels.expert_tiles import choose_tiles
+    from frame.kernels.moe import expert_prefill
+    from frame.kernels.moe import expert_products as products
+    from frame.kernels.moe.align import align
+    from frame.kernels.moe.expert_prefill import ROWS, down, fits, gate_up
+    from frame.kernels.moe.expert_tiles import choose_tiles
 
     pytestmark.append(pytest.mark.skipif(not kernels.streams(torch.device("cuda")), reason="needs compute capability 9.0"))
 

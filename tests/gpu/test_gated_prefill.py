@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.kernels.gated_prefill import fits, gated_prefill
+    from frame.kernels.linear.gated_prefill import fits, gated_prefill
     from frame.models.layers.product import Product
 
     pytestmark.append(pytest.mark.skipif(not kernels.streams(torch.device("cuda")), reason="needs compute capability 9.0"))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from frame.core.config import FrameConfig
-from frame.core.model_facts import EMBEDDED, find_model
-from frame.core.sampling_params import SamplingParams
-from frame.entrypoints.assembly import build_rank, build_scheduler
-from frame.entrypoints.prepare import prepare
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
 from frame.testing.attention_cases import DECODES, Case, needs, with_pages_for
 from frame.testing.checkpoints import make_checkpoint

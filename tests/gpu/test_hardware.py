@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frame.entrypoints.hardware import probe
+from frame.entrypoints.configuration.hardware_probe import probe
 
 pytestmark = pytest.mark.gpu
 

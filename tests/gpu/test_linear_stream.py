@@ -9,8 +9,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.kernels.linear_plan import Plan
-    from frame.kernels.linear_stream import stream_linear
+    from frame.kernels.linear.linear_plan import Plan
+    from frame.kernels.linear.linear_stream import stream_linear
     from frame.models.layers.product import Product
     from tests.kernels.linear import UNIT, random, reference
 

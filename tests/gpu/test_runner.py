@@ -9,20 +9,20 @@ import msgspec
 import pytest
 import torch
 
-from frame.core.allocator import PagedAllocator
-from frame.core.capacity import Capacity
-from frame.core.config import FrameConfig
+from frame.core.config.schema import FrameConfig
+from frame.core.execution.collectives import LocalGroup
+from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.memory_pool import KVPool, kv_geometry
-from frame.core.model_facts import EMBEDDED, find_model
-from frame.core.model_runner import TorchModelRunner
-from frame.core.no_cache import NoCache
-from frame.core.parallel import LocalGroup
-from frame.core.processors import Processors
-from frame.core.sampling_params import SamplingParams
-from frame.core.scheduler import Scheduler, SchedulerConfig
-from frame.entrypoints.assembly import build_rank, build_scheduler
-from frame.entrypoints.prepare import prepare
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.kv_cache.capacity import Capacity
+from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
+from frame.core.kv_cache.no_cache import NoCache
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.sampling.logits_pipeline import Processors
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frame.core import weight_stream
-from frame.core.checkpoint_files import Ahead, read_weights
-from frame.entrypoints.bench.clock import Clock
+from frame.core.loading import weight_stream
+from frame.core.loading.safetensors_reader import Ahead, read_weights
+from frame.entrypoints.tools.bench.clock import Clock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frame.kernels.activation import silu_mul
-from frame.kernels.finite import finite_rows
-from frame.kernels.norm import add_rms_norm, rms_norm
-from frame.kernels.rope import Heads, HeadsCache, latent_norm_rope_store, norm_rope_store, rotate_
+from frame.kernels.elementwise.activation import silu_mul
+from frame.kernels.elementwise.finite import finite_rows
+from frame.kernels.elementwise.norm import add_rms_norm, rms_norm
+from frame.kernels.elementwise.rope import Heads, HeadsCache, latent_norm_rope_store, norm_rope_store, rotate_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2**-16, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float8_e4m3fn: 2**-4}  # of a rounding, relative

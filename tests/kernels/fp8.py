@@ -12,8 +12,8 @@ import torch
 
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched
-from frame.kernels.fp8_linear import Plan, choose_plan, narrow_linear
-from frame.kernels.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
+from frame.kernels.linear.fp8_linear import Plan, choose_plan, narrow_linear
+from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
 from frame.models.layers.parameter import Range, ShardedParameter
 from frame.plugins.moe_runners.torch_native import TorchNative
 from frame.plugins.moe_runners.triton import Triton

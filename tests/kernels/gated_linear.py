@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame.kernels.gated_linear import fits, gated_linear, is_faster
 from frame.kernels.launch import processors
+from frame.kernels.linear.gated_linear import fits, gated_linear, is_faster
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # gate and up are rounded before they meet, perhaps to the other side; the interpreter cuts bfloat16 off

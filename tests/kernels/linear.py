@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.parallel import LocalGroup
-from frame.kernels.linear import skinny_linear
-from frame.kernels.linear_plan import MAX_ROWS, Plan, plan, plans
+from frame.kernels.linear.linear import skinny_linear
+from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, plan, plans
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.product import Product
 from frame.quantization.none import Plain

@@ -13,16 +13,16 @@ from types import ModuleType
 import pytest
 import torch
 
+from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.moe import Dispatched
-from frame.core.parallel import LocalGroup
-from frame.kernels import align as align_module
-from frame.kernels.align import align
-from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, turning_points
-from frame.kernels.fp8_quantize import quantize_groups
-from frame.kernels.norm import add_rms_norm
-from frame.kernels.router import few_logits, normed_logits, route
+from frame.kernels.elementwise.norm import add_rms_norm
+from frame.kernels.linear.fp8_quantize import quantize_groups
+from frame.kernels.moe import align as align_module
+from frame.kernels.moe.align import align
+from frame.kernels.moe.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
+from frame.kernels.moe.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, turning_points
+from frame.kernels.moe.router import few_logits, normed_logits, route
 from frame.models.layers.router import Router, RoutingRule
 from frame.plugins.moe_runners.triton import Triton
 from frame.testing.conformance_moe import PlainExperts, reference

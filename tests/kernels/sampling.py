@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import DataObject, booleans, data, floats, integers, just, one_of, sampled_from
 
-from frame.core.batch_builder import count_rows
+from frame.core.execution.input_batch import count_rows
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
-from frame.core.processors import Processors
-from frame.core.sampler import Sampled, Sampler
-from frame.core.sampling_params import SamplingParams
-from frame.core.sampling_table import SamplingTable
-from frame.kernels import filtering
-from frame.kernels.filtering import Filters, sample_filtered
-from frame.kernels.likelihoods import likelihoods
-from frame.kernels.logit_changes import ban
-from frame.kernels.sampling import sample_simple
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import Sampled, Sampler
+from frame.core.sampling.sampling_metadata import SamplingTable
+from frame.kernels.sampling import filtering
+from frame.kernels.sampling.filtering import Filters, sample_filtered
+from frame.kernels.sampling.likelihoods import likelihoods
+from frame.kernels.sampling.logit_changes import ban
+from frame.kernels.sampling.sampling import sample_simple
 from frame.plugins.loader import load_registry
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

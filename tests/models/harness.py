@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.model import CausalLM, ModelFacts
-from frame.core.model_facts import read_facts
-from frame.core.parallel import LocalGroup
-from frame.core.remote_code import load_class
-from frame.core.weights import WeightSource, load_model
+from frame.core.loading.loader import WeightSource, load_model
+from frame.core.loading.model_config import read_facts
+from frame.core.loading.remote_code import load_class
 from frame.plugins.loader import load_registry
 
 

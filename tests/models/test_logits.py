@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, WantedTokens
-from frame.core.model_facts import EMBEDDED, find_model
+from frame.core.loading.model_config import EMBEDDED, find_model
 from tests.models.harness import Session, open_session
 
 ARCHITECTURES = [

@@ -80,7 +80,7 @@ def test_heads_that_cannot_be_cut_are_refused(checkpoint: Callable[..., Path]) -
 RANK = """
 import sys, torch
 from pathlib import Path
-from frame.core.parallel import connect
+from frame.core.execution.collectives import connect
 from tests.models.harness import open_session
 from tests.models.test_tensor_parallel import PLAN
 torch.set_num_threads(1)

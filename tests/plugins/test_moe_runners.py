@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.moe import Dispatched, MoENeeds
-from frame.core.parallel import LocalGroup
 from frame.models.layers.packed import can_pack, pack
 from frame.plugins.loader import load_registry
 from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped

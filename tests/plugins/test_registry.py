@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
+from frame.core.config.resolved import PluginChoice
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.scheduling import SchedulingPolicy
-from frame.core.resolved import PluginChoice
 from frame.plugins.kinds import KINDS
 from frame.plugins.registry import PluginError, Registry, cause_chain
 

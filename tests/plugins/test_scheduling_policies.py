@@ -7,7 +7,7 @@ import pytest
 
 from frame.core.interfaces.cache import Match
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.request import Request
+from frame.core.scheduling.request import Request
 from frame.plugins.loader import load_registry
 from frame.testing.conformance_policies import VIEW, example_requests
 

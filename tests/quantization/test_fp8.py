@@ -15,7 +15,7 @@ from torch import nn
 from frame import Engine, SamplingParams
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.memory_pool import KVPool, kv_geometry
+from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
 from frame.quantization import Fp8Options
 from frame.quantization.fp8 import Fp8, Fp8Linear, RoundedLinear

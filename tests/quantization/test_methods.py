@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from frame.core.checkpoint_files import read_weights
+from frame.core.loading.safetensors_reader import read_weights
 from frame.models.layers.packed import can_pack
 from frame.models.layers.parameter import load_parameters
 from frame.quantization import Int8Options

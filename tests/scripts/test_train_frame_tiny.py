@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from frame.entrypoints.eval import evaluate
-from frame.entrypoints.eval.tasks import is_held_out
+from frame.entrypoints.tools.eval import evaluate
+from frame.entrypoints.tools.eval.tasks import is_held_out
 from scripts.train_frame_tiny import corpus, samples, tokenizer, wording
 from scripts.train_frame_tiny.checkpoint_backend import CheckpointBackend
 from scripts.train_frame_tiny.export import load_model, save_model

@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from frame.entrypoints.http.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
-from frame.entrypoints.http.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
 from frame.entrypoints.http.errors import ApiError, public
+from frame.entrypoints.http.protocol.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
+from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
 from tests.entrypoints.inprocess import serving
 
 PATIENT, HASTY = 60.0, 0.05  # seconds

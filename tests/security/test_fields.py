@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from frame.core import sampling_params as limits
-from frame.entrypoints.http.bodies import MAX_MESSAGES
+from frame.core.interfaces import sampling_params as limits
+from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.services import MAX_NAME_CHARS, MAX_TOOLS
 from tests.entrypoints.inprocess import serving
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from frame.core.config import ServerSection
+from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import ROUTES
 from frame.entrypoints.http.services import Access

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from frame.entrypoints.http.metrics import ServerMetrics
+from frame.entrypoints.http.operations.metrics import ServerMetrics
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
 
@@ -126,7 +126,7 @@ def test_ten_times_capacity_for_long() -> None:
 
 
 def _folder() -> Path:
-    from frame.core.model_facts import find_model
+    from frame.core.loading.model_config import find_model
 
     return Path(find_model("frame-tiny"))
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.core.python_tokenizer import PythonTokenizer
-from frame.core.remote_code import load_class
-from frame.core.tokenizer import Tokenizer
+from frame.core.loading.remote_code import load_class
+from frame.core.text.python_tokenizer import PythonTokenizer
+from frame.core.text.tokenizer import Tokenizer
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.architecture.source import package
 from tests.entrypoints.serving import RunningServer

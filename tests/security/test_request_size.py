@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from frame.entrypoints.http import native
-from frame.entrypoints.http.bodies import LEAST_BODY, SMALL_BODY, TOKEN_BYTES, prompt_limit, value_limit
-from frame.entrypoints.http.openai_schema import MAX_ARGUMENT_PARTS
+from frame.entrypoints.http.native import generate as native
+from frame.entrypoints.http.openai.completions_schema import MAX_ARGUMENT_PARTS
+from frame.entrypoints.http.protocol.bodies import LEAST_BODY, SMALL_BODY, TOKEN_BYTES, prompt_limit, value_limit
 from frame.entrypoints.http.services import COUNTED_TOKENS, MAX_TOOL_BYTES
 from tests.entrypoints.inprocess import serving
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import frame.entrypoints.http.app as app_module
-from frame.core.config import ServerSection
-from frame.entrypoints.http.access import Gate
+from frame.core.config.schema import ServerSection
 from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, App
-from frame.entrypoints.http.call import Call
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openapi import description_of
-from frame.entrypoints.http.routing import Router, decode_path
+from frame.entrypoints.http.operations.openapi import description_of
+from frame.entrypoints.http.protocol.access import Gate
+from frame.entrypoints.http.protocol.routing import Router, decode_path
+from frame.entrypoints.http.request_context import Call
 from frame.entrypoints.http.services import Access, Operation, Services
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.security.test_connections import listening, talk
@@ -139,7 +139,7 @@ def test_a_route_without_a_level_cannot_be_made() -> None:
 def test_no_code_compares_paths_of_requests() -> None:
     """`scope["path"]` is shown in sentences, logs and spans; the router alone decides by it."""
     folder = Path(app_module.__file__).parent
-    for file in folder.glob("*.py"):
+    for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare | ast.Match):
                 assert '["path"]' not in ast.unparse(node).replace("'", '"').partition("\n")[0], f"{file.name}:{node.lineno}"

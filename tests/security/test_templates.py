@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from frame.core import chat_template
-from frame.core.chat_template import ChatTemplate, ChatTemplateError
+from frame.core.text import chat_template
+from frame.core.text.chat_template import ChatTemplate, ChatTemplateError
 from tests.entrypoints.inprocess import serving
 
 MESSAGES = [{"role": "user", "content": "x"}]

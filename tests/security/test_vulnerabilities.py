@@ -9,8 +9,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from frame.core.config import LoadFormat
-from frame.core.radix_cache import RadixCache
+from frame.core.config.schema import LoadFormat
+from frame.core.kv_cache.radix_cache import RadixCache
 from frame.entrypoints.http.app import ROUTES
 from frame.testing.scheduler_rig import OldestFirst
 from tests.architecture.source import ROOT, is_under, package
@@ -108,7 +108,7 @@ async def test_no_route_takes_tensors() -> None:
 
 FETCHING = ("requests", "urllib.request", "http.client", "aiohttp", "httpx", "ftplib", "huggingface_hub")
 # programs and libraries that talk to a server
-TALKERS = ("cli", "eval", "bench", "remote")
+TALKERS = ("cli", "tools.eval", "tools.bench", "offline.remote_client")
 CLIENTS = ("frame.testing", *(f"frame.entrypoints.{name}" for name in TALKERS))
 
 

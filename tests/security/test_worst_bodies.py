@@ -19,12 +19,12 @@ import msgspec
 import psutil
 import pytest
 
-from frame.entrypoints.client import EngineClient
+from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.limits import EngineDeadError
 from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, _body_limit
-from frame.entrypoints.http.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
-from frame.entrypoints.http.openai_schema import ChatRequest
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
 from frame.entrypoints.http.services import Operation
-from frame.entrypoints.limits import EngineDeadError
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 
 STALL, ANSWER = 0.05, 0.1  # seconds, on an idle machine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
-from frame.core.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.fake_runner import FakeRunner, FakeRunnerError, continuation
 
 VOCAB = 50

@@ -65,7 +65,7 @@ class SentenceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What `config.json` says, in one vocabulary; read without torch by `frame.core.model_facts`. Sizes of the whole model."""
+    """What `config.json` says, in one vocabulary; read without torch by `frame.core.loading.model_config`. Sizes of the whole model."""
 
     architecture: str
     num_layers: int

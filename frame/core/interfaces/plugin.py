@@ -1,6 +1,6 @@
 """The record that a plugin registers: light, frozen, readable without importing the plugin itself.
 
-Knows neither pluggy nor entry points; `frame.plugins` fills records in, `frame.core.resolve` chooses among them.
+Knows neither pluggy nor entry points; `frame.plugins` fills records in, `frame.core.config.resolve` chooses among them.
 """
 
 from __future__ import annotations

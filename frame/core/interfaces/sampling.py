@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
-    from frame.core.sampling_params import SamplingParams
+    from frame.core.interfaces.sampling_params import SamplingParams
 
 PROCESSOR_API = "logits_processor/1"
 GRAMMAR_API = "grammar/2"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from frame.core.request import Request
+    from frame.core.scheduling.request import Request
 
 API = "scheduling_policy/1"
 PATIENCE = 10.0  # seconds

@@ -13,11 +13,11 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.bench.reference import ALL, Chosen, chosen
-from frame.entrypoints.bench.workload import SHAPES, Arrivals, Shape, Span, jobs, span
 from frame.entrypoints.cli.bench_kernels import attention, finish, moe
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.tools.bench.reference import ALL, Chosen, chosen
+from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, Span, jobs, span
 
 WARM_UP = Shape(8, (32, 32), (8, 8))
 
@@ -67,9 +67,9 @@ def command() -> None:
     help="What the floor under each workload is reckoned with: this machine, measured first; one H200; no floor.",
 )  # fmt: skip
 def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, ceilings: str, **changes: Any) -> None:
-    from frame.entrypoints.bench.offline import floors, measure
-    from frame.entrypoints.bench.report import report
-    from frame.entrypoints.offline import Engine
+    from frame.entrypoints.offline.engine import Engine
+    from frame.entrypoints.tools.bench.offline import floors, measure
+    from frame.entrypoints.tools.bench.report import report
 
     wanted = chosen(names, changes)
     under = None if ceilings == "none" else floors(loaded.config, ceilings)
@@ -111,9 +111,9 @@ def serve(
     vocabulary: int,
     **rest: Any,
 ) -> None:
-    from frame.entrypoints.bench.load import Target, run
-    from frame.entrypoints.bench.report import report
-    from frame.entrypoints.bench.summary import Objective, row
+    from frame.entrypoints.tools.bench.load import Target, run
+    from frame.entrypoints.tools.bench.report import report
+    from frame.entrypoints.tools.bench.summary import Objective, row
 
     goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None
@@ -135,8 +135,8 @@ def serve(
 def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     import tempfile
 
-    from frame.entrypoints.bench.report import report
-    from frame.entrypoints.offline import Engine
+    from frame.entrypoints.offline.engine import Engine
+    from frame.entrypoints.tools.bench.report import report
     from frame.kernels.cache import FOLDER
 
     kept = {name: os.environ.get(name) for name in (FOLDER, "HOME")}
@@ -161,7 +161,7 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
 def compare(first: Path, second: Path) -> None:
     from rich.console import Console
 
-    from frame.entrypoints.bench.report import comparison, read
+    from frame.entrypoints.tools.bench.report import comparison, read
 
     Console().print(comparison(read(first), read(second)))
 

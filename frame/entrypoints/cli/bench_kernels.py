@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.bench.workload import Span, span
+from frame.entrypoints.tools.bench.workload import Span, span
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -90,8 +90,8 @@ def attention(
     names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[Span],
     new: int | None, page_size: int, path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
-    from frame.core.model_facts import read_facts
-    from frame.entrypoints.bench.attention import AttentionBench, AttentionShape, parse_batches
+    from frame.core.loading.model_config import read_facts
+    from frame.entrypoints.tools.bench.attention import AttentionBench, AttentionShape, parse_batches
     from frame.plugins.loader import load_registry
 
     phases = ("decode", "extend") if phase == "both" else (phase,)
@@ -120,8 +120,8 @@ def moe(
     names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
     path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
-    from frame.core.model_facts import read_facts
-    from frame.entrypoints.bench.experts import ExpertBench, ExpertShape
+    from frame.core.loading.model_config import read_facts
+    from frame.entrypoints.tools.bench.experts import ExpertBench, ExpertShape
     from frame.plugins.loader import load_registry
 
     if model is None and top_k > experts:
@@ -143,7 +143,7 @@ def finish(found: dict[str, Any], path: Path | None) -> None:
     """Write a report and show it."""
     from rich.console import Console
 
-    from frame.entrypoints.bench.report import table
+    from frame.entrypoints.tools.bench.report import table
 
     if path is not None:
         path.write_text(json.dumps(found, indent=2) + "\n")
@@ -154,8 +154,8 @@ def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(clock, ceilings, dtype) of the options; fills in the device that was left open."""
     import torch
 
-    from frame.entrypoints.bench.clock import Clock, measured_ceilings
-    from frame.entrypoints.bench.floors import H200
+    from frame.entrypoints.tools.bench.clock import Clock, measured_ceilings
+    from frame.entrypoints.tools.bench.floors import H200
 
     if wanted["device"] == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here; leave --device away, or give cpu.")
@@ -173,12 +173,12 @@ def _report(
 ) -> None:  # fmt: skip
     from dataclasses import asdict
 
-    from frame.entrypoints.bench.report import report
+    from frame.entrypoints.tools.bench.report import report
 
     rows = {f"{name}: {batch}": {"plugin": name, "batch": batch, **figures} for name, batch, figures in measured}
     found = report(kind, rows, shape=asdict(shape), settings=machine, ceilings=asdict(ceilings))
     finish(found, path)
     if plot is not None:
-        from frame.entrypoints.bench.plot import draw
+        from frame.entrypoints.tools.bench.plot import draw
 
         draw(found, plot)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig
 
 if TYPE_CHECKING:
-    from frame.entrypoints.offline import Engine
+    from frame.entrypoints.offline.engine import Engine
 
 Messages = list[dict[str, Any]]
 Answer = Callable[[Messages], Iterator[str]]
@@ -37,7 +37,7 @@ def command(
     if base_url is not None:
         talk(_server(base_url, loaded.config.server.api_key, parameters), system, message)
         return
-    from frame.entrypoints.offline import Engine
+    from frame.entrypoints.offline.engine import Engine
 
     click.echo(f"loading {loaded.config.model.path} …", err=True)
     with Engine(config=loaded.config) as engine:

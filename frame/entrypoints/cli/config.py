@@ -6,17 +6,17 @@ import json
 
 import click
 
-from frame.core.config import FrameConfig
+from frame.core.config.resolve import pinned
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError, did_you_mean
-from frame.core.resolve import pinned
-from frame.core.resolved import Resolved
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_schema import config_schema
-from frame.entrypoints.config_sources import EVERY_KEY, LoadedConfig
-from frame.entrypoints.explain import SECRETS, Explained, as_yaml, options
-from frame.entrypoints.explain import explain as explain_one
-from frame.entrypoints.prepare import prepare, registry_of
-from frame.entrypoints.settings import by_key, by_keyword
+from frame.entrypoints.configuration.explain import SECRETS, Explained, as_yaml, options
+from frame.entrypoints.configuration.explain import explain as explain_one
+from frame.entrypoints.configuration.flat_settings import by_key, by_keyword
+from frame.entrypoints.configuration.json_schema import config_schema
+from frame.entrypoints.configuration.prepare import prepare, registry_of
+from frame.entrypoints.configuration.sources import EVERY_KEY, LoadedConfig
 
 
 @click.group("config", help="Check, explain and show the configuration.")

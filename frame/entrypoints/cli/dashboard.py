@@ -11,4 +11,4 @@ FILE = "grafana_dashboard.json"
 
 @click.command(help="Print a Grafana dashboard (JSON) of the metrics at /metrics; import it, or provision it from a file.")
 def command() -> None:
-    click.echo(files("frame.entrypoints.http").joinpath(FILE).read_text(encoding="utf-8"), nl=False)
+    click.echo(files("frame.entrypoints.http.operations").joinpath(FILE).read_text(encoding="utf-8"), nl=False)

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
-from frame.entrypoints.eval.evaluate import EvalBackend, Report, evaluate
-from frame.entrypoints.eval.tasks import TASKS, Message
+from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.tools.eval.evaluate import EvalBackend, Report, evaluate
+from frame.entrypoints.tools.eval.tasks import TASKS, Message
 
 HELP = "Score a server or an engine on the embedded tasks: recall over long contexts, copying, reversing, sorting, sums, Python."
 
@@ -36,14 +36,14 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
         import httpx
 
         from frame.entrypoints.cli.chat import unreachable
-        from frame.entrypoints.eval.http_backend import HttpBackend
+        from frame.entrypoints.tools.eval.http_backend import HttpBackend
 
         try:
             async with HttpBackend(base_url, api_key=loaded.config.server.api_key) as server:
                 return await evaluate(server, tasks, samples, seed, concurrency)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise click.ClickException(unreachable(base_url, error)) from None
-    from frame.entrypoints.offline import Engine
+    from frame.entrypoints.offline.engine import Engine
 
     with Engine(config=loaded.config) as engine:
         return await evaluate(EngineBackend(engine), tasks, samples, seed, concurrency)

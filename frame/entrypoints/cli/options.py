@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from frame.entrypoints.config_sources import load_config
-from frame.entrypoints.settings import ALIASES, Setting, settings
+from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
+from frame.entrypoints.configuration.sources import load_config
 
 _PREFIX = "setting_"  # of parameter names, so that a command's own options never collide with a setting
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import click
 
-from frame.core.config import FrameConfig
+from frame.core.config.schema import FrameConfig
 from frame.core.errors import PluginError
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
-from frame.entrypoints.plugin_data import as_data
-from frame.entrypoints.prepare import registry_of
+from frame.entrypoints.configuration.plugin_data import as_data
+from frame.entrypoints.configuration.prepare import registry_of
+from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins.kinds import KINDS
 from frame.plugins.registry import Registry
 
@@ -78,7 +78,7 @@ def check(name: str, conformance: bool) -> None:
     "--dir", "parent", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Folder to write the package into [.]."
 )
 def new(kind: str, name: str, parent: Path) -> None:
-    from frame.entrypoints.scaffold import write_plugin
+    from frame.entrypoints.tools.scaffold import write_plugin
 
     same = [record.distribution for record in registry_of(FrameConfig()).records(kind) if record.name == name]
     if same:

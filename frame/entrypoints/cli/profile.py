@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.bench.workload import SHAPES
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.tools.bench.workload import SHAPES
 
 _LONGEST_WAIT = 120.0  # seconds for a server to make its steps
 _WIDTH = 150  # of tables in a file
@@ -55,8 +55,8 @@ def command() -> None:
 def offline(
     loaded: LoadedConfig, workload: str, steps: int, skip: int, trace: Path | None, out: Path | None, top: int, **lengths: int | None
 ) -> None:
-    from frame.entrypoints.bench.workload import changed, jobs
-    from frame.entrypoints.offline import Engine
+    from frame.entrypoints.offline.engine import Engine
+    from frame.entrypoints.tools.bench.workload import changed, jobs
 
     spans = {name: (length, length) for name in ("input", "output") if (length := lengths[f"{name}_len"]) is not None}
     shape = changed(SHAPES[workload], requests=lengths["requests"], **spans)
@@ -78,7 +78,7 @@ def offline(
 
 def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path:
     """Run the jobs; with `record` (steps, tokens before them) -> the trace."""
-    from frame.core.sampling_params import SamplingParams
+    from frame.core.interfaces.sampling_params import SamplingParams
 
     params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
     prompts = [job.prompt for job in wanted]
@@ -142,9 +142,9 @@ def _post(base_url: str, path: str, key: str | None, body: dict[str, Any]) -> di
 
 
 def _answer(path: Path, out: Path | None, top: int, about: Mapping[str, Any]) -> None:
-    from frame.entrypoints.bench.report import report
-    from frame.entrypoints.bench.step_times import step_times
-    from frame.entrypoints.bench.trace import read_trace
+    from frame.entrypoints.tools.bench.report import report
+    from frame.entrypoints.tools.bench.step_times import step_times
+    from frame.entrypoints.tools.bench.trace import read_trace
 
     trace = read_trace(path)
     rows = step_times(trace)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import click
 
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.config_sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig
 
 HELP = "Serve a model over HTTP: the OpenAI API at /v1, the native one at /generate. Without arguments: the embedded frame-tiny."
 
@@ -18,11 +18,11 @@ def command(ctx: click.Context, loaded: LoadedConfig) -> None:
     ctx.exit(run(loaded))
 
 
-def run(loaded: LoadedConfig, module: str = "frame.entrypoints.worker") -> int:
+def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker") -> int:
     """Serve with children that run `module`; returns the exit code."""
     from frame.entrypoints import logs
+    from frame.entrypoints.configuration.prepare import prepare
     from frame.entrypoints.http.server import configured_layout, serve, stop_while_starting
-    from frame.entrypoints.prepare import prepare
 
     logs.configure("main", loaded.config.log, logs.LogWriter())
     stop_while_starting()

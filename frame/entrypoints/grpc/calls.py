@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from frame.entrypoints.engine_client.quotas import Share, ShareExceededError
 from frame.entrypoints.grpc.schema import SERVICE, read
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
-from frame.entrypoints.shares import Share, ShareExceededError
 
 if TYPE_CHECKING:
-    from frame.entrypoints.answers import Answer
+    from frame.entrypoints.engine_client.response_state import Answer
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,

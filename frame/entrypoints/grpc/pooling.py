@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from frame.entrypoints.http.classes import ClassifyRequest, classified, labels_of
-from frame.entrypoints.http.embeddings import EmbeddingRequest, embedded
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.moderations import ModerationRequest, is_found, judged
-from frame.entrypoints.http.relevance import RerankRequest, ScoreRequest, ranked, scored
+from frame.entrypoints.http.native.classes import ClassifyRequest, classified, labels_of
+from frame.entrypoints.http.native.relevance import RerankRequest, ScoreRequest, ranked, scored
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
+from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, judged
 
 if TYPE_CHECKING:
     from frame.entrypoints.grpc.calls import GrpcCaller

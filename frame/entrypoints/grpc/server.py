@@ -21,7 +21,7 @@ from frame.entrypoints.grpc.health import Health
 from frame.entrypoints.grpc.pooling import Pooling
 from frame.entrypoints.grpc.schema import SERVICE, Schema
 from frame.entrypoints.grpc.service import Service
-from frame.entrypoints.http.listening import address
+from frame.entrypoints.http.protocol.listening import address
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing, load_keys
 from frame.entrypoints.logs import report

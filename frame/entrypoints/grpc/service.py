@@ -15,19 +15,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from frame.core.messages import Finish
+from frame.entrypoints.engine_client.quotas import ShareExceededError
 from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
-from frame.entrypoints.http.access import AdminGuard
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
-from frame.entrypoints.http.metrics import package_version
-from frame.entrypoints.http.native import GenerateRequest, detokenized, sampling_of
+from frame.entrypoints.http.native.generate import GenerateRequest, detokenized, sampling_of
+from frame.entrypoints.http.operations.metrics import package_version
+from frame.entrypoints.http.protocol.access import AdminGuard
+from frame.entrypoints.http.request_options import Terms
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.terms import Terms
-from frame.entrypoints.shares import ShareExceededError
 
 if TYPE_CHECKING:
-    from frame.entrypoints.answers import Answer, Stream
+    from frame.entrypoints.engine_client.response_state import Answer, Stream
 
 log = logging.getLogger(__name__)
 

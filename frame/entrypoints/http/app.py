@@ -10,37 +10,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from frame.entrypoints.http import (
-    admin,
-    anthropic,
-    batches,
-    classes,
-    cohere,
-    conversations,
-    embeddings,
-    moderations,
-    native,
-    ollama,
-    openai,
-    page,
-    relevance,
-    responses,
-    sagemaker,
-    sglang,
-    tei,
-    vllm,
-)
-from frame.entrypoints.http.access import Gate
-from frame.entrypoints.http.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
-from frame.entrypoints.http.call import Call, Receive, Scope, Send
+from frame.entrypoints.engine_client.quotas import ShareExceededError
+from frame.entrypoints.http.anthropic import messages as anthropic
+from frame.entrypoints.http.dialects import cohere, ollama, sagemaker, sglang, tei, vllm
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.failures import too_many
-from frame.entrypoints.http.openapi import description_of
-from frame.entrypoints.http.origin import Cors, is_preflight, read_cors
-from frame.entrypoints.http.routing import Router, decode_path
+from frame.entrypoints.http.native import classes, relevance
+from frame.entrypoints.http.native import generate as native
+from frame.entrypoints.http.openai import batches, conversations, embeddings, moderations, responses
+from frame.entrypoints.http.openai import completions as openai
+from frame.entrypoints.http.operations import admin, page
+from frame.entrypoints.http.operations.openapi import description_of
+from frame.entrypoints.http.protocol.access import Gate
+from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
+from frame.entrypoints.http.protocol.origin import Cors, is_preflight, read_cors
+from frame.entrypoints.http.protocol.routing import Router, decode_path
+from frame.entrypoints.http.request_context import Call, Receive, Scope, Send
 from frame.entrypoints.http.services import Access, Operation, Routes, Services
 from frame.entrypoints.logs import ACCESS, REQUEST_ID, request_id_of
-from frame.entrypoints.shares import ShareExceededError
 from frame.entrypoints.tracing import RequestSpan
 
 log = logging.getLogger(__name__)

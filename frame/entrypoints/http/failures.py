@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frame.core.chat_template import ChatTemplateError
-from frame.core.grammar_masks import BAD_GRAMMAR
 from frame.core.messages import Finish
-from frame.core.request import QUEUE_FULL, TIMED_OUT
-from frame.entrypoints.answers import Stream
+from frame.core.scheduling.grammar_masks import BAD_GRAMMAR
+from frame.core.scheduling.request import QUEUE_FULL, TIMED_OUT
+from frame.core.text.chat_template import ChatTemplateError
+from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError
+from frame.entrypoints.engine_client.quotas import ShareExceededError
+from frame.entrypoints.engine_client.response_state import Stream
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, RETRY_AFTER, ApiError, public
-from frame.entrypoints.limits import ContextLengthError, EngineDeadError, InvalidRequestError
-from frame.entrypoints.shares import ShareExceededError
 
 
 def raise_failed(sequences: Sequence[Stream]) -> None:

@@ -18,37 +18,37 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frame.core.config import ServerSection
-from frame.core.detokenizer import Detokenizer
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.core.resolved import Resolved
-from frame.core.tokenizer import Tokenizer
-from frame.entrypoints.client import EngineClient
-from frame.entrypoints.http.admin_listener import AdminListener
+from frame.core.text.detokenizer import Detokenizer
+from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.configuration.prepare import Prepared
+from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.tokenizing import ProcessInput, ThreadedInput
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.batch_files import make_folder
-from frame.entrypoints.http.connections import ConnectionLimits, raise_file_limit
-from frame.entrypoints.http.listening import HttpServer, address, bound_port
-from frame.entrypoints.http.metrics import ServerMetrics
-from frame.entrypoints.http.page import describe
+from frame.entrypoints.http.openai.batch_files import make_folder
+from frame.entrypoints.http.operations.admin_listener import AdminListener
+from frame.entrypoints.http.operations.metrics import ServerMetrics
+from frame.entrypoints.http.operations.page import describe
+from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
+from frame.entrypoints.http.protocol.listening import HttpServer, address, bound_port
+from frame.entrypoints.http.protocol.starting import StartingServer
 from frame.entrypoints.http.reloading import Reload
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.starting import StartingServer
-from frame.entrypoints.launch import limits_of, load_tokenizer, wait_ready
 from frame.entrypoints.logs import report
 from frame.entrypoints.moderation import read_policy
-from frame.entrypoints.prepare import Prepared
-from frame.entrypoints.processes import Deployment, Layout
+from frame.entrypoints.processes.deployment import Deployment, Layout
+from frame.entrypoints.processes.hang_dump import LoopAlarm
+from frame.entrypoints.processes.launch import limits_of, load_tokenizer, wait_ready
+from frame.entrypoints.processes.resource_monitor import watch_over
+from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.relevance import read_score_prompt
-from frame.entrypoints.stuck import LoopAlarm
-from frame.entrypoints.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.tls import load_certificate
-from frame.entrypoints.tokenizing import ProcessInput, ThreadedInput
 from frame.entrypoints.tracing import open_tracing
-from frame.entrypoints.usage import watch_over
 
 if TYPE_CHECKING:
-    from frame.entrypoints.config_sources import LoadedConfig
+    from frame.entrypoints.configuration.sources import LoadedConfig
     from frame.entrypoints.grpc.server import GrpcServer
     from frame.plugins.registry import Registry
 
@@ -116,7 +116,7 @@ def _give_up(number: int, frame: object) -> None:
     raise SystemExit(EXIT_OK)  # by way of every `finally`: children and sockets go
 
 
-def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.worker") -> Layout:
+def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.processes.worker") -> Layout:
     """The processes that a configuration asks for."""
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
     detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"

@@ -18,35 +18,35 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from frame.core.chat_template import ChatTemplateError
-from frame.core.text_bounds import TextTooLongError
-from frame.entrypoints.answers import Answer, Stream
-from frame.entrypoints.client import EngineClient
-from frame.entrypoints.http.batch_files import FileStore
-from frame.entrypoints.http.batch_runner import BatchRunner
-from frame.entrypoints.http.bodies import MAX_MESSAGES, prompt_limit
-from frame.entrypoints.http.call import EVENT_STREAM
+from frame.core.text.chat_template import ChatTemplateError
+from frame.core.text.text_bounds import TextTooLongError
+from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from frame.entrypoints.engine_client.quotas import Share, ShareExceededError, Shares
+from frame.entrypoints.engine_client.response_state import Answer, Stream
 from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape, quoted
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
-from frame.entrypoints.http.metrics import package_version
-from frame.entrypoints.http.pump import EventPump
-from frame.entrypoints.http.response_store import ResponseStore
-from frame.entrypoints.http.terms import Terms
+from frame.entrypoints.http.openai.batch_files import FileStore
+from frame.entrypoints.http.openai.batch_runner import BatchRunner
+from frame.entrypoints.http.openai.response_store import ResponseStore
+from frame.entrypoints.http.operations.metrics import package_version
+from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES, prompt_limit
+from frame.entrypoints.http.request_context import EVENT_STREAM
+from frame.entrypoints.http.request_options import Terms
+from frame.entrypoints.http.stream_writer import EventPump
 from frame.entrypoints.keys import load_keys
-from frame.entrypoints.limits import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
-from frame.entrypoints.shares import Share, ShareExceededError, Shares
 
 if TYPE_CHECKING:
+    from frame.core.config.resolved import Resolved
     from frame.core.interfaces.model import Task
     from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
-    from frame.core.resolved import Resolved
-    from frame.core.sampling_params import SamplingParams
-    from frame.core.tokenizer import Tokenizer
-    from frame.entrypoints.http.call import Call
-    from frame.entrypoints.http.metrics import ServerMetrics
-    from frame.entrypoints.tokenizing import TextInput
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.text.tokenizer import Tokenizer
+    from frame.entrypoints.engine_client.tokenizing import TextInput
+    from frame.entrypoints.http.operations.metrics import ServerMetrics
+    from frame.entrypoints.http.request_context import Call
+    from frame.entrypoints.processes.resource_monitor import UsageWatch
     from frame.entrypoints.tracing import Tracing
-    from frame.entrypoints.usage import UsageWatch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

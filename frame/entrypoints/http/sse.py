@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
-from frame.core.sampling_params import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode

@@ -99,7 +99,7 @@ class HeadsKernel:
     """Norm of queries and keys, rotation and cache store of one layer in one kernel. Keys are rotated where they lie."""
 
     def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary) -> None:
-        from frame.kernels.rope import Heads, HeadsCache, norm_rope_store
+        from frame.kernels.elementwise.rope import Heads, HeadsCache, norm_rope_store
 
         capabilities = context.attention.capabilities if context.attention is not None else None
         self.run = norm_rope_store

@@ -169,7 +169,7 @@ class LatentKernel:
     """Norms, rotations and cache store of one latent layer, in one kernel before the queries' projection and one behind it."""
 
     def __init__(self, context: BuildContext, rotary: Rotary) -> None:
-        from frame.kernels.rope import latent_norm_rope_store, rotate_
+        from frame.kernels.elementwise.rope import latent_norm_rope_store, rotate_
 
         capabilities = context.attention.capabilities if context.attention is not None else None
         self.run = latent_norm_rope_store

@@ -23,7 +23,7 @@ def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | 
     """The kernel, where there is one for the device."""
     if not kernels.usable(device):
         return None
-    from frame.kernels.activation import silu_mul
+    from frame.kernels.elementwise.activation import silu_mul
 
     return silu_mul
 

@@ -23,7 +23,7 @@ def _add_norm(device: torch.device) -> AddNorm | None:
     """The kernel, where there is one for the device."""
     if not kernels.usable(device):
         return None
-    from frame.kernels.norm import add_rms_norm
+    from frame.kernels.elementwise.norm import add_rms_norm
 
     return add_rms_norm
 

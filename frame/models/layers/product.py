@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from frame import kernels
 
 if TYPE_CHECKING:
-    from frame.kernels.linear_plan import Plan
+    from frame.kernels.linear.linear_plan import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
 
@@ -21,9 +21,9 @@ _TYPES = (torch.bfloat16, torch.float16)
 class Product:
     """[…, inputs] times `weight` [outputs, inputs], transposed, for as long as the weight keeps its size and place.
 
-    Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear`); others, and code that is being
+    Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear.linear`); others, and code that is being
     compiled, to PyTorch, but for many rows of gate and up where one kernel with their activation is faster
-    (`frame.kernels.gated_prefill`, or `gated_linear`).
+    (`frame.kernels.linear.gated_prefill`, or `gated_linear`).
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -33,8 +33,8 @@ class Product:
         self._batches: tuple[int, ...] = ()  # fewer rows that it is for, too
         self._is_compiled = False  # that kernel
         if kernels.usable(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
-            from frame.kernels.linear import skinny_linear  # loads Triton
-            from frame.kernels.linear_plan import plans
+            from frame.kernels.linear.linear import skinny_linear  # loads Triton
+            from frame.kernels.linear.linear_plan import plans
 
             self._skinny = skinny_linear
             outputs, inputs = weight.shape
@@ -63,18 +63,18 @@ class Product:
 
     def _prepare_streams(self) -> None:
         if any(plan is not None and plan.kernel == "stream" for plan in (*self._plans, *self._gated_plans)):
-            from frame.kernels.linear_stream import stream_linear
+            from frame.kernels.linear.linear_stream import stream_linear
 
             self._stream = stream_linear
 
     def _prepare_many(self, weight: torch.Tensor) -> None:
-        from frame.kernels import gated_linear
         from frame.kernels.launch import processors
+        from frame.kernels.linear import gated_linear
 
         self._many, self._programs = gated_linear, processors(weight.device)
         self.multiply_many = gated_linear.gated_linear
         if kernels.streams(weight.device):
-            from frame.kernels import gated_prefill
+            from frame.kernels.linear import gated_prefill
 
             if gated_prefill.fits(len(weight) // 2, weight.shape[1]):
                 self.multiply_many, self._batches = gated_prefill.gated_prefill, gated_prefill.BATCHES

@@ -63,17 +63,17 @@ class Router(nn.Module):
         """(logits of the second, norm(x + residual), x + residual) by one kernel; None where that is no gain."""
         if not self._has_kernels or norm.scale is None or torch.compiler.is_compiling():
             return None
-        from frame.kernels.router import NORMED_TOKENS, normed_logits
+        from frame.kernels.moe.router import NORMED_TOKENS, normed_logits
 
         return normed_logits(x, residual, norm.scale, norm.eps, self.weight) if 0 < len(x) <= NORMED_TOKENS else None
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        from frame.kernels.router import FEW_TOKENS, few_logits
+        from frame.kernels.moe.router import FEW_TOKENS, few_logits
 
         return few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
 
     def _by_kernels(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from frame.kernels.router import route
+        from frame.kernels.moe.router import route
 
         rule = self.rule
         return route(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
-    from frame.core.sampling_params import SamplingParams
+    from frame.core.interfaces.sampling_params import SamplingParams
 
 _ANY = -1  # padding of a word's beginning: fits every token
 _NEVER = -2  # padding of a history that is shorter than the words: fits none

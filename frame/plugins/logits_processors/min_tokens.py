@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
-    from frame.core.sampling_params import SamplingParams
+    from frame.core.interfaces.sampling_params import SamplingParams
 
 
 class MinTokens(LogitsProcessor):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
-    from frame.core.sampling_params import SamplingParams
+    from frame.core.interfaces.sampling_params import SamplingParams
 
 _IN_PROMPT = 1 << 30  # this bit of a count says that the prompt holds the token; the bits below count the output
 
@@ -53,7 +53,7 @@ class Penalties(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         state, at = self._state, self._state.rows(slots)
         if kernels.usable(logits.device):
-            from frame.kernels.logit_changes import penalise
+            from frame.kernels.sampling.logit_changes import penalise
 
             penalties = (state["frequency"], state["presence"], state["repetition"])
             penalise(logits, rows, state["counts"], at, penalties, _IN_PROMPT - 1)

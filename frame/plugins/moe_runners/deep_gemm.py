@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.moe import Dispatched, MoERunner
-from frame.kernels.activation import silu_mul
-from frame.kernels.align import Alignment, align
-from frame.kernels.expert_products import combine
-from frame.kernels.fp8_quantize import quantize_groups
+from frame.kernels.elementwise.activation import silu_mul
+from frame.kernels.linear.fp8_quantize import quantize_groups
+from frame.kernels.moe.align import Alignment, align
+from frame.kernels.moe.expert_products import combine
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

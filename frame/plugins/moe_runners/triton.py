@@ -14,10 +14,10 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
-from frame.kernels.align import CHUNKS, align
-from frame.kernels.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, turning_points
-from frame.kernels.fp8_quantize import quantize_groups
+from frame.kernels.linear.fp8_quantize import quantize_groups
+from frame.kernels.moe.align import CHUNKS, align
+from frame.kernels.moe.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
+from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, turning_points
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -13,7 +13,7 @@ import numpy as np
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
 
 if TYPE_CHECKING:
-    from frame.core.request import Request
+    from frame.core.scheduling.request import Request
 
 
 class DepthFirstByWeight(SchedulingPolicy):

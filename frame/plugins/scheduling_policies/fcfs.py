@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 
 if TYPE_CHECKING:
-    from frame.core.request import Request
+    from frame.core.scheduling.request import Request
 
 
 class Fcfs(SchedulingPolicy):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
 
 if TYPE_CHECKING:
-    from frame.core.request import Request
+    from frame.core.scheduling.request import Request
 
 
 class LongestPrefixMatch(SchedulingPolicy):

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from frame.core.model_facts import find_model
+from frame.core.loading.model_config import find_model
 from tests.entrypoints.chaos.storm import Storm, processes, restarts
 from tests.entrypoints.serving import RunningServer, wait_until
 

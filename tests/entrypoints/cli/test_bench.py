@@ -6,9 +6,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from frame.entrypoints.bench.report import read
 from frame.entrypoints.cli.bench import command
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.tools.bench.report import read
 from tests.entrypoints.serving import RunningServer
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from frame.core.config import ServerSection
+from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.origin import read_cors
-from tests.entrypoints.http.test_page import browser  # noqa: F401 - a fixture
+from frame.entrypoints.http.protocol.origin import read_cors
+from tests.entrypoints.http.operations.test_page import browser  # noqa: F401 - a fixture
 from tests.entrypoints.inprocess import InProcess, Response, serving
 from tests.entrypoints.serving import RunningServer
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.core.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.http.chat.tools import MOST_PARTS, check_schemas
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai_schema import ChatRequest
-from frame.entrypoints.http.tools import MOST_PARTS, check_schemas
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from tests.entrypoints.inprocess import serving
 
 HI = [{"role": "user", "content": "hi"}]

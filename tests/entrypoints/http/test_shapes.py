@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import Finish
-from frame.entrypoints.http.bodies import Bodies
-from frame.entrypoints.http.call import Call
+from frame.entrypoints.http.chat.answer_parsing import AnswerParser
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
-from frame.entrypoints.http.metrics import Histogram
-from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest
-from frame.entrypoints.http.parsing import AnswerParser
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+from frame.entrypoints.http.operations.metrics import Histogram
+from frame.entrypoints.http.protocol.bodies import Bodies
+from frame.entrypoints.http.request_context import Call
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
 
 

@@ -19,17 +19,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.core.detokenizer import Detokenizer
+from frame.core.loading.model_config import find_model
 from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
-from frame.core.model_facts import find_model
-from frame.core.tokenizer import Tokenizer
-from frame.entrypoints.client import EngineClient
-from frame.entrypoints.http.openai import ChatResponse, CompletionResponse
-from frame.entrypoints.http.openai_schema import ChatRequest, CompletionRequest
-from frame.entrypoints.http.parsing import ParserPair, prompt_end
-from frame.entrypoints.limits import ClientLimits
+from frame.core.text.detokenizer import Detokenizer
+from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.limits import ClientLimits
+from frame.entrypoints.http.chat.answer_parsing import ParserPair, prompt_end
+from frame.entrypoints.http.openai.completions import ChatResponse, CompletionResponse
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.plugins.loader import load_registry
-from tests.core.test_detokenizer import byte_fallback
+from tests.core.text.test_detokenizer import byte_fallback
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, THOUGHTS, WORDS, WRITERS, damaged, some_calls
 
 CASES, ALL_CASES, BLOCK = 200, 10_000, 500

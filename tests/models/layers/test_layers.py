@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from frame import kernels
 from frame.core.errors import CheckpointError, ConfigurationError
+from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.model import ModelFacts
-from frame.core.parallel import LocalGroup
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule, load_parameters

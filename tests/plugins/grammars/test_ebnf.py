@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.sampling import Grammar
-from frame.core.model_facts import EMBEDDED, find_model
-from frame.core.tokenizer import Tokenizer
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.grammars import ebnf
 from frame.plugins.grammars.regular import Language
 from frame.plugins.grammars.regular_syntax import NotReadError

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from frame.core.model_facts import EMBEDDED, find_model
-from frame.core.tokenizer import Tokenizer
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 

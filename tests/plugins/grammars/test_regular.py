@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 
-from frame.core.grammar_masks import advance
 from frame.core.interfaces.sampling import Grammar
+from frame.core.scheduling.grammar_masks import advance
 from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, complement, literal, literals, read
 from frame.plugins.grammars.states import TooMuchWorkError, only_byte
-from tests.core.scripted_grammar import Script
+from tests.core.scheduling.scripted_grammar import Script
 from tests.plugins.grammars import random_grammars
 
 CHARS = "ab01 .-é€😀\n"

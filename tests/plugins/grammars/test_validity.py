@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from frame import Engine, SamplingParams
-from frame.entrypoints.collector import Output
+from frame.entrypoints.offline.collector import Output
 from tests.plugins.grammars import random_grammars
 
 FEW = pytest.param(12, 12, id="few")

@@ -9,9 +9,9 @@ import pytest
 
 from frame import SamplingParams
 from frame.core.interfaces.parsing import CallRule, Function
-from frame.core.model_facts import EMBEDDED, find_model
-from frame.core.tokenizer import Tokenizer
-from frame.entrypoints.http.structured import constrained_by, format_of
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.http.chat.structured import constrained_by, format_of
 from frame.plugins.loader import load_registry
 
 SCHEMA = {

@@ -8,7 +8,7 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from frame.core.interfaces.batch import SlotSetup
-from frame.core.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.loader import load_registry
 from frame.testing.conformance_processors import check_processor
 

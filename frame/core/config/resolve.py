@@ -1,0 +1,326 @@
+"""Turns what the user set, the machine, the checkpoint's facts and the plugins' records into a `Resolved` with a reason for every value.
+
+Pure: reads no file, imports no plugin, names none. What the user set is never rewritten: it is served as it is or refused.
+Resolving the `pinned` form of a result gives the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from frame.core.config.hardware import Hardware
+from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
+from frame.core.config.resolve_graphs import graph_sizes
+from frame.core.config.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
+from frame.core.config.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, plugin_choice
+from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import PHASES, FrameConfig
+from frame.core.config.selection import PlainNeeds, ResolveError, Selection, by_rank, nearest_change, select
+from frame.core.interfaces.attention import AttentionNeeds
+from frame.core.interfaces.model import ModelCapabilities, ModelFacts, ModelNeeds, Pooling, Task
+from frame.core.interfaces.moe import MoENeeds
+from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.quantization import QuantizationNeeds
+from frame.core.loading.model_config import EMBEDDED, find_model
+
+__all__ = ["ResolveError", "pinned", "resolve"]
+
+PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
+NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` call no parser
+PREFERRED_PAGE_SIZE = 16
+
+
+def resolve(config: FrameConfig, hardware: Hardware, facts: ModelFacts, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
+    """Choose everything that `config` leaves open. Raises ResolveError with every rejected candidate and the nearest change."""
+    device, why = choose_device(config, hardware)
+    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, facts, device)
+
+    def attempt(dtype: str, dtype_why: str) -> Resolved:
+        return _Solver(config, hardware, facts, records, device, dtype).solve({"execution.device": why, "model.dtype": dtype_why})
+
+    try:
+        return attempt(dtype, dtype_why)
+    except ResolveError as error:
+        for other, other_why in others:
+            with contextlib.suppress(ResolveError):
+                return attempt(other, f"{other_why}; {dtype} was refused: {str(error).splitlines()[0]}")
+        raise
+
+
+def pinned(resolved: Resolved) -> FrameConfig:
+    """The user's configuration with every open value filled in as it was resolved."""
+    user = resolved.user
+    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if kind in KEYS and choices}
+    values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
+    if len(pair := resolved.plugins["attention_backend"]) > 1:
+        values[KEYS["attention_backend"]] = dict(zip(PHASES, (choice.name for choice in pair), strict=True))
+    values |= {
+        "model.path": resolved.model_path,
+        "model.served_name": resolved.served_name,
+        "model.tokenizer": resolved.tokenizer_path,
+        "model.dtype": resolved.dtype,
+        "model.task": resolved.task,
+        "model.pooling": resolved.pooling and resolved.pooling.mode,
+        "model.max_context": resolved.max_context,
+        "cache.kv_dtype": resolved.kv_dtype,
+        "cache.page_size": resolved.page_size,
+        "cache.mem_fraction": resolved.mem_fraction,
+        "cache.max_total_tokens": resolved.max_total_tokens,
+        "scheduler.max_running_requests": resolved.max_running_requests,
+        "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
+        "scheduler.overlap": resolved.overlap,
+        "sampling.jump_forward": resolved.jump_forward,
+        "execution.device": resolved.device,
+        "execution.threads": resolved.threads,
+        "execution.cuda_graph_max_bs": resolved.cuda_graph_max_bs,
+        "execution.prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
+    }
+    data = user.model_dump()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        data[section][name] = value
+    return FrameConfig.model_validate(data)
+
+
+@dataclass
+class _Solver:
+    """One attempt with a fixed device and dtype; fills `chosen` and `reasons` value by value."""
+
+    config: FrameConfig
+    hardware: Hardware
+    facts: ModelFacts
+    records: Mapping[str, Sequence[PluginRecord]]
+    device: str
+    dtype: str
+    chosen: Choices = field(default_factory=Choices)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def solve(self, reasons: Mapping[str, str]) -> Resolved:
+        config = self.config
+        if not self.hardware.accelerators:
+            self.chosen.hopeless = frozenset({"execution.device: cuda"})
+        self.reasons.update({key: why for key, why in reasons.items() if why})
+        task = self._task()
+        pooling = self._model(task)
+        self._check_tensor_parallel()
+        self._quantization()
+        kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
+        self._attention(kv_dtype)
+        page_size = self._page_size()
+        if self.facts.num_experts:
+            needs = MoENeeds(self.device, self._capability(), self.dtype, tp=config.parallel.tp)
+            choose_moe(self.chosen, self.records, config.moe, needs)
+        self._policies(task)
+        max_context = self._max_context(page_size)
+        path = str(find_model(config.model.path))
+        sizes = self._budgets(kv_dtype)
+        if pooling is not None and pooling.needs_whole_prompts(self.facts.encoder):
+            sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
+        for key, given, value, why in graph_sizes(self.chosen, config, self.facts, self.device, task, sizes["max_running_requests"]):
+            sizes[key.partition(".")[2]] = self._value(key, given, value, why)
+        sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
+        served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
+        named = config.model.tokenizer and str(find_model(config.model.tokenizer))
+        tokenizer = None if config.model.skip_tokenizer_init else self._value("model.tokenizer", named, path, "the model's own")
+        plugins = {kind: [plugin_choice(s.record, config, self.records) for s in found] for kind, found in self.chosen.selected.items()}
+        return Resolved(
+            user=config,
+            model_path=path,
+            served_name=served_name,
+            tokenizer_path=tokenizer,
+            facts=replace(self.facts, chat_template=""),  # long, and of no more use
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            max_context=max_context,
+            page_size=page_size,
+            max_total_tokens=config.cache.max_total_tokens,
+            task=task,
+            pooling=pooling,
+            plugins=plugins,
+            reasons=self.reasons | self.chosen.reasons,
+            rejected=self.chosen.rejected,
+            **sizes,
+        )
+
+    def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
+        """What the user gave, else what was chosen, with the reason noted."""
+        if given is not None:
+            return given
+        self.reasons[key] = why
+        return chosen
+
+    def _capability(self) -> tuple[int, int] | None:
+        found = self.hardware.of(self.device)
+        return min(accelerator.compute_capability for accelerator in found) if found else None
+
+    def _task(self) -> Task:
+        task, why = choose_task(self.config, self.facts)
+        if why:
+            self.reasons["model.task"] = why
+        return task
+
+    def _model(self, task: Task) -> Pooling | None:
+        """Choose the model plugin, and with it what the checkpoint's facts mean; for a task without tokens, how vectors are made."""
+        needs = ModelNeeds(self.facts.architecture, self.config.parallel.tp, task)
+
+        def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
+            capabilities = record.capabilities
+            return (isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None, *by_rank(record))
+
+        subject = f"No model plugin serves {needs.architecture} for {task} on {needs.tp} tensor-parallel rank(s)"
+        found = self._select("model", needs, self.config.model.implementation, subject, exact_first)
+        capabilities = found.record.capabilities
+        if self.facts.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
+            self.facts = replace(self.facts, kind="mha", latent=None, num_kv_heads=self.facts.num_heads)
+        if isinstance(capabilities, ModelCapabilities) and capabilities.encoder:
+            self.facts = replace(self.facts, encoder=True)
+        if task == "generate":
+            return None
+        pooling, why = choose_pooling(self.config, self.facts, task)
+        if why:
+            self.reasons["model.pooling"] = f"{pooling.mode}: {why}"
+        return pooling
+
+    def _whole_prompts(self, chunk: int, max_context: int) -> int:
+        """The most tokens of a step, when prompts are computed in one piece; and why nothing is kept of them."""
+        self.reasons["cache.prefix"] = "not used: vectors are made of whole prompts, each computed in one step"
+        if self.config.scheduler.chunked_prefill_size is None and chunk < max_context:
+            self.reasons["scheduler.chunked_prefill_size"] = "holds the longest prompt, which is computed in one step"
+            return max_context
+        check_step(self.config, chunk, max_context)
+        return chunk
+
+    def _check_tensor_parallel(self) -> None:
+        tp, facts = self.config.parallel.tp, self.facts
+        available = len(self.hardware.of(self.device))
+        if self.device != "cpu" and tp > available:
+            raise ResolveError(
+                f"parallel.tp is {tp}, but this machine has {available} {self.device} device(s).", change=f"parallel.tp: {available}"
+            )
+        problems = indivisible(facts, tp)
+        if problems:
+            fitting = max(size for size in range(1, tp) if not indivisible(facts, size))
+            raise ResolveError(f"parallel.tp is {tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
+
+    def _quantization(self) -> None:
+        stored, named = self.facts.quantization, self.config.model.quantization
+        needs = QuantizationNeeds(self.device, self._capability(), stored, self.dtype)
+        open_choice = None if stored else PLAIN_WEIGHTS
+        subject = f"No quantization method loads {stored or 'plain'} weights on {self.device} in {self.dtype}"
+        self._select("quantization_method", needs, named or open_choice, subject)
+        if named is None:
+            self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
+
+    def _attention(self, kv_dtype: str) -> None:
+        facts = self.facts
+        needs = AttentionNeeds(
+            device=self.device,
+            compute_capability=self._capability(),
+            kind=facts.kind,
+            head_dim=facts.head_dim,
+            v_head_dim=facts.v_head_dim,
+            latent=facts.latent,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            page_size=self.config.cache.page_size,
+            sliding_window=facts.sliding_window is not None,
+            soft_cap=bool(facts.config.get("attn_logit_softcapping")),
+            bidirectional=facts.encoder,
+            group=facts.num_heads // max(1, facts.num_kv_heads),
+            device_name=next((accelerator.name for accelerator in self.hardware.of(self.device)), None),
+        )
+        page = f", pages of {needs.page_size} tokens" if needs.page_size else ""
+        subject = (
+            f"No attention backend serves {facts.kind} attention with head size {facts.head_dim} on {self.device} in {self.dtype} "
+            f"with a {kv_dtype} KV cache{page}"
+        )
+        choose_attention(self.chosen, self.records, self.config.attention.backend, needs, subject)
+
+    def _page_size(self) -> int:
+        records = [found.record for found in self.chosen.selected["attention_backend"]]
+        sizes = shared_page_sizes(records)
+        if sizes is None or PREFERRED_PAGE_SIZE in sizes:
+            size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
+        else:
+            size = min(sizes, key=lambda size: (abs(size - PREFERRED_PAGE_SIZE), size))
+            why = (
+                f"of the page sizes {list(sizes)} of {' and '.join(record.name for record in records)} the nearest to {PREFERRED_PAGE_SIZE}"
+            )
+        return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
+
+    def _policies(self, task: Task) -> None:
+        config, needs = self.config, PlainNeeds(self.device)
+        self._select("scheduling_policy", needs, config.scheduler.policy, "")
+        if config.cache.prefix != "none":
+            self._select("eviction_policy", needs, config.cache.eviction, "")
+        if task != "generate":  # nothing is sampled
+            return
+        choose_processors(self.chosen, self.records, config.sampling.processors, needs)
+        if not config.model.skip_tokenizer_init:
+            self._optional("grammar", needs, config.sampling.grammar)
+        for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
+            if name is not None and name != NO_PARSER:
+                self._select(kind, needs, name, "")
+            elif name is None and not config.model.skip_tokenizer_init:
+                choose_parser(self.chosen, self.records, kind, self.facts.chat_template)
+
+    def _optional(self, kind: str, needs: Any, named: str | None) -> None:
+        found = select(KEYS[kind], self.records.get(kind, ()), needs, named)
+        if found is not None:
+            self.chosen.note(kind, KEYS[kind], found, is_open=named is None)
+        else:
+            self.chosen.reject(KEYS[kind], kind, self.records, needs)
+            self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
+
+    def _select(self, kind: str, needs: Any, named: str | None, subject: str, order: Any = None) -> Selection:
+        key, candidates = KEYS[kind], self.records.get(kind, ())
+        found = select(key, candidates, needs, named, order, self.chosen.hopeless)
+        if found is None:
+            rejected = self.chosen.reject(key, kind, self.records, needs)
+            raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
+        self.chosen.note(kind, key, found, is_open=named is None)
+        return found
+
+    def _max_context(self, page_size: int) -> int:
+        given, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.facts.max_context
+        if given is not None and given > trained:
+            raise ResolveError(
+                f"model.max_context is {given}, but the model was made for {trained} tokens.", change=f"model.max_context: {trained}"
+            )
+        if total is not None and total < page_size:
+            raise ResolveError(
+                f"cache.max_total_tokens is {total}, less than one page of {page_size} tokens.",
+                change=f"cache.max_total_tokens: {page_size}",
+            )
+        if given is not None and total is not None and total < given:
+            raise ResolveError(
+                f"cache.max_total_tokens is {total}, less than one request of model.max_context ({given}).",
+                change=f"model.max_context: {total}",
+            )
+        if total is not None and total < trained:
+            return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
+        longest = self.facts.sentence and self.facts.sentence.max_tokens
+        if given is None and longest and longest < trained:
+            return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
+        return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
+
+    def _jump_forward(self, has_graphs: bool) -> int:
+        """Shortest run of forced tokens that is worth a chunk of its own."""
+        size, why = 2, "a row of several tokens costs a step little more than one of one"
+        if has_graphs:
+            size, why = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
+        return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
+
+    def _budgets(self, kv_dtype: str) -> dict[str, Any]:
+        """Sizes that follow from the machine's cores and memory."""
+        found = budgets(self.config, self.hardware, self.device, self.facts, kv_dtype)
+        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
+
+
+def _name_of(path: str) -> str:
+    return EMBEDDED if path == EMBEDDED else find_model(path).name

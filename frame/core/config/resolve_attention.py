@@ -1,0 +1,142 @@
+"""The part of `resolve` that chooses attention backends: one for all rows, or one for prompts and one for decodes.
+
+Pure; names no plugin. What `auto` goes by are ranks, and speeds that were measured where the records bring some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from frame.core.config.resolve_plugins import KEYS, Choices
+from frame.core.config.schema import phase_backends
+from frame.core.config.selection import Rejected, ResolveError, Selection, by_rank, nearest_change, objections, select
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionNeeds, Phase
+from frame.core.interfaces.plugin import PluginRecord, Reason
+
+KIND = "attention_backend"
+KEY = KEYS[KIND]
+UNITS: Mapping[str, str] = {"extend": "TFLOP/s", "decode": "TB/s"}
+PHASES: Mapping[str, Phase] = {"prefill": "extend", "decode": "decode"}  # as users call them
+
+
+def choose_attention(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: str | None, needs: AttentionNeeds, subject: str
+) -> None:
+    """Notes one selection, or two: that of prompts, then that of decodes. Raises ResolveError, which begins with `subject`."""
+    candidates = records.get(KIND, ())
+    named = phase_backends(wanted)
+    prefill, decode = (named.get(user) for user in PHASES)
+    if prefill == decode and prefill is not None:
+        _one(chosen, candidates, prefill, needs, subject)
+        return
+    parts = [
+        _fitting(chosen, candidates, name, _of_phase(needs, phase), phase)
+        for name, phase in zip((prefill, decode), PHASES.values(), strict=True)
+    ]
+    best = _pair(parts[0], parts[1])
+    if best is None and (prefill is not None or decode is not None):
+        _refuse(prefill, decode, parts)
+    if best is None or (best[0].record.name == best[1].record.name and prefill is None and decode is None):
+        _one(chosen, candidates, None if best is None else best[0].record.name, needs, subject, None if best is None else best[0].reason)
+        return
+    _note(chosen, best, named)
+    taken = [candidate.record.name for candidate in best]
+    chosen.reject(KEY, KIND, {KIND: [record for record in candidates if record.name not in taken]}, needs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    record: PluginRecord
+    reason: str
+
+
+def _of_phase(needs: AttentionNeeds, phase: Phase) -> AttentionNeeds:
+    return replace(needs, phases=(phase,), graphs=needs.graphs and phase == "decode")
+
+
+def _one(
+    chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, needs: AttentionNeeds, subject: str, why: str | None = None
+) -> None:
+    found = select(KEY, candidates, needs, name, None, chosen.hopeless)
+    if found is None:
+        rejected = chosen.reject(KEY, KIND, {KIND: candidates}, needs)
+        raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
+    chosen.note(KIND, KEY, found if why is None else replace(found, reason=why), is_open=why is not None or name is None)
+
+
+def _fitting(
+    chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, needs: AttentionNeeds, phase: Phase
+) -> list[_Candidate]:
+    """Who serves a phase, the best first; the named one alone, which must serve it."""
+    if name is not None:
+        found = select(KEY, candidates, needs, name, None, chosen.hopeless)
+        return [_Candidate(found.record, "set by the user")] if found is not None else []
+    fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, needs, chosen.hopeless)]
+    card, speeds = _comparable(fits, needs, phase)
+    if fits and fits[0].name not in speeds:  # nothing to compare, or the best-ranked was never measured
+        reason = f"the best-ranked of {len(fits)} that fit" if len(fits) > 1 else "the only one that fits"
+        return [_Candidate(record, reason) for record in fits]
+    order = sorted((record for record in fits if record.name in speeds), key=lambda record: -speeds[record.name])
+    listed = ", ".join(f"{record.name} {speeds[record.name]:g}" for record in order)
+    where = f"such a card ({card})" if card == needs.device_name else f"{card}, a card of the same compute capability"
+    reason = f"the fastest as measured on {where}, in {UNITS[phase]}: {listed}"
+    return [_Candidate(record, reason) for record in order] + [_Candidate(r, "never measured here") for r in fits if r.name not in speeds]
+
+
+def _comparable(records: Sequence[PluginRecord], needs: AttentionNeeds, phase: Phase) -> tuple[str | None, dict[str, float]]:
+    """A card on which at least two backends were measured, this machine's own if possible, and their speeds there by name."""
+    measured = {r.name: r.capabilities.speeds(needs, phase) for r in records if isinstance(r.capabilities, AttentionCapabilities)}
+    cards = dict.fromkeys(card for speeds in measured.values() for card in speeds)
+    for card in sorted(cards, key=lambda card: card != needs.device_name):
+        found = {name: speeds[card] for name, speeds in measured.items() if card in speeds}
+        if len(found) > 1:
+            return card, found
+    return None, {}
+
+
+def _pair(extends: Sequence[_Candidate], decodes: Sequence[_Candidate]) -> tuple[_Candidate, _Candidate] | None:
+    """The first of those for prompts with the first of those for decodes that can share a cache with it."""
+    for extend in extends:
+        for decode in decodes:
+            if not _discord(extend.record, decode.record):
+                return extend, decode
+    return None
+
+
+def _discord(extend: PluginRecord, decode: PluginRecord) -> str:
+    """Why two backends cannot share a cache; empty when they can."""
+    first, second = extend.capabilities, decode.capabilities
+    if extend.name == decode.name or not (isinstance(first, AttentionCapabilities) and isinstance(second, AttentionCapabilities)):
+        return ""
+    if first.layout != second.layout:
+        return f"their caches differ: {first.layout} and {second.layout}"
+    if first.stores_kv != second.stores_kv:
+        return "one of them writes K and V itself and the other does not"
+    if shared_page_sizes((extend, decode)) == ():
+        return "no page size suits both"
+    return ""
+
+
+def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None:
+    """The page sizes that all of them take; None for any."""
+    shared: tuple[int, ...] | None = None
+    for record in records:
+        sizes = getattr(record.capabilities, "page_sizes", None)
+        if sizes is not None:
+            shared = tuple(sizes) if shared is None else tuple(size for size in shared if size in sizes)
+    return shared
+
+
+def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[_Candidate]]) -> None:
+    pairs = [(extend.record, other.record) for extend in parts[0] for other in parts[1]]
+    rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_discord(extend, other)}"),)) for extend, other in pairs]
+    named = " and ".join(f"{user}: {name}" for user, name in (("prefill", prefill), ("decode", decode)) if name is not None)
+    raise ResolveError(f"No pair of attention backends with {named} serves this model, machine and configuration.", rejected)
+
+
+def _note(chosen: Choices, pair: tuple[_Candidate, _Candidate], named: Mapping[str, str]) -> None:
+    for candidate in pair:
+        chosen.note(KIND, KEY, Selection(candidate.record, candidate.reason), is_open=False)
+    if len(named) < len(PHASES):
+        chosen.reasons[KEY] = "; ".join(f"{user}: {c.record.name} is {c.reason}" for user, c in zip(PHASES, pair, strict=True))

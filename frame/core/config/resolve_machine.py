@@ -1,0 +1,131 @@
+"""The parts of `resolve` that follow from the machine: device, computing types, budgets, and what tensor parallelism can cut. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frame.core.config.hardware import Hardware
+from frame.core.config.schema import FrameConfig
+from frame.core.config.selection import ResolveError
+from frame.core.interfaces.model import ModelFacts
+
+GIB = 1024**3
+RUNNING_ON_CPU = 64
+LEAST_RUNNING, MOST_RUNNING = 256, 512  # default of scheduler.max_running_requests on a GPU, by its memory
+TOKENS_A_REQUEST = 1024  # prompt and output of a typical request, of which the memory holds so many
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+
+
+def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
+    """The device, and why when the user left it open. Raises ResolveError when the wanted one is not there."""
+    wanted = config.execution.device
+    kinds = list(dict.fromkeys(accelerator.kind for accelerator in hardware.accelerators))
+    note = f" ({hardware.note})" if hardware.note else ""
+    if wanted is None:
+        return (kinds[0], f"the machine has {hardware.accelerators[0].name}") if kinds else ("cpu", f"no GPU is usable{note}")
+    if wanted != "cpu" and wanted not in kinds:
+        raise ResolveError(
+            f"execution.device is {wanted}, but this machine has no usable {wanted} device{note}.", change="execution.device: cpu"
+        )
+    return wanted, ""
+
+
+def dtypes_to_try(config: FrameConfig, hardware: Hardware, facts: ModelFacts, device: str) -> list[tuple[str, str]]:
+    """Computing types to try, best first, each with its reason."""
+    if config.model.dtype is not None:
+        return [(config.model.dtype, "")]
+    if device == "cpu":
+        plain = ("float32", "exact, and every CPU computes it well")
+        feature = hardware.bf16_feature
+        if facts.dtype == "bfloat16" and feature:
+            return [("bfloat16", f"the checkpoint is bfloat16 and this CPU multiplies it natively ({feature})"), plain]
+        if facts.dtype == "bfloat16":
+            return [("float32", "the checkpoint is bfloat16, but this CPU does not multiply it natively")]
+        return [plain]
+    if facts.dtype == "bfloat16" and any(a.compute_capability < (8, 0) for a in hardware.of(device)):
+        return [
+            ("float16", "the checkpoint is bfloat16, which this GPU (compute capability below 8.0) does not compute"),
+            ("float32", "exact"),
+        ]
+    others = [
+        (dtype, "computed in another type than the checkpoint's") for dtype in ("bfloat16", "float16", "float32") if dtype != facts.dtype
+    ]
+    return [(facts.dtype, "the checkpoint's type"), *others]
+
+
+def indivisible(facts: ModelFacts, tp: int) -> list[str]:
+    """What of the model cannot be cut into `tp` equal parts. KV heads may also be repeated, when `tp` is a multiple of them."""
+    found = [f"{facts.num_heads} attention heads"] if facts.num_heads % tp else []
+    if facts.kind == "mha" and facts.num_kv_heads % tp and tp % facts.num_kv_heads:
+        found.append(f"{facts.num_kv_heads} KV heads")
+    names = {
+        "intermediate_size": "the inner size",
+        "moe_intermediate_size": "the experts' inner size",
+        "shared_expert_intermediate_size": "the shared expert's inner size",
+    }
+    for name, words in names.items():
+        size = facts.config.get(name)
+        if isinstance(size, int) and size % tp:
+            found.append(f"{words} {size}")
+    return found
+
+
+def estimate_cache_tokens(config: FrameConfig, facts: ModelFacts, memory: int, kv_dtype: str) -> int:
+    """Tokens that the KV cache of each rank will hold, roughly: what `memory` leaves beside the weights. What fits is known once they are
+    loaded (`frame.core.kv_cache.capacity`)."""
+    if config.cache.max_total_tokens is not None:
+        return config.cache.max_total_tokens
+    tp, bytes_a_value = config.parallel.tp, _BYTES[kv_dtype]
+    if facts.kind == "mla" and facts.latent is not None:
+        token = facts.num_layers * sum(facts.latent) * bytes_a_value
+    else:
+        token = facts.num_layers * max(1, facts.num_kv_heads // tp) * (facts.head_dim + facts.v_head_dim) * bytes_a_value
+    share = 0.9 if config.cache.mem_fraction is None else config.cache.mem_fraction
+    return max(0, int(memory * share - _estimate_weights(facts) / tp)) // token
+
+
+def _estimate_weights(facts: ModelFacts) -> int:
+    """Bytes of the model's weights, roughly: attention, feed-forward or experts, embedding and head."""
+    config, hidden = facts.config, facts.hidden_size
+    attention = hidden * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
+    inner = int(config.get("intermediate_size") or 4 * hidden)
+    if facts.num_experts:
+        inner = facts.num_experts * int(config.get("moe_intermediate_size") or inner)
+    values = facts.num_layers * (attention + 3 * hidden * inner) + 2 * facts.vocab_size * hidden
+    return values * (1 if facts.quantization else _BYTES.get(facts.dtype, 2))
+
+
+def _choose_running(tokens: int) -> tuple[int, str]:
+    """Most running requests on a GPU whose KV cache holds so many tokens, and why."""
+    fitting = tokens // TOKENS_A_REQUEST // 64 * 64
+    running = min(max(fitting, LEAST_RUNNING), MOST_RUNNING)
+    why = f"the KV cache holds about {tokens} tokens, {TOKENS_A_REQUEST} for each; from {LEAST_RUNNING} to {MOST_RUNNING}"
+    return running, why
+
+
+def budgets(
+    config: FrameConfig, hardware: Hardware, device: str, facts: ModelFacts, kv_dtype: str
+) -> list[tuple[str, Any, Any, str]]:
+    """(setting, what the user gave, what to take otherwise, why) of every size that follows from the machine's cores and memory."""
+    scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, device == "cpu"
+    memory = min((a.memory_bytes for a in hardware.of(device)), default=hardware.memory_bytes)
+    machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
+    chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
+    running, room = RUNNING_ON_CPU, f"as many as {machine} runs well"
+    if not on_cpu:
+        running, room = _choose_running(estimate_cache_tokens(config, facts, memory, kv_dtype))
+    threads = max(1, (hardware.cpu_cores - hardware.busy_cores) // tp) if on_cpu else None
+    if on_cpu:
+        overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"
+    else:
+        overlap, memory_share = "the host schedules while the device computes", "leaves a tenth for workspaces"
+    # threads that meet at barriers and share their cores with another process wait for each other most of the time
+    kept = f", {hardware.busy_cores} of them for HTTP and text" if hardware.busy_cores else ""
+    cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s){kept}" if on_cpu else "left to torch: the model runs on the device"
+    return [
+        ("scheduler.chunked_prefill_size", scheduler.chunked_prefill_size, chunk, f"keeps decodes going on {machine}"),
+        ("scheduler.max_running_requests", scheduler.max_running_requests, running, room),
+        ("scheduler.overlap", scheduler.overlap, not on_cpu, overlap),
+        ("cache.mem_fraction", config.cache.mem_fraction, 0.5 if on_cpu else 0.9, memory_share),
+        ("execution.threads", config.execution.threads, threads, cores),
+    ]

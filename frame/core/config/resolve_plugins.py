@@ -1,0 +1,171 @@
+"""The parts of `resolve` that choose several plugins at once, and the record of all choices. Pure; names no plugin.
+
+`KEYS` says which setting names the plugin of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from frame.core.config.plugin_options import plugin_options
+from frame.core.config.resolved import PluginChoice
+from frame.core.config.schema import FrameConfig, MoESection
+from frame.core.config.selection import Rejected, ResolveError, Selection, UnknownPluginError, by_rank, nearest_change, objections, select
+from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.moe import MoECapabilities, MoENeeds
+from frame.core.interfaces.parsing import ParserCapabilities
+from frame.core.interfaces.plugin import PluginRecord
+
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "model.implementation",
+        "quantization_method": "model.quantization",
+        "attention_backend": "attention.backend",
+        "moe_runner": "moe.runner",
+        "moe_dispatcher": "moe.dispatcher",
+        "scheduling_policy": "scheduler.policy",
+        "eviction_policy": "cache.eviction",
+        "grammar": "sampling.grammar",
+        "reasoning_parser": "text.reasoning_parser",
+        "tool_call_parser": "text.tool_call_parser",
+    }
+)
+PROCESSORS_KEY = "sampling.processors"
+
+OWN_DISTRIBUTION = "frame-serve"  # whose logits processors are always there
+
+
+@dataclass
+class Choices:
+    """What was selected so far, by kind; why, by setting; and who was turned down, by setting and name.
+    `hopeless` are changes not to propose on this machine."""
+
+    hopeless: frozenset[str] = frozenset()
+    selected: dict[str, list[Selection]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    def note(self, kind: str, key: str, found: Selection, *, is_open: bool) -> None:
+        self.selected.setdefault(kind, []).append(found)
+        if is_open:
+            self.reasons[key] = f"{found.record.name} is {found.reason}"
+        self._turn_down(key, found.rejected)
+
+    def reject(self, key: str, kind: str, records: Mapping[str, Sequence[PluginRecord]], needs: Any) -> list[Rejected]:
+        """Note and return everyone of a kind who does not serve `needs`, with the reasons."""
+        judged = [(record, objections(record, needs, self.hopeless)) for record in sorted(records.get(kind, ()), key=by_rank)]
+        rejected = [Rejected(record, reasons) for record, reasons in judged if reasons]
+        self._turn_down(key, rejected)
+        return rejected
+
+    def _turn_down(self, key: str, rejected: Sequence[Rejected]) -> None:
+        for candidate in rejected:
+            self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
+
+
+def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: MoESection, needs: MoENeeds) -> None:
+    """The best pair of a dispatcher and a runner that takes the activation format which the dispatcher yields."""
+    dispatchers, runners = records.get("moe_dispatcher", ()), records.get("moe_runner", ())
+    if wanted.dispatcher is not None:
+        select(KEYS["moe_dispatcher"], dispatchers, needs, wanted.dispatcher)  # refuses a bad name with its own text
+        dispatchers = [record for record in dispatchers if record.name == wanted.dispatcher]
+    pairs: list[tuple[tuple[int, int], Selection, Selection]] = []
+    rejected: list[Rejected] = chosen.reject(KEYS["moe_dispatcher"], "moe_dispatcher", records, needs)
+    for dispatcher in sorted(dispatchers, key=by_rank):
+        if objections(dispatcher, needs):
+            continue
+        for form in _formats(dispatcher):
+            asked = replace(needs, format=form)
+            turned_down = chosen.reject(KEYS["moe_runner"], "moe_runner", records, asked)
+            rejected += [Rejected(candidate.record, candidate.reasons) for candidate in turned_down]
+            found = _runner(runners, asked, wanted.runner)
+            if found is not None:
+                left = Selection(dispatcher, f"the best-ranked that yields what {found.record.name} takes")
+                pairs.append(((found.record.rank, dispatcher.rank), found, left))
+    if not pairs:
+        known = {record.name for record in runners}
+        if wanted.runner is not None and wanted.runner not in known:
+            raise UnknownPluginError(KEYS["moe_runner"], "moe_runner", wanted.runner, known)
+        raise ResolveError(
+            f"No pair of a MoE dispatcher and a MoE runner serves experts on {needs.device} in {needs.dtype}.",
+            rejected,
+            nearest_change(rejected),
+        )
+    _, runner, dispatcher_found = max(pairs, key=lambda pair: pair[0])
+    chosen.note("moe_runner", KEYS["moe_runner"], runner, is_open=wanted.runner is None)
+    chosen.note("moe_dispatcher", KEYS["moe_dispatcher"], dispatcher_found, is_open=wanted.dispatcher is None)
+
+
+def _runner(runners: Sequence[PluginRecord], needs: MoENeeds, named: str | None) -> Selection | None:
+    """None also when the named one does not take this format: another dispatcher may suit it."""
+    if named is not None:
+        runners = [record for record in runners if record.name == named and not objections(record, needs)]
+    return select(KEYS["moe_runner"], runners, needs, None)
+
+
+def _formats(dispatcher: PluginRecord) -> tuple[Any, ...]:
+    capabilities = dispatcher.capabilities
+    return capabilities.formats if isinstance(capabilities, MoECapabilities) else ("standard",)
+
+
+def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], needs: Any) -> None:
+    """All built-in logits processors that can be used, then the named ones, which must be."""
+    kind = "logits_processor"
+    candidates = sorted(records.get(kind, ()), key=by_rank)
+    chosen.selected.setdefault(kind, [])
+    chosen.reject(PROCESSORS_KEY, kind, {kind: [r for r in candidates if r.distribution == OWN_DISTRIBUTION]}, needs)
+    for record in candidates:
+        if record.distribution == OWN_DISTRIBUTION and record.name not in named and not objections(record, needs):
+            chosen.selected[kind].append(Selection(record, "built in"))
+    if not named:
+        chosen.reasons[PROCESSORS_KEY] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
+    for name in dict.fromkeys(named):
+        found = select(PROCESSORS_KEY, candidates, needs, name) if candidates else None
+        if found is None:
+            raise UnknownPluginError(PROCESSORS_KEY, kind, name, ())
+        chosen.selected[kind].append(Selection(found.record, found.reason))
+
+
+def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:
+    """The one parser whose marks the chat template shows; where it shows none, the best of the general ones, if there is one."""
+    key = KEYS[kind]
+    usable: list[PluginRecord] = []
+    general: list[PluginRecord] = []
+    for record in sorted(records.get(kind, ()), key=by_rank):
+        can = record.capabilities
+        if isinstance(can, ParserCapabilities) and not record.problems and template:
+            usable += [record] if can.suits(template) else []
+            general += [record] if can.is_general else []
+    if len(usable) == 1:
+        chosen.note(kind, key, Selection(usable[0], "the one whose marks the chat template shows"), is_open=True)
+    elif usable:
+        chosen.reasons[key] = f"none: the chat template shows the marks of {' and '.join(record.name for record in usable)}; name one"
+    elif general:
+        chosen.note(kind, key, Selection(general[0], "general, and the chat template shows no form of its own"), is_open=True)
+    else:
+        chosen.reasons[key] = "none: the chat template shows no marks of any"
+
+
+def plugin_choice(record: PluginRecord, config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> PluginChoice:
+    """The choice as it crosses to other processes, with the plugin's own settings validated and complete."""
+    check_option_names(config, records)
+    options = plugin_options(record, config.plugins.options.get(f"{record.kind}/{record.name}", {}))
+    return PluginChoice(
+        kind=record.kind,
+        name=record.name,
+        target=record.target,
+        distribution=record.distribution,
+        version=record.version,
+        options=options.model_dump(mode="json") if options is not None else {},
+    )
+
+
+def check_option_names(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> None:
+    """Refuse settings for a plugin that is not there."""
+    known = [f"{kind}/{record.name}" for kind, found in records.items() for record in found]
+    for name in config.plugins.options:
+        if name not in known:
+            raise PluginError(f"plugins.options holds {name!r}, but no such plugin is installed{did_you_mean(name, known) or '.'}")

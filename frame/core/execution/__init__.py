@@ -1,0 +1,1 @@
+"""Execution: runs scheduled batches on a rank's device."""

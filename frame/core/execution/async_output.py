@@ -1,0 +1,139 @@
+"""A launched step's tokens on their way to the host: at once on the CPU, by event and pinned memory on CUDA.
+
+Knows the sampler's result and `StepResult`, nothing of how either came about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import StepResult
+from frame.core.interfaces.runner import DeviceLost, UnsampledStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from frame.core.interfaces.batch import PromptLogprobs
+    from frame.core.interfaces.runner import PendingStep
+    from frame.core.sampling.sampler import Sampled
+    from frame.core.sampling.sampling_metadata import SamplingPlan
+
+
+class PromptResult(Protocol):
+    """Prompt log-probabilities of a step, still on the device."""
+
+    def tensors(self) -> list[torch.Tensor]: ...
+
+    def finish(self, arrays: list[np.ndarray]) -> list[PromptLogprobs | None]:
+        """One entry a batch row, from the tensors as host arrays."""
+        ...
+
+
+class Output(Protocol):
+    """What a step yields, still on the device."""
+
+    @property
+    def step(self) -> int: ...
+
+    def tensors(self) -> list[torch.Tensor]: ...
+
+    def result(self, arrays: list[np.ndarray]) -> StepResult:
+        """The StepResult, from `tensors()` as host arrays that nobody else will write to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What `fetch` moves: the sampler's tensors, and how their rows map to the batch."""
+
+    step: int
+    sampled: Sampled
+    plan: SamplingPlan
+    prompts: PromptResult | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        sampled = self.sampled
+        mine = (sampled.token_ids, sampled.best, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        return [tensor for tensor in mine if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
+
+    def result(self, arrays: list[np.ndarray]) -> StepResult:
+        """The StepResult, from `tensors()` as host arrays that nobody else will write to."""
+        token_ids, best = arrays[:2]
+        is_finite = np.isfinite(best)
+        values: dict[str, np.ndarray] = {}
+        if self.plan.logprob_rows is not None:
+            names = ("logprobs", "top_ids", "top_logprobs")
+            values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2:5], strict=True)}
+        prompts = self.prompts.finish(arrays[2 + len(values) :]) if self.prompts else None
+        return StepResult(
+            step=self.step,
+            token_ids=token_ids.astype(np.int32),
+            invalid=None if is_finite.all() else ~is_finite,
+            prompt_logprobs=prompts,
+            **values,
+        )
+
+
+class MaskedStep(UnsampledStep):
+    """A step whose tokens are drawn when the grammars' mask is there, by `finish`."""
+
+    def __init__(self, finish: Callable[[np.ndarray | None], PendingStep]) -> None:
+        self._finish = finish
+        self._step: PendingStep | None = None
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        self._step = self._finish(mask)
+
+    def wait(self) -> StepResult:
+        if self._step is None:
+            raise RuntimeError("a step is waited for before its mask came")
+        return self._step.wait()
+
+
+class DoneStep:
+    """A step that was computed synchronously."""
+
+    def __init__(self, output: Output) -> None:
+        self._result = output.result([tensor.numpy() for tensor in output.tensors()])
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class CudaStep:
+    """A step on a stream: copies to pinned memory are queued behind it, `wait` blocks on the event after them."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._device = output.tensors()  # kept alive until the copies are done
+        self._host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in self._device]
+        for host, tensor in zip(self._host, self._device, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> StepResult:
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:  # asynchronous errors surface here, and the context is gone
+            raise DeviceLost(f"the device failed in step {self._output.step}: {error}") from error
+        return self._output.result([tensor.numpy().copy() for tensor in self._host])
+
+
+def fetch(output: Output) -> PendingStep:
+    """Start moving the output to the host, on the current stream."""
+    return CudaStep(output) if output.tensors()[0].is_cuda else DoneStep(output)
+
+
+def _spread(values: np.ndarray, plan: SamplingPlan) -> np.ndarray:
+    """Values of the rows that want log-probabilities -> one a sampling row; the others get 0 and are not read."""
+    rows = plan.logprob_rows
+    if rows is None or len(rows) == plan.num_rows:
+        return values.astype(np.int32) if values.dtype == np.int64 else values
+    out = np.zeros((plan.num_rows, *values.shape[1:]), np.int32 if values.dtype == np.int64 else values.dtype)
+    out[rows] = values
+    return out

@@ -1,0 +1,238 @@
+"""Steps with prompts as CUDA graphs in pieces: what a model does between two layers' attention is captured for a fixed number of tokens,
+and attention runs between the pieces, over the step's own tokens with its own plan.
+
+So a layer costs the host one replay and one call of the attention backend. A size serves every step of up to so many tokens; the tokens
+left over write to page 0. A model may be captured so if outside of attention it reads of the batch only what each token has: id,
+position, place in the cache. On a CPU, where there are no graphs, the pieces are computed anew. Knows no request and no plugin.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from frame.core.execution.decode_graphs import StepInputs, uncollected
+from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.batch import AttentionOut, ForwardBatch, HostView
+
+if TYPE_CHECKING:
+    from frame.core.execution.input_batch import BatchBuilder
+    from frame.core.interfaces.attention import AttentionBackend, LatentProjections
+
+_log = logging.getLogger(__name__)
+
+_CALLS = ("run", "run_mla")  # of a backend
+_PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int64(0), "kv_slots": np.int64(0)}
+
+# (the backend's own method, a layer, its operands and batch) -> what the layer takes for the result
+Meet = Callable[..., torch.Tensor]
+
+
+def piece_sizes(most: int) -> tuple[int, ...]:
+    """The numbers of tokens that are captured: close together where products are bound by arithmetic and padding costs time."""
+    steps = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    while steps[-1] < most:
+        steps += [steps[-1] * part // 4 for part in range(5, 9)]
+    return (*(size for size in steps if size < most), most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """A layer's attention: the backend's method, the layer, its operands where the piece ahead leaves them, and where the result goes."""
+
+    call: Callable[..., torch.Tensor]
+    layer: AttentionSpec | LatentProjections
+    operands: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+
+    def run(self, batch: ForwardBatch, tokens: int) -> None:
+        """Over the first `tokens` tokens; the result of the others stays what it was, which is finite."""
+        result = self.call(self.layer, *(operand[:tokens] for operand in self.operands), batch)
+        if result.data_ptr() != self.out.data_ptr():
+            self.out[:tokens] = result
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A captured pass over so many tokens: pieces, the attention behind each but the last, hidden states."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    attention: list[_Attention]
+    hidden: torch.Tensor
+
+    def replay(self, batch: ForwardBatch, tokens: int) -> torch.Tensor:
+        for graph, attention in zip(self.graphs, self.attention, strict=False):
+            graph.replay()
+            attention.run(batch, tokens)
+        self.graphs[-1].replay()
+        return self.hidden
+
+
+class PromptGraphs:
+    """The captured passes of one runner. `capture` once; then, step by step, `place` what tokens have and `run`; all on the runner's
+    stream and in inference mode."""
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        builder: BatchBuilder,
+        backend: AttentionBackend,
+        sizes: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._builder = builder
+        self._backend = backend
+        self._device = device
+        self._sizes = sizes
+        self._smallest = np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1))  # index of the first size that holds so many tokens
+        self._inputs = StepInputs(sizes[-1], device, _PADDING)
+        self._batches = [self._batch(size) for size in sizes]
+        self._outs: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._pieces: list[_Pieces] = []
+
+    @property
+    def most(self) -> int:
+        """The largest number of tokens that has graphs."""
+        return self._sizes[-1]
+
+    def capture(self) -> None:
+        """Run and capture each size, the largest first, whose memory the smaller ones use again."""
+        began, free = time.perf_counter(), _free(self._device)
+        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        with uncollected():
+            for batch in reversed(self._batches):
+                self._forward(replace(batch, plan=self._backend.plan(batch)))  # what compiles or initialises itself does so now
+                if pool is not None:
+                    torch.cuda.current_stream(self._device).synchronize()
+                    self._pieces.insert(0, self._captured(batch, pool))
+        _log.info(
+            "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
+            len(self._sizes), self.most, time.perf_counter() - began, (free - _free(self._device)) >> 20,
+        )  # fmt: skip
+
+    def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Bring ids, positions and cache places of a step of at most `most` tokens to where the pieces read them. All int64 [tokens]."""
+        tokens = len(arrays["token_ids"])
+        self._inputs.write(arrays, self._sizes[self._smallest[tokens]])
+        return {name: self._inputs.tensors[name][:tokens] for name in arrays}
+
+    def extensions(self, tokens: int) -> dict[type, Any]:
+        """Where attention leaves its results, if it can, and they are of one shape in all layers."""
+        if len(self._outs) != 1:
+            return {}
+        return {AttentionOut: AttentionOut(next(iter(self._outs.values()))[:tokens])}
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """The hidden states of a batch whose tokens were placed; good until the next replay of any graph."""
+        tokens = batch.num_tokens
+        index = self._smallest[tokens]
+        if self._pieces:
+            return self._pieces[index].replay(batch, tokens)[:tokens]
+
+        def meet(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
+            attention = _Attention(call, layer, rest[:-1], self._out(layer, rest[0]))
+            attention.run(batch, tokens)
+            return attention.out
+
+        with _met(self._backend, meet):
+            return self._forward(self._batches[index])[:tokens]
+
+    def _captured(self, batch: ForwardBatch, pool: Any) -> _Pieces:
+        graphs: list[torch.cuda.CUDAGraph] = []
+        attention: list[_Attention] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            # only this thread's calls are captured: others may use the device meanwhile
+            graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
+
+        def meet(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
+            graphs[-1].capture_end()
+            out = self._out(layer, rest[0])
+            attention.append(_Attention(call, layer, tuple(_borrowed(operand) for operand in rest[:-1]), out))
+            begin()
+            return out
+
+        begin()
+        try:
+            with _met(self._backend, meet):
+                hidden = self._forward(batch)
+        finally:
+            graphs[-1].capture_end()
+        return _Pieces(graphs, attention, _borrowed(hidden))
+
+    def _out(self, layer: AttentionSpec | LatentProjections, q: torch.Tensor) -> torch.Tensor:
+        """Where the result of a layer's attention goes: one place for all layers and sizes, since each is read before the next."""
+        spec = layer if isinstance(layer, AttentionSpec) else layer.spec
+        key = spec.num_heads, spec.v_head_dim, q.dtype
+        if key not in self._outs:
+            self._outs[key] = torch.zeros(self.most, spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=self._device)
+        return self._outs[key][: len(q)]
+
+    def _batch(self, size: int) -> ForwardBatch:
+        """The batch that the pieces of a size read; with a plan it is one of prompts that nobody asked for, over the reserved page."""
+        table, inputs = self._builder.table, self._inputs.tensors
+        longest = (table.max_pages - 1) * table.page_size
+        lens = np.full(-(-size // longest), longest, np.int32)
+        lens[-1] -= lens.sum() - size
+        slots = np.full(len(lens), table.padding_slot, np.int32)
+        counts = torch.from_numpy(lens).to(self._device)
+        starts = torch.from_numpy(np.append(0, np.cumsum(lens)).astype(np.int32)).to(self._device)
+        return ForwardBatch(
+            num_decodes=0,
+            token_ids=inputs["token_ids"][:size],
+            positions=inputs["positions"][:size],
+            kv_slots=inputs["kv_slots"][:size],
+            request_slots=torch.from_numpy(slots.astype(np.int64)).to(self._device),
+            seq_lens=counts,
+            query_lens=counts,
+            query_starts=starts,
+            page_table=table.pages,
+            logits_indices=starts[:0].long(),
+            kv=self._builder.kv,
+            host=HostView(slots, lens, lens, table.host_pages),
+        )
+
+
+@contextmanager
+def _met(backend: AttentionBackend, meet: Meet) -> Iterator[None]:
+    """Inside, what layers ask of their backend is asked of `meet`, which gets the backend's own method first."""
+    for name in _CALLS:
+        setattr(backend, name, partial(meet, getattr(backend, name)))
+    try:
+        yield
+    finally:
+        for name in _CALLS:
+            delattr(backend, name)
+
+
+class _Place:
+    """Memory of a device, as other libraries describe theirs."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"<i{size}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which its owner may give back: the pool hands it out again to whatever a graph does later, not while it is read."""
+    return torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
+
+
+def _free(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

@@ -1,0 +1,108 @@
+"""`PoolingRunner`: runs scheduled batches of a model that embeds or classifies: build the batch, forward, pool, fetch.
+
+Nothing is sampled: a sequence ends with its prompt. Knows slots and tokens, no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.execution.async_output import fetch
+from frame.core.execution.input_batch import count_rows
+from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.execution.pooler import Pooler
+from frame.core.execution.warmup import idle_prompts
+from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
+from frame.core.sampling.logits_pipeline import Processors
+from frame.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from frame.core.config.resolved import Resolved
+    from frame.core.execution.input_batch import RowCounts
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.model import Model, ModelFacts
+    from frame.core.interfaces.runner import PendingStep
+    from frame.core.kv_cache.capacity import Capacity
+    from frame.core.kv_cache.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """What `fetch` moves: one vector a row whose prompt is complete."""
+
+    step: int
+    pooled: torch.Tensor  # float32 [rows, width]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.pooled]
+
+    def result(self, arrays: list[np.ndarray]) -> StepResult:
+        (pooled,) = arrays
+        broken = ~np.isfinite(pooled).all(axis=1)
+        invalid = broken if broken.any() else None
+        return StepResult(step=self.step, token_ids=np.empty(0, np.int32), pooled=pooled, invalid=invalid)
+
+
+class PoolingRunner(TorchModelRunner):
+    """One rank's runner for vectors."""
+
+    def __init__(self, model: Model, facts: ModelFacts, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity) -> None:
+        slots = context.limits.max_running_requests
+        super().__init__(model, facts, context, pool, Processors((), slots), capacity)
+        self._pooler = pooler
+        self._segments = np.zeros(slots + 1, np.int64)  # by slot: where a pair's second text begins
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Start one step; see `TorchModelRunner.launch`."""
+        for setup in batch.setups:
+            self._segments[setup.slot] = setup.segment
+        return super().launch(batch)
+
+    def warm_up(self) -> None:
+        """Run prompts that nobody sent, over the reserved page: what compiles or initialises itself does so now."""
+        for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):
+            self.launch(batch).wait()
+
+    def _run(self, batch: ScheduledBatch) -> PendingStep:
+        counts = count_rows(batch)
+        riders = self._riders(batch, counts)
+        forward_batch, tensors = self.builder.build(batch, counts, riders)
+        if riders:
+            forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors["token_types"])})
+        hidden = self.forward(forward_batch)
+        return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)))
+
+    def _riders(self, batch: ScheduledBatch, counts: RowCounts) -> dict[str, np.ndarray]:
+        """The token types of a step that has pairs."""
+        segments = self._segments[batch.slots]
+        if not segments.any():
+            return {}
+        begins = np.where(segments > 0, segments, np.iinfo(np.int32).max) - batch.num_computed
+        places = np.arange(int(counts.query_starts[-1])) - np.repeat(counts.query_starts[:-1], batch.num_scheduled)
+        return {"token_types": (places >= np.repeat(begins, batch.num_scheduled)).astype(np.int64)}
+
+
+def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
+    """How this model's vectors are made. Raises ConfigurationError for a label that is no token of the model's tokenizer."""
+    pooling = resolved.pooling
+    if pooling is None:
+        raise ValueError("the task has no vectors")
+    return Pooler(pooling, model.logits if resolved.task == "classify" else None, _label_ids(resolved, pooling.label_tokens), device)
+
+
+def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
+    if not labels:
+        return []
+    if resolved.tokenizer_path is None:
+        raise ConfigurationError("model.label_tokens need a tokenizer; leave out --skip-tokenizer-init")
+    tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
+    ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
+    for label, found in zip(labels, ids, strict=True):
+        if len(found) != 1:
+            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(found)} tokens of this model; each must be one")
+    return [found[0] for found in ids]

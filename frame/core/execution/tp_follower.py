@@ -1,0 +1,143 @@
+"""Ranks ≥ 1: run every batch that rank 0's scheduler makes, and nothing else. There is one scheduler, so ranks cannot disagree.
+
+`LeadingRunner` is rank 0's runner that passes each batch on first. Knows no request and no client.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError, UnsampledStep
+from frame.core.ipc.transport import Profile, SwitchBackend, Traced
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from frame.core.interfaces.batch import ScheduledBatch, StepResult
+    from frame.core.interfaces.runner import PendingStep, ProfileRequest
+    from frame.core.ipc.transport import BatchReceiver, BatchSender
+
+
+log = logging.getLogger(__name__)
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all compute at once.
+
+    A step that fails on one rank leaves the others waiting in a collective for good, so every failure means that the device is lost.
+    """
+
+    def __init__(self, runner: ModelRunner, followers: BatchSender) -> None:
+        self._runner = runner
+        self._followers = followers
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        self._followers.send(batch)
+        try:
+            step = self._runner.launch(batch)
+            return LedUnsampledStep(step) if isinstance(step, UnsampledStep) else LedStep(step)
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+    @property
+    def can_switch_backend(self) -> bool:
+        return self._runner.can_switch_backend
+
+    def switch_backend(self) -> None:
+        self._followers.send_order(SwitchBackend())
+        try:
+            self._runner.switch_backend()
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+    def profile(self, request: ProfileRequest | None) -> str:
+        """Raises ProfileError, also for a follower's failure; the other ranks have done as they were told then."""
+        path = self._runner.profile(request)
+        problems = self._followers.ask(Profile(request))
+        if problems:
+            raise ProfileError(f"rank 0 did so, but not all others: {'; '.join(problems)}")
+        return path
+
+    def close(self) -> None:
+        self._followers.close()
+        self._runner.close()
+
+
+class LedStep:
+    """A step that all ranks run."""
+
+    def __init__(self, step: PendingStep) -> None:
+        self._step = step
+
+    def wait(self) -> StepResult:
+        try:
+            return self._step.wait()
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+
+class LedUnsampledStep(LedStep, UnsampledStep):
+    """The same, of which this rank alone draws the tokens."""
+
+    def __init__(self, step: UnsampledStep) -> None:
+        super().__init__(step)
+        self._unsampled = step
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        try:
+            self._unsampled.sample(mask)
+        except Exception as error:
+            raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
+
+
+class RankObserver(Protocol):
+    """Whoever wants to know what a rank does."""
+
+    def on_launch(self, batch: ScheduledBatch) -> None:
+        """Before the rank starts on a batch."""
+
+    def on_end(self, traced: Traced) -> None:
+        """When rank 0 has ended a request that is traced."""
+
+
+def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None) -> None:
+    """Run batches until rank 0 stops. A step is waited for one batch later, as rank 0 does when it overlaps.
+
+    Raises what a step raises: a rank that missed a step can never agree with the others again, so its process ends.
+    """
+    in_flight: PendingStep | None = None
+    try:
+        while (batch := batches.receive()) is not None:
+            if isinstance(batch, Profile):
+                batches.reply(_profile(runner, batch))
+                continue
+            if isinstance(batch, SwitchBackend):
+                if in_flight is not None:
+                    in_flight.wait()
+                in_flight = None
+                runner.switch_backend()
+                continue
+            if isinstance(batch, Traced):
+                if observer is not None:
+                    observer.on_end(batch)
+                continue
+            if observer is not None:
+                observer.on_launch(batch)
+            launched = runner.launch(batch)
+            if in_flight is not None:
+                in_flight.wait()
+            in_flight = launched
+    finally:
+        runner.close()
+        batches.close()
+
+
+def _profile(runner: ModelRunner, order: Profile) -> str:
+    """-> why there is no profile of this rank, whose steps go on; empty where there is one."""
+    try:
+        runner.profile(order.request)
+    except ProfileError as error:
+        log.error("no profile of this rank: %s", error)
+        return str(error)
+    return ""

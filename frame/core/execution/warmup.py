@@ -1,0 +1,89 @@
+"""Steps that nobody asked for, with which a runner warms up before the first request: all their pages are the reserved one.
+
+The sizes are those from which kernels change: what a step compiles depends on how many tokens and rows it has, and on whether there are
+keys before them. Knows no kernel and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+from frame.core.interfaces.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import Limits
+
+_DECODES = (1, 2, 3)  # rows; compilers make a case of their own of 1
+_FEW_PROMPTS = ((1, 2, 0), (1, 5, 0))  # rows, new tokens of each, tokens before them
+_PROMPTS = (
+    *((rows, 3, 0) for rows in (1, 2, 4, 8, 16, 32, 64)),
+    *((1, new, before) for new in (100, 400, 1100) for before in (0, 1500)),
+    (2, 1100, 0),
+    (3, 40, 1500),
+)
+_LIKELIEST = SamplingParams(temperature=0.0)
+_CHANGED = SamplingParams(  # the likeliest after all that requests can have changed in their logits
+    temperature=0.0,
+    min_tokens=1,
+    frequency_penalty=0.5,
+    presence_penalty=0.5,
+    repetition_penalty=1.5,
+    bad_words_ids=((0,),),
+    logit_bias={0: 1.0},
+)
+
+
+def idle_decodes(padding_slot: int) -> Iterator[ScheduledBatch]:
+    """Decodes of a few rows, none of which draws a token."""
+    for rows in _DECODES:
+        yield _step(padding_slot, np.zeros(rows, np.int32), np.ones(rows, np.int32))
+
+
+def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> Iterator[ScheduledBatch]:
+    """Prompts of the first slot, which has no pages yet; each draws a token, the likeliest. Of sizes within the limits.
+
+    The first of them has its logits changed; the second takes its slot, which ends what logits processors keep of it.
+    `few`: for a device on which nothing is compiled for sizes; `fresh`: with no keys before them.
+    """
+    yield _prompts(_CHANGED, 1, 1, 0)
+    yield _prompts(_LIKELIEST, 1, 1, 0)
+    for rows, new, before in _FEW_PROMPTS if few else _PROMPTS:
+        if _fits(limits, rows, new, before) and not (fresh and before):
+            yield _prompts(_LIKELIEST, rows, new, before)
+
+
+def idle_extends(padding_slot: int, limits: Limits) -> Iterator[ScheduledBatch]:
+    """Prompts that draw no token, of a slot that no request has: they may run while requests are served."""
+    for rows, new, before in _PROMPTS:
+        if _fits(limits, rows, new, before):
+            yield _step(padding_slot, np.full(rows, before, np.int32), np.full(rows, new, np.int32), is_decode=False)
+
+
+def _fits(limits: Limits, rows: int, new: int, before: int) -> bool:
+    return rows <= limits.max_running_requests and rows * new <= limits.max_tokens_per_step and before + new <= limits.max_context
+
+
+def _prompts(params: SamplingParams, rows: int, new: int, before: int) -> ScheduledBatch:
+    setup = SlotSetup(0, params, 0, 1, np.zeros(1, np.int32))
+    return _step(0, np.full(rows, before, np.int32), np.full(rows, new, np.int32), setup, is_decode=False)
+
+
+def _step(
+    slot: int, computed: np.ndarray, scheduled: np.ndarray, setup: SlotSetup | None = None, *, is_decode: bool = True
+) -> ScheduledBatch:
+    rows = len(computed)
+    return ScheduledBatch(
+        step=-1,
+        num_decodes=rows if is_decode else 0,
+        slots=np.full(rows, slot, np.int32),
+        num_computed=computed,
+        num_scheduled=scheduled,
+        token_ids=np.zeros(0 if is_decode else int(scheduled.sum()), np.int32),
+        samples=np.full(rows, setup is not None, np.bool_),
+        new_pages=np.empty((0, 3), np.int32),
+        setups=[] if setup is None else [setup],
+    )

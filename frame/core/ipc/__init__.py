@@ -1,0 +1,1 @@
+"""Inter-process communication: transports of messages, and files that survive a process."""

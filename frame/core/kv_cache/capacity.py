@@ -1,0 +1,118 @@
+"""How many tokens the KV cache holds: arithmetic over the device's memory, and the sentence when it does not fit.
+
+Pure but for `measure`, which asks the machine. Knows neither pools nor schedulers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.execution.host_memory import measure_host_memory
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import Limits
+    from frame.core.interfaces.model import ModelFacts
+    from frame.core.kv_cache.kv_pool import KVGeometry
+
+GIB = 1024**3
+RESERVED_PAGES = 1
+CPU_SHARE = 0.25  # of the machine's memory that the cache takes at most, unless the user says how many tokens
+CPU_LEAST_TOKENS = 65_536
+LEAST_TOKENS = 256  # below this a start is refused: nothing useful would run
+GREATEST_FRACTION = 0.95
+_CUDA_WORKSPACES = 768 * 1024**2  # libraries' workspaces and the allocator's fragments
+
+
+class CapacityError(ConfigurationError):
+    """The KV cache does not fit; the message prints the arithmetic and one setting that would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device's memory in bytes: `total`, what this process may still take (`free`), the loaded weights, and what a step needs."""
+
+    total: int
+    free: int
+    weights: int
+    activations: int
+
+    def left(self, fraction: float) -> int:
+        """Bytes for the cache, when weights, activations and cache together take `fraction` of the total."""
+        return min(int(self.total * fraction) - self.weights - self.activations, self.free - self.activations)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a runner offers. `num_pages` counts the reserved page 0, as `PagedAllocator` does; `phases` are seconds of the start."""
+
+    num_pages: int
+    page_size: int
+    bytes_per_token: int
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def max_total_tokens(self) -> int:
+        return (self.num_pages - RESERVED_PAGES) * self.page_size
+
+
+def measure(device: torch.device, weights: int, activations: int, ranks: int = 1) -> Memory:
+    """The memory of `device` now, after loading. On the CPU the machine's memory is shared by `ranks` processes."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(total, free, total - free, activations)
+    total, available = measure_host_memory()
+    return Memory(total // ranks, available // ranks, weights, activations)
+
+
+def activation_bytes(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> int:
+    """A cautious estimate of what one step needs beside weights and cache."""
+    config = facts.config
+    wide = max(int(config.get("intermediate_size") or 0), facts.hidden_size, facts.num_heads * facts.head_dim)
+    pairs = int(config.get("num_experts_per_tok") or 0) if facts.num_experts else 0  # each of a token's experts has rows of its own
+    routed = pairs * (facts.hidden_size + int(config.get("moe_intermediate_size") or wide))
+    tokens = limits.max_tokens_per_step * (8 * facts.hidden_size + 4 * wide + routed) * dtype.itemsize
+    logits = limits.max_running_requests * facts.vocab_size * 4 * 4
+    return tokens + logits
+
+
+def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None, is_cpu: bool) -> int:
+    """How many pages the pool gets, the reserved one included. Raises CapacityError with the arithmetic when too few fit."""
+    each = geometry.bytes_per_token
+    if not each:  # an encoder's: pages are counted, and there is nothing behind them
+        return limits.max_running_requests * -(-limits.max_context // geometry.page_size) + RESERVED_PAGES
+    reserve = memory.activations + (0 if is_cpu else _CUDA_WORKSPACES)
+    memory = Memory(memory.total, memory.free, memory.weights, reserve)
+    if max_total_tokens is not None:
+        fitting = memory.left(1.0) // each
+        if max_total_tokens > fitting:
+            raise CapacityError(_sentence(memory, 1.0, each, max_total_tokens, f"cache.max_total_tokens: {max(16, fitting)}"))
+        return max(1, max_total_tokens // geometry.page_size) + RESERVED_PAGES
+    tokens = memory.left(fraction) // each
+    if is_cpu:
+        wanted = max(limits.max_running_requests * limits.max_context, CPU_LEAST_TOKENS)
+        tokens = min(tokens, wanted, int(memory.total * CPU_SHARE) // each)
+    least = min(limits.max_context, LEAST_TOKENS)
+    if tokens < max(least, geometry.page_size):
+        raise CapacityError(_sentence(memory, fraction, each, least, _remedy(memory, least * each)))
+    return int(tokens) // geometry.page_size + RESERVED_PAGES
+
+
+def _sentence(memory: Memory, fraction: float, each: int, wanted: int, change: str) -> str:
+    left = memory.left(fraction)
+    return (
+        f"the KV cache does not fit: {fraction:g} of {memory.total / GIB:.2f} GiB - {memory.weights / GIB:.2f} GiB weights"
+        f" - {memory.activations / GIB:.2f} GiB activations = {left / GIB:.2f} GiB for the cache"
+        f" ({max(0, left) // each} tokens of {each} bytes), and at least {wanted} tokens are needed; try {change}"
+    )
+
+
+def _remedy(memory: Memory, needed: int) -> str:
+    fraction = (memory.weights + memory.activations + needed) / memory.total
+    if fraction <= GREATEST_FRACTION:
+        return f"cache.mem_fraction: {math.ceil(fraction * 100) / 100:.2f}"
+    return "parallel.tp: 2 (or twice what it is)"

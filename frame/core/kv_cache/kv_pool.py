@@ -1,0 +1,145 @@
+"""The device's request-independent memory: token-to-KV pools and the slots' table.
+
+`KVPool` holds keys and values (or latents) by page, `DeviceTable` says which pages and which last token a request slot has.
+Knows no request, no scheduler and no allocator; how many pages fit is `frame.core.kv_cache.capacity`'s business.
+Page 0 belongs to nobody: padded rows write there. The last slot (`padding_slot`) has page 0 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.attention import AttentionSpec
+    from frame.core.interfaces.build import Limits
+    from frame.core.interfaces.model import ModelFacts
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+GIVEN_TOKENS = 256
+_FP8_MAX = 448.0
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """What one cached token looks like on this rank: one trailing shape a tensor (k and v, or the latent alone)."""
+
+    layout: str  # "paged_nhd" or "paged_latent"
+    num_layers: int
+    page_size: int
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers."""
+        return self.num_layers * self.dtype.itemsize * sum(math.prod(shape) for shape in self.shapes)
+
+
+def kv_geometry(facts: ModelFacts, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
+    """The cache of one rank. KV heads are split over the ranks, and repeated where there are fewer heads than ranks;
+    a latent is whole on every rank. An encoder has no layers here: it keeps nothing."""
+    shapes: tuple[tuple[int, ...], ...]
+    if facts.kind == "mla" and facts.latent is not None:
+        layout, shapes = "paged_latent", ((sum(facts.latent),),)
+    else:
+        heads = max(1, facts.num_kv_heads // tp_size)
+        layout, shapes = "paged_nhd", ((heads, facts.head_dim), (heads, facts.v_head_dim))
+    return KVGeometry(layout, 0 if facts.encoder else facts.num_layers, page_size, DTYPES[kv_dtype], shapes)
+
+
+class KVPool:
+    """The token-to-KV pool (`KVCache`) of `num_pages` pages, page 0 (which takes the writes of padded rows) included.
+
+    Memory starts as zeros, so that a masked read of a page that nobody wrote is finite.
+    """
+
+    def __init__(self, geometry: KVGeometry, num_pages: int, device: torch.device) -> None:
+        self.geometry = geometry
+        self.num_pages = num_pages
+        self.page_size = geometry.page_size
+        self._layers = [
+            tuple(_zeros((num_pages, geometry.page_size, *shape), geometry.dtype, device) for shape in geometry.shapes)
+            for _ in range(geometry.num_layers)
+        ]
+        self._is_fp8 = geometry.dtype == torch.float8_e4m3fn
+        # rows by token; fp8 as bytes, because index_copy_ knows no fp8
+        self._rows = [tuple(self._by_token(tensor) for tensor in layer) for layer in self._layers]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for layer in self._layers for tensor in layer)
+
+    def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        """Write this step's tokens; see `KVCache.store`. Other dtypes are cast to the cache's (fp8: scaled, saturating)."""
+        rows_of_layer = self._rows[spec.layer]
+        for rows, tensor, scale in zip(rows_of_layer, tensors, (spec.k_scale, spec.v_scale)[: len(rows_of_layer)], strict=True):
+            if self._is_fp8:
+                tensor = tensor if scale == 1.0 else tensor * (1.0 / scale)
+                tensor = tensor.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+            elif tensor.dtype != rows.dtype:
+                tensor = tensor.to(rows.dtype)
+            rows.index_copy_(0, slots, tensor)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The layer's tensors, pages first; see `KVCache.layer`."""
+        return self._layers[layer]
+
+    def _by_token(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.view(-1, *tensor.shape[2:])
+        return rows.view(torch.uint8) if self._is_fp8 else rows
+
+
+class DeviceTable:
+    """By request slot: the pages, int32 [slots + 1, max_pages], and the last sampled token, int64 [slots + 1 + GIVEN_TOKENS].
+
+    Pages have a host mirror for plans. On the CPU mirror and tensor are one memory. Behind the slots' last tokens, from `first_given`
+    on, a step keeps tokens that the host gave it.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.page_size = limits.page_size
+        self.num_slots = limits.max_running_requests
+        self.padding_slot = self.num_slots
+        # one page more than a request may fill: a request that has just ended at its limit may run one more step
+        self.max_pages = -(-limits.max_context // limits.page_size) + 1
+        self.host_pages = np.zeros((self.num_slots + 1, self.max_pages), np.int32)
+        self.pages = torch.from_numpy(self.host_pages)
+        self.is_shared = device.type == "cpu"
+        if not self.is_shared:
+            self.pages = self.pages.to(device)
+        self.first_given = self.num_slots + 1
+        self.last_token = torch.zeros(self.first_given + GIVEN_TOKENS, dtype=torch.int64, device=device)
+
+    def write_host(self, writes: np.ndarray) -> None:
+        """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the mirror."""
+        self.host_pages[writes[:, 0], writes[:, 1]] = writes[:, 2]
+
+    def flat_writes(self, writes: np.ndarray) -> dict[str, np.ndarray]:
+        """The same writes for `write_device`, by its parameters: places int64 [n] in the table laid out flat, and pages int32 [n]."""
+        places = writes[:, 0].astype(np.int64) * self.max_pages + writes[:, 1]
+        return {"new_places": places, "new_pages": np.ascontiguousarray(writes[:, 2], np.int32)}
+
+    def write_device(self, new_places: torch.Tensor, new_pages: torch.Tensor) -> None:
+        """Apply writes on the device, in stream order. For a table that is not shared with the host."""
+        self.pages.view(-1).index_copy_(0, new_places, new_pages)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # calloc through numpy: pages that no token reaches never become resident
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

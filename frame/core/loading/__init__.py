@@ -1,0 +1,1 @@
+"""Loading: a checkpoint's configuration and weights."""

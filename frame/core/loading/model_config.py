@@ -1,0 +1,212 @@
+"""Reads a checkpoint's `config.json` and `generation_config.json` into `ModelFacts`: one vocabulary for every architecture, without torch.
+
+Knows how configurations name things (a table of synonyms), not how models compute; `rope_scaling` and `rope_parameters` stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.model import ModelFacts, is_classifier
+from frame.core.loading.sentence_transformers import read_sentence_facts
+
+__all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_facts"]
+
+EMBEDDED = "frame-tiny"  # the model that ships with the package
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
+_ROPE_THAT_STRETCHES = ("linear", "dynamic", "yarn")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+# A configuration that is silent means its family's default, and these families' is not "no window".
+_DEFAULT_WINDOW = {"mistral": 4096}
+_WINDOW_IS_OPT_IN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+
+def find_model(path: str) -> Path:
+    """The folder that `model.path` means: the embedded model by its name, else that folder. Reads nothing."""
+    if path == EMBEDDED:
+        return Path(__file__).resolve().parents[2] / "models" / EMBEDDED.replace("-", "_")
+    return Path(path).expanduser().absolute()
+
+
+def read_facts(path: str | Path) -> ModelFacts:
+    """The facts of the checkpoint in the folder `path` (Hugging Face layout, or the embedded model's name).
+
+    Raises CheckpointError, one sentence, when the folder or file is missing, is no JSON object or lacks a necessary key.
+    """
+    folder = find_model(str(path))
+    if not folder.is_dir():
+        hint = "; download it first and give the folder" if "/" in str(path) and not str(path).startswith(("/", ".", "~")) else ""
+        raise CheckpointError(f"model.path {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
+    text = _text_part(raw)
+    generation = _read_json(folder / "generation_config.json") or {}
+    facts = _Reader(folder / "config.json", text).facts(eos=_eos_ids(generation, text, raw))
+    return replace(facts, sentence=read_sentence_facts(folder))
+
+
+class _Reader:
+    """One configuration, asked by synonyms; errors name the file."""
+
+    def __init__(self, file: Path, config: dict[str, Any]) -> None:
+        self.file = file
+        self.config = config
+
+    def facts(self, eos: tuple[int, ...]) -> ModelFacts:
+        config = self.config
+        heads = self._count(_HEADS)
+        hidden = self._count(_HIDDEN)
+        kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)
+        return ModelFacts(
+            architecture=self._architecture(),
+            num_layers=self._count(_LAYERS),
+            hidden_size=hidden,
+            vocab_size=self._count(("vocab_size",)),
+            num_heads=heads,
+            num_kv_heads=heads if kind == "mla" else self._kv_heads(heads),
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            kind=kind,
+            latent=latent,
+            max_context=self._max_context(),
+            dtype=_dtype(config.get("dtype") or config.get("torch_dtype")),
+            num_experts=self._count(_EXPERTS, default=0),
+            sliding_window=self._sliding_window(),
+            quantization=self._quantization(),
+            eos_token_ids=eos,
+            labels=self._labels(),
+            config=config,
+        )
+
+    def _count(self, names: Iterable[str], default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"{self.file}: {name} is {value!r}; it must be a whole number.")
+            return value
+        if default is None:
+            raise CheckpointError(f"{self.file} has no {' or '.join(names)}; it is not the config.json of a causal language model.")
+        return default
+
+    def _architecture(self) -> str:
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise CheckpointError(f'{self.file} names no architecture; add for example "architectures": ["LlamaForCausalLM"].')
+        return names[0]
+
+    def _labels(self) -> tuple[str, ...]:
+        """The names of a sequence classifier's outputs; transformers' own when the configuration is silent."""
+        if not is_classifier(self._architecture()):
+            return ()
+        names = self.config.get("id2label")
+        if isinstance(names, Mapping) and names:
+            return tuple(str(names[key]) for key in sorted(names, key=lambda key: int(key) if str(key).isdigit() else 0))
+        return tuple(f"LABEL_{number}" for number in range(self._count(("num_labels",), default=2)))
+
+    def _kv_heads(self, heads: int) -> int:
+        if self.config.get("multi_query") is True and not self.config.get("new_decoder_architecture"):
+            return 1
+        return self._count(_KV_HEADS, default=heads)
+
+    def _head_sizes(self, hidden: int, heads: int) -> tuple[Literal["mha", "mla"], tuple[int, int] | None, int, int]:
+        rank, rope = self.config.get("kv_lora_rank"), self.config.get("qk_rope_head_dim")
+        if rank and rope:
+            nope, value = self._count(("qk_nope_head_dim",)), self._count(("v_head_dim",))
+            return "mla", (int(rank), int(rope)), nope + int(rope), value
+        size = self._count(("head_dim", "kv_channels", "attention_head_size"), default=0)
+        if not size:
+            if not heads or hidden % heads:
+                raise CheckpointError(f"{self.file}: hidden size {hidden} is not a multiple of {heads} heads, and there is no head_dim.")
+            size = hidden // heads
+        return "mha", None, size, self._count(("v_head_dim",), default=size)
+
+    def _max_context(self) -> int:
+        """What the positions were trained for, or are stretched to by a rope that says so."""
+        base = self._count(_CONTEXT, default=2048)
+        if "Roberta" in self._architecture():  # whose positions start behind the padding id
+            return base - self._count(("pad_token_id",), default=1) - 1
+        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        if isinstance(rope, Mapping) and rope and all(isinstance(value, Mapping) for value in rope.values()):
+            rope = rope.get("full_attention", {})  # one entry a kind of layer
+        if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _ROPE_THAT_STRETCHES:
+            return base
+        original, factor = rope.get("original_max_position_embeddings") or base, rope.get("factor") or 1.0
+        return max(base, int(original * factor))
+
+    def _sliding_window(self) -> int | None:
+        family = str(self.config.get("model_type", ""))
+        window = self.config.get("sliding_window", _DEFAULT_WINDOW.get(family))
+        if not self.config.get("use_sliding_window", family not in _WINDOW_IS_OPT_IN):
+            return None
+        layers = self.config.get("layer_types")
+        if isinstance(layers, list) and "sliding_attention" not in layers:
+            return None
+        return window if isinstance(window, int) and window > 0 else None
+
+    def _quantization(self) -> str | None:
+        stored = self.config.get("quantization_config")
+        if not stored:
+            return None
+        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+        if not isinstance(method, str):
+            raise CheckpointError(f"{self.file}: quantization_config has no quant_method, so nobody can tell how the weights are stored.")
+        return method
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """The language model's own configuration; a plain one as it is, a nested one with what it inherits."""
+    for name in _TEXT_PARTS:
+        nested = raw.get(name)
+        if isinstance(nested, dict) and nested:
+            inherited = {key: raw[key] for key in _INHERITED if key in raw}
+            own = {key: value for key, value in nested.items() if value is not None or key not in inherited}
+            return {**inherited, **own, "architectures": raw.get("architectures") or nested.get("architectures")}
+    return raw
+
+
+def _dtype(name: object) -> str:
+    """Weights in other types (fp8 checkpoints) are computed in bfloat16; silence means float32, as for transformers."""
+    if not isinstance(name, str):
+        return "float32"
+    plain = name.removeprefix("torch.")
+    return plain if plain in _DTYPES else "bfloat16"
+
+
+def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    found: list[int] = []
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found += [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i not in found]
+    return tuple(found)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); download it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; download it again.")
+    return value

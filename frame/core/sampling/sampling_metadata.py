@@ -1,0 +1,193 @@
+"""The host's half of sampling: parameters by request slot, and what one step's sampling rows need, as arrays.
+
+Everything that decides which work a step has (does a row draw, does one want top-p, log-probabilities …) is known here, so that the
+device is never asked. Randomness is made here too: one uniform number a row from a counter-based hash of (seed, position); hence
+a token depends on its seed, its position and its distribution, and on nothing else. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from frame.core.execution.input_batch import RowCounts
+    from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+
+_ROW = np.dtype(
+    [
+        ("temperature", "f4"),  # times ln 2: the sampler works in powers of 2
+        ("top_p", "f4"),
+        ("log_min_p", "f4"),  # to base 2
+        ("top_k", "i4"),  # 0: off
+        ("seed", "u8"),  # mixed
+        ("logprobs", "i2"),  # -1: none
+        ("prompt_logprobs", "i2"),  # -1: none
+    ]
+)
+PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # the last three all or none
+_GREEDY_BELOW = 1e-5  # temperatures below this are taken for 0: dividing by them overflows
+_LEAST_TOP_P = 1e-6  # keeps the likeliest token alone, as any smaller one does; those below 1e-38 would be 0 on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """What the sampler does in one step; `arrays` travel to the device under the names that `Sampler` reads.
+
+    Rows are sampling rows, in order. Rows are drawn (temperature above 0) or greedy; of the drawn ones some are filtered
+    by top-k or top-p. Parameters in `arrays` are those of the rows that have them, or where kernels sample, of every row.
+    """
+
+    slots: np.ndarray  # int64 [rows]
+    positions: np.ndarray  # int64 [rows]; of the tokens to be sampled
+    num_drawn: int
+    num_filtered: int  # of the drawn rows
+    max_top_k: int  # over the filtered rows; 0: none has top-k
+    has_unlimited: bool  # a filtered row has top-p alone
+    has_min_p: bool
+    logprob_rows: np.ndarray | None  # int64; rows that want log-probabilities
+    num_top_logprobs: int
+    by_row: bool  # whether parameters in `arrays` are of every row
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and uniform number are all that a row needs, or filters by row."""
+        filters = self.num_filtered or self.has_min_p
+        return (self.by_row or not filters) and self.logprob_rows is None and "grammar_rows" not in self.arrays
+
+
+class SamplingTable:
+    """Sampling parameters by slot, on the host. `update` before a step's `plan`."""
+
+    def __init__(self, num_slots: int, *, by_row: bool = False) -> None:
+        """`by_row`: plans have each parameter for every row (`Sampler(by_kernels=True)`)."""
+        self._by_row = by_row
+        self._rows = np.zeros(num_slots, _ROW)
+        self._prompts: dict[int, np.ndarray] = {}
+
+    def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
+        """Set up new slots in one write; forget released ones."""
+        for slot in released:
+            self._prompts.pop(slot, None)
+        if not setups:
+            return
+        rows = np.array([_row(setup) for setup in setups], _ROW)
+        rows["seed"] = _mix(rows["seed"])
+        self._rows[[setup.slot for setup in setups]] = rows
+        for setup in setups:
+            if setup.params.prompt_logprobs is not None:
+                self._prompts[setup.slot] = setup.token_ids[: setup.prompt_len]
+
+    def prompt(self, slot: int) -> np.ndarray:
+        """The prompt of a slot that wants prompt log-probabilities, int32."""
+        return self._prompts[slot]
+
+    def num_top_prompt_logprobs(self, slot: int) -> int:
+        return int(self._rows["prompt_logprobs"][slot])
+
+    def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
+        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order, and filters where plans have them by
+        row and one row wants one."""
+        if plan.by_row:
+            return {name: plan.arrays[name] for name in PARAMETERS if name in plan.arrays}
+        rows = self._rows.take(plan.slots)
+        return {"temperature": rows["temperature"], "uniform": _uniforms(rows["seed"], plan.positions)}
+
+    def plan(self, batch: ScheduledBatch, counts: RowCounts) -> SamplingPlan:
+        """The step's sampling work."""
+        slots = batch.slots[counts.sampling].astype(np.int64)
+        rows = self._rows.take(slots)  # many times as fast as by index, for rows of several fields
+        positions = counts.seq_lens[counts.sampling]
+        arrays: dict[str, np.ndarray] = {}
+        if len(slots) != len(batch.slots):
+            arrays["sampling_slots"] = slots
+        drawn = np.flatnonzero(rows["temperature"])
+        wanted = np.flatnonzero(rows["logprobs"] >= 0)
+        if len(wanted):
+            arrays["logprob_rows"] = wanted
+        chosen = rows if len(drawn) == len(rows) else rows.take(drawn)
+        filtered = np.flatnonzero((chosen["top_k"] > 0) | (chosen["top_p"] < 1.0))
+        has_min_p = bool(len(drawn)) and bool(np.isfinite(chosen["log_min_p"]).any())
+        if self._by_row:
+            arrays |= _of_every_row(rows, positions, is_filtered=has_min_p or len(filtered) > 0)
+        elif len(drawn):
+            arrays["temperature"] = np.ascontiguousarray(chosen["temperature"])
+            arrays["uniform"] = _uniforms(chosen["seed"], positions[drawn])
+            if len(drawn) != len(slots):
+                arrays["drawn_rows"] = drawn
+            if has_min_p:
+                arrays["log_min_p"] = np.ascontiguousarray(chosen["log_min_p"])
+        top_k, top_p = chosen["top_k"][filtered], chosen["top_p"][filtered]
+        if len(filtered) and not self._by_row:
+            arrays["top_k"] = top_k.astype(np.int64)
+            arrays["top_p"] = top_p.astype(np.float64)
+            if len(filtered) != len(drawn):
+                arrays["filtered_rows"] = filtered
+        if batch.grammar_mask is not None:
+            arrays |= grammar_arrays(batch.grammar_mask)
+        return SamplingPlan(
+            slots=slots,
+            positions=positions,
+            num_drawn=len(drawn),
+            num_filtered=len(filtered),
+            max_top_k=int(top_k.max(initial=0)),
+            has_unlimited=bool((top_k == 0).any()),
+            has_min_p=has_min_p,
+            logprob_rows=wanted if len(wanted) else None,
+            num_top_logprobs=int(rows["logprobs"].max(initial=0)),
+            by_row=self._by_row,
+            arrays=arrays,
+        )
+
+
+def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool) -> dict[str, np.ndarray]:
+    names = ("temperature", "top_k", "top_p", "log_min_p") if is_filtered else ("temperature",)
+    arrays = {name: np.ascontiguousarray(rows[name]) for name in names}
+    arrays["uniform"] = _uniforms(rows["seed"], positions)
+    return arrays
+
+
+def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
+    """What the sampler reads of a mask: the rows that it limits."""
+    rows = np.flatnonzero(np.bitwise_and.reduce(mask, axis=1) != -1)
+    if len(rows) == len(mask):  # nothing to copy
+        return {"grammar_rows": rows, "grammar_mask": mask}
+    return {"grammar_rows": rows, "grammar_mask": mask[rows]} if len(rows) else {}
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in (0, 1) a pair, float64: splitmix64's finaliser (Steele et al. 2014) over seed and position."""
+    return _uniforms(_mix(seeds.astype(np.uint64)), positions)
+
+
+def _uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    mixed = _mix(mixed_seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))  # arrays overflow without a word
+    return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _row(setup: SlotSetup) -> tuple[float, float, float, int, int, int, int]:
+    params = setup.params
+    return (
+        params.temperature * math.log(2.0) if params.temperature >= _GREEDY_BELOW else 0.0,
+        max(params.top_p, _LEAST_TOP_P),
+        math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
+        max(params.top_k, 0),
+        setup.seed & 0xFFFF_FFFF_FFFF_FFFF,
+        -1 if params.logprobs is None else params.logprobs,
+        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )

@@ -1,0 +1,165 @@
+"""Turns a `Generate` message into a `Request`, or refuses it in one sentence. Knows the limits, not the moment."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from frame.core.interfaces.cache import owner_of
+from frame.core.interfaces.sampling import Grammar
+from frame.core.messages import Finish, Generate
+from frame.core.scheduling.grammar_masks import replay
+from frame.core.scheduling.prefix_dedup import LEAST
+from frame.core.scheduling.request import Request
+from frame.core.text.token_ids import as_array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits that the scheduler works within.
+
+    `num_pages` counts every page of the pool, the reserved page 0 too. `token_budget` is the most prompt tokens computed in one
+    step; decodes come on top, so a step has at most `token_budget + max_running` tokens. `request_timeout` in seconds.
+    `growth_reserve` is how many tokens of growth are kept free at first for each running request when another is admitted:
+    it doubles with every retraction and halves in calm times, down to half of what it was. With `pools` a request ends when its
+    prompt is computed, and yields a vector instead of tokens; with `whole_prompts` a prompt is computed in one step.
+    `least_shared` is how many tokens a waiting request must have in common with a running one to wait for them.
+    `jump_forward` is the fewest tokens forced by a grammar that are computed at once (0: all are drawn), and at least one for
+    each `jump_rows` rows of the step (0: whatever rows it has); a step with them has no more than `jump_tokens` tokens (0: any number).
+    """
+
+    page_size: int
+    num_pages: int
+    max_running: int
+    token_budget: int
+    max_context: int
+    vocab_size: int
+    max_queued: int = 10_240
+    eos_ids: tuple[int, ...] = ()
+    request_timeout: float = 600.0
+    seed: int = 0
+    overlap: bool = False
+    growth_reserve: int = 32
+    pools: bool = False
+    whole_prompts: bool = False
+    short_prompt_share: float = 0.5
+    preemption: bool = True
+    least_shared: int = LEAST
+    jump_forward: int = 0
+    jump_rows: int = 0
+    jump_tokens: int = 0
+
+    @property
+    def short_budget(self) -> int:
+        """Prompt tokens of a step that are kept for short prompts."""
+        return int(self.token_budget * self.short_prompt_share)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def max_pages(self) -> int:
+        """Longest row of the page table."""
+        return -(-self.max_context // self.page_size)
+
+    @property
+    def max_tokens_per_step(self) -> int:
+        return self.token_budget + self.max_running
+
+
+class Admission:
+    """Checks and numbers requests, and draws seeds for those that bring none (from the seeded generator, in order of arrival)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._random = random.Random(config.seed)
+        self._arrived = 0
+
+    def accept(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
+        """The request, or why there is none."""
+        try:
+            tokens = as_array(message.token_ids)
+        except OverflowError:
+            tokens = np.array([-1], np.int32)  # beyond any vocabulary
+        problem = self._problem(message, tokens)
+        if problem:
+            return Finish("error", error=problem)
+        prompt_len = len(message.token_ids) - message.output_len
+        max_total = self._max_total(message, prompt_len)
+        if message.output_len and len(message.token_ids) >= max_total:
+            return Finish("length")
+        params, config = message.params, self._config
+        request = Request(
+            rid=message.rid,
+            prompt=tokens[:prompt_len],
+            params=params,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            index=self._arrived,
+            arrival=now,
+            deadline=now + (config.request_timeout if message.deadline is None else message.deadline),
+            max_total=max_total,
+            stop_ids=params.ends(config.eos_ids),
+            priority=message.priority,
+            namespace=message.namespace,
+            tenant=owner_of(message.namespace),
+            trace=message.trace,
+            grammar=grammar,
+            segment=message.segment,
+            wants_prompt_logprobs=params.prompt_logprobs is not None,
+            is_reported=message.output_len > 0,
+        )
+        request.output.frombytes(tokens[prompt_len:].tobytes())
+        if grammar is not None and (problem := replay(grammar, request.output)):
+            return Finish("error", error=problem)
+        self._arrived += 1
+        return request
+
+    def _problem(self, message: Generate, tokens: np.ndarray) -> str | None:
+        config, count = self._config, len(message.token_ids)
+        prompt_len = count - message.output_len
+        if prompt_len < 1 or message.output_len < 0:
+            return "the prompt is empty; it needs at least one token"
+        if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+            return f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})"
+        problems = message.params.problems(config.vocab_size)  # the front has asked the same; the engine takes nobody's word for it
+        if problems:
+            return problems[0]
+        if config.pools:
+            return self._too_long_to_pool(prompt_len)
+        return self._too_long(prompt_len, message.params.max_tokens)
+
+    def _too_long_to_pool(self, prompt_len: int) -> str | None:
+        config = self._config
+        limit = min(config.max_context, config.capacity, config.token_budget if config.whole_prompts else prompt_len)
+        if prompt_len > limit:
+            return f"the input has {prompt_len} tokens, and the model takes {limit}; shorten it"
+        return None
+
+    def _too_long(self, prompt_len: int, max_tokens: int | None) -> str | None:
+        config = self._config
+        asked = max_tokens or 1
+        if prompt_len >= config.max_context:
+            return f"the prompt has {prompt_len} tokens, the context holds {config.max_context} with the answer; shorten the prompt"
+        if prompt_len + asked > config.max_context:
+            return (
+                f"the prompt has {prompt_len} tokens and max_tokens is {asked}: {prompt_len + asked} together, above the context of "
+                f"{config.max_context}; lower max_tokens to {config.max_context - prompt_len} or shorten the prompt"
+            )
+        # The last token's K and V are never needed, so a sequence of n + 1 tokens fits in a cache of n.
+        if prompt_len + asked - 1 > config.capacity:
+            pages = -(-(prompt_len + asked - 1) // config.page_size)
+            return (
+                f"the request needs {pages} pages of {config.page_size} tokens ({prompt_len} of prompt plus {asked} of output), the KV "
+                f"cache has {config.num_pages - 1}; lower max_tokens, shorten the prompt or enlarge cache.max_total_tokens"
+            )
+        return None
+
+    def _max_total(self, message: Generate, prompt_len: int) -> int:
+        if self._config.pools:
+            return prompt_len
+        limit = min(self._config.max_context, self._config.capacity + 1)
+        return limit if message.params.max_tokens is None else min(limit, prompt_len + message.params.max_tokens)

@@ -1,0 +1,105 @@
+"""The books of the scheduler: every page is free, private to a running request, owned by the cache, or waits for a step in flight.
+
+`audit_accounts` says what does not add up, a part at a time; `repair_accounts` puts it right. Run at idle; not on the way of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from frame.core.scheduling.running import RunningSet
+
+
+def audit_accounts(running: RunningSet) -> Iterator[None]:
+    """Raise RuntimeError with one sentence on the first thing that does not add up. Each `next` looks at a bounded part; a round that was
+    begun is void when anything has changed since."""
+    ledger = running.ledger
+    owned = []
+    for pages in ledger.cache.audit():
+        owned.append(pages)
+        yield
+    _check_slots(running)
+    ledger.allocator.check_integrity([*_held(running), *owned])
+    yield
+    shared = _shared(running)
+    if ledger.cache.num_locked != len(shared):
+        raise RuntimeError(f"the cache has {ledger.cache.num_locked} locked pages, running requests share {len(shared)}")
+    if shared.size and np.setdiff1d(shared, np.concatenate(owned)).size:
+        raise RuntimeError("a running request reads shared pages that the cache does not own")
+
+
+def check_accounts(running: RunningSet) -> None:
+    """The whole round at once."""
+    for _ in audit_accounts(running):
+        pass
+
+
+def repair_accounts(running: RunningSet) -> list[str]:
+    """Reclaim leaked pages, locks and slots. Raises RuntimeError when a page has two holders: then nothing can be trusted."""
+    ledger, done = running.ledger, []
+    if ledger.cache.num_locked != len(_shared(running)):
+        before = ledger.cache.num_locked
+        ledger.cache.relock(request.handle for request in running.requests)
+        done.append(f"{before} pages of the prefix cache were locked, {ledger.cache.num_locked} are in use; the locks were set anew")
+    held = np.concatenate([*_held(running), *ledger.cache.audit()])
+    leaked = np.setdiff1d(ledger.allocator.pages_out(), held)
+    if leaked.size:
+        ledger.allocator.free(leaked)
+        done.append(f"{leaked.size} leaked pages were reclaimed")
+    lost = _lost_slots(running)
+    for slot in lost:
+        running.table.recycle(slot)
+    if lost:
+        done.append(f"{len(lost)} lost request slots were reclaimed")
+    for slot in _idle_prefills(running):
+        rid = running.prefilling.pop(slot).rid
+        done.append(f"request {rid} counted as being prefilled, which no step did; it no longer does")
+    check_accounts(running)
+    return done
+
+
+def _held(running: RunningSet) -> list[np.ndarray]:
+    """The pages that anybody but the cache holds, by holder."""
+    ledger = running.ledger
+    private = [ledger.private_pages(request.slot) for request in running.requests]
+    waiting = [pages for record in running.in_flight for pages in record.pages]
+    return [*private, *waiting]
+
+
+def _shared(running: RunningSet) -> np.ndarray:
+    """The cache's pages that running requests read, each once."""
+    rows = [running.ledger.shared_pages(request.slot) for request in running.requests]
+    return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int32)
+
+
+def _lost_slots(running: RunningSet) -> list[int]:
+    table = running.table
+    taken = {request.slot for request in running.requests} | {slot for record in running.in_flight for slot in record.left}
+    return sorted(set(range(table.num_slots)) - taken - set(table.free_slots()))
+
+
+def _idle_prefills(running: RunningSet) -> list[int]:
+    """Slots that count as being prefilled though no step computes their prompt: other requests would wait for them in vain."""
+    table = running.table
+    return [
+        slot
+        for slot, request in running.prefilling.items()
+        if table.requests[slot] is not request or not (slot in running.extending or running.is_in_flight(slot))
+    ]
+
+
+def _check_slots(running: RunningSet) -> None:
+    table = running.table
+    if idle := _idle_prefills(running):
+        raise RuntimeError(f"request {running.prefilling[idle[0]].rid} counts as being prefilled, but no step computes its prompt")
+    for request in running.requests:
+        if table.requests[request.slot] is not request:
+            raise RuntimeError(f"request {request.rid} runs in slot {request.slot}, which is not its own")
+    lost = _lost_slots(running)
+    if lost:
+        raise RuntimeError(f"{len(lost)} request slots leaked: {lost[:8]}")
+    free = table.free_slots()
+    if len(set(free)) != len(free):
+        raise RuntimeError("a request slot is free twice")

@@ -1,0 +1,104 @@
+"""`Request`: one sequence from its arrival to its end, with everything that is needed to come back after it left the device.
+
+Knows no tensor and no page: while a request runs, its counters live by slot in `frame.core.scheduling.request_slots`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.interfaces.batch import PromptLogprobs
+from frame.core.interfaces.cache import Match
+from frame.core.interfaces.sampling import Grammar
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Finish
+
+if TYPE_CHECKING:
+    from frame.core.scheduling.grammar_masks import GrammarState
+
+# Prefixes of `Finish.error`, so that the HTTP side can tell a 503 and a 504 from a 400 without a second field.
+QUEUE_FULL = "queue full"
+TIMED_OUT = "deadline exceeded"
+NOT_FINITE = "the model's logits were not finite"
+
+
+def timed_out(seconds: float) -> Finish:
+    """The end of a request whose deadline has passed."""
+    return Finish("error", error=f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time")
+
+
+class RequestState(IntEnum):
+    """Where a request is."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Identity is the object; `index` is its place in the order of arrival.
+
+    `output` holds the committed tokens, up to date whenever a policy sees the request or the request is off the device.
+    `tokens` is prompt plus output as of the last admission or jump, int32. `max_total` and `min_total` count prompt and output together.
+    `match` is filled in for policies that need it, and is only good while the policy looks at it.
+    """
+
+    rid: str
+    prompt: np.ndarray  # int32 [prompt_len]
+    params: SamplingParams
+    seed: int
+    index: int
+    arrival: float  # seconds, monotonic
+    deadline: float  # seconds, monotonic
+    max_total: int
+    stop_ids: tuple[int, ...] = ()
+    priority: int = 0
+    namespace: str = ""
+    tenant: str = ""  # the owner of the namespace
+    grammar: Grammar | None = None
+    grammar_state: GrammarState | None = None
+    output: array[int] = field(default_factory=lambda: array("i"))
+    state: RequestState = RequestState.WAITING
+    slot: int = -1
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    unsent: list[int] = field(default_factory=list)  # the end of `output` that was not reported yet, since no step drew it
+    match: Match | None = None
+    handle: Any = None  # the locked end of the cached prefix, while running
+    cached_tokens: int = -1  # prompt tokens that came from the prefix cache at the first admission
+    is_reported: bool = False  # tokens of it were sent
+    retractions: int = 0
+    trace: str = ""  # W3C traceparent, where somebody traces
+    first_token: float = 0.0  # seconds, monotonic
+    admitted: float = 0.0  # seconds, monotonic; when it first came onto the device
+    segment: int = 0  # where a pair's second text begins
+    wants_prompt_logprobs: bool = False
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def prompt_len(self) -> int:
+        return int(self.prompt.shape[0])
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most output tokens that the request may have."""
+        return self.max_total - len(self.prompt)
+
+    def all_tokens(self) -> np.ndarray:
+        """Prompt and output so far, int32; the prompt itself when there is no output."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate((self.prompt, np.array(self.output, np.int32)))

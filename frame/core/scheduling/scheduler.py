@@ -1,0 +1,303 @@
+"""`Scheduler`: which tokens run next, and what becomes of them. The one object that the engine's loop talks to about requests.
+
+Touches no device and no socket. Step N + 1 may be built before step N is committed: decode rows need no token on the host,
+and a row whose request turns out to have ended is ignored when its step is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.cache import PageAllocator, PrefixCache
+from frame.core.interfaces.sampling import Grammar
+from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.ipc.inflight_file import open_roster
+from frame.core.messages import Finish, FinishReason, Generate, Tokens
+from frame.core.scheduling.admission import Admission, SchedulerConfig
+from frame.core.scheduling.grammar_masks import GrammarCalls
+from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
+from frame.core.scheduling.jump_forward import JumpForward
+from frame.core.scheduling.kv_cache_manager import PageLedger
+from frame.core.scheduling.output_processor import StepOutcome
+from frame.core.scheduling.planner import Rows, StepPlanner
+from frame.core.scheduling.request import QUEUE_FULL, Request, RequestState, timed_out
+from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
+from frame.core.scheduling.running import InFlight, RunningSet
+from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
+from frame.core.tenants import TenantUsage
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+log = logging.getLogger(__name__)
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over a paged, prefix-cached KV pool.
+
+    `next_batch` and `commit` alternate; with `config.overlap` one batch may be built while another is in flight, and commits come
+    in the order of the batches. `clock` gives seconds, monotonic; `on_finish` is told of every request that ends, once.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        allocator: PageAllocator,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float] = time.monotonic,
+        on_finish: Callable[[Request, Finish], None] | None = None,
+    ) -> None:
+        table = RequestTable(config.max_running, config.max_pages)
+        self.config = config
+        self._clock = clock
+        self._on_finish = on_finish
+        self._requests: dict[str, Request] = {}
+        self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
+        self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
+        self._deadlines = Deadlines()
+        self._admission = Admission(config)
+        self._planner = StepPlanner(config, self._running, self._queue, policy)
+        self._grammars = GrammarCalls(config.vocab_size)
+        self._outcome = StepOutcome(self._running, self._end_running, clock, self._grammars)
+        self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
+        self._ended: list[tuple[str, Finish]] = []
+        self._step = 0
+        self._num_prompt_tokens = 0
+
+    # requests -----------------------------------------------------------------------------------------------------------
+
+    def add(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
+        """Queue a request; a `Finish` says why it is refused (its error starts with `QUEUE_FULL` when it may be tried again). `arrival`:
+        when the engine received it, on the clock, where that was not just now; its deadline runs from there."""
+        if message.rid in self._requests:
+            return Finish("error", error=f"request id {message.rid} is in use; choose another")
+        if len(self._queue) >= self.config.max_queued:
+            return Finish("error", error=f"{QUEUE_FULL}: {len(self._queue)} requests are waiting; try again later")
+        request = self._admission.accept(message, self._clock() if arrival is None else arrival, self._jumps.watch(grammar, message.params))
+        if isinstance(request, Finish):
+            return request
+        self._requests[request.rid] = request
+        self._queue.usage.arrive(request.tenant)
+        self._queue.push(request)
+        self._deadlines.watch(request, len(self._requests))
+        self._num_prompt_tokens += request.prompt_len
+        return None
+
+    def abort(self, rids: Sequence[str] = (), reason: FinishReason = "abort") -> None:
+        """End these requests, in whatever state (all, when empty); unknown ones are no error."""
+        for rid in rids or list(self._requests):
+            request = self._requests.get(rid)
+            if request is not None:
+                self._end(request, Finish(reason))
+
+    def drain_outputs(self) -> Tokens | None:
+        """The requests that ended outside of a step (aborts, deadlines) since the last call."""
+        if not self._ended:
+            return None
+        ended, self._ended = self._ended, []
+        return Tokens(
+            rids=[rid for rid, _ in ended],
+            token_ids=[[] for _ in ended],
+            finishes={i: finish for i, (_, finish) in enumerate(ended)},
+        )
+
+    def close(self) -> None:
+        """End the threads that call grammars."""
+        self._grammars.close()
+
+    # steps --------------------------------------------------------------------------------------------------------------
+
+    def next_batch(self, now: float | None = None) -> ScheduledBatch | None:
+        """The next step, or None when nothing can run (until a step in flight is committed, or something is added)."""
+        now = self._clock() if now is None else now
+        if len(self._running.in_flight) > self.config.overlap:
+            raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
+        for request in self._deadlines.expired(now):
+            self._end(request, timed_out(request.deadline - request.arrival))
+        self._settle_grammars()
+        rows = self._planner.plan(self._step, now)
+        if not rows:
+            return None
+        batch, record = self._assemble(rows)
+        self._running.in_flight.append(record)
+        self._stop_grammars()
+        self._step += 1
+        return batch
+
+    def mask(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """The mask of a batch whose `mask_follows`; all steps before it must be committed."""
+        mask = self._masks(batch.slots[batch.samples])
+        self._stop_grammars()
+        return mask
+
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> Tokens:
+        """Take in the tokens of the oldest step in flight. Rows whose request has left since are ignored."""
+        record = self._running.begin_commit(batch.step)
+        tokens = self._outcome.apply(record, result)
+        self._running.end_commit(record)
+        self._stop_grammars()
+        return tokens
+
+    def fail(self, batch: ScheduledBatch, error: str) -> Tokens:
+        """The oldest step in flight raised: end all its requests with `error`, and keep nothing of what it computed."""
+        record = self._running.begin_commit(batch.step)
+        alive = self._running.table.arrays.epoch[record.slots] == record.epochs
+        slots = {*record.slots[alive].tolist(), *(setup.slot for setup in batch.setups)}  # a lost setup ends its request too
+        requests = [request for slot in sorted(slots) if (request := self._running.table.requests[slot]) is not None]
+        finish = Finish("error", error=error)
+        for request in requests:
+            self._end_running(request, finish, False)
+        self._running.end_commit(record)
+        self._running.ledger.write_again(batch.new_pages[:, 0])
+        finishes = dict.fromkeys(range(len(requests)), finish)
+        return Tokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests], finishes=finishes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs, is in flight, or is left to be reported."""
+        return not (self._requests or self._running.in_flight or self._ended)
+
+    def publish_roster(self, path: Path) -> None:
+        """Keep a roster of the running requests in a file, from now on. Where there is no room for it, there is none."""
+        try:
+            self._running.table.roster = open_roster(path, self.config.max_running)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            log.warning("no roster of running requests is kept: %s; if the engine dies all requests are counted", error)
+
+    # upkeep -------------------------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes that no running request uses. -> pages freed."""
+        ledger = self._running.ledger
+        pages = ledger.cache.reset()
+        ledger.allocator.free(pages)
+        return len(pages)
+
+    def outline_cache(self, limit: int) -> dict[str, Any]:
+        """What the prefix cache holds, for display: its latest runs (`CachedRun` as plain data)."""
+        return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.ledger.cache.outline(limit)]}
+
+    def load(self) -> dict[str, int]:
+        """Gauges and counters, named as in `Heartbeat`. Counters count from the start."""
+        ledger = self._running.ledger
+        total, evictable = self.config.num_pages - 1, ledger.cache.num_evictable
+        return {
+            "running": len(self._running),
+            "waiting": len(self._queue) + len(self._grammars),
+            "used_pages": total - ledger.allocator.num_free - evictable,
+            "total_pages": total,
+            "evictable_pages": evictable,
+            "retracted": self._planner.num_retracted,
+            "cached_tokens": self._planner.num_cached_tokens,
+            "prompt_tokens": self._num_prompt_tokens,
+            "generated_tokens": self._outcome.num_generated,
+            "jumped_tokens": self._jumps.num_tokens,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every page, lock and slot is accounted for."""
+        check_accounts(self._running)
+
+    def audit(self) -> Iterator[None]:
+        """`check_integrity` a part at a time, each a millisecond or so. A round is void when anything has changed since its start."""
+        return audit_accounts(self._running)
+
+    def repair(self) -> list[str]:
+        """Put right what `check_integrity` finds; one sentence for each thing that was done."""
+        return repair_accounts(self._running)
+
+    # inside -------------------------------------------------------------------------------------------------------------
+
+    def _assemble(self, rows: Rows) -> tuple[ScheduledBatch, InFlight]:
+        """The arrays of a step, and the record of it that stays until its commit."""
+        running, a = self._running, self._running.table.arrays
+        slots, num_decodes = rows.decodes, len(rows.decodes)
+        num_computed = a.computed[slots] - 1
+        num_scheduled = np.ones(num_decodes, np.int32)
+        samples = np.ones(num_decodes, np.bool_)
+        token_ids, prompt_logprobs, cached = _NO_TOKENS, None, None
+        if rows.chunks:
+            slots = np.concatenate((slots, [request.slot for request, _, _ in rows.chunks]))
+            num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in rows.chunks], np.int32)))
+            num_scheduled = np.concatenate((num_scheduled, np.array([count for _, _, count in rows.chunks], np.int32)))
+            ends = [start + count == len(request.tokens) for request, start, count in rows.chunks]
+            samples = np.concatenate((samples, np.array(ends, np.bool_)))
+            token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in rows.chunks])
+            asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
+            prompt_logprobs = asks if asks.any() else None
+            rereads = a.num_shared[slots] * self.config.page_size > num_computed
+            cached = rereads if rereads.any() else None
+        # what a grammar allows depends on its last token, which a step in flight may be about to yield
+        waits = bool(running.in_flight) and bool((a.special[slots[samples]] & GRAMMAR).any())
+        batch = ScheduledBatch(
+            step=self._step,
+            num_decodes=num_decodes,
+            slots=slots.astype(np.int32),
+            num_computed=num_computed,
+            num_scheduled=num_scheduled,
+            token_ids=token_ids,
+            samples=samples,
+            new_pages=running.ledger.take_writes(),
+            setups=running.take_setups(),
+            released=running.take_released(),
+            prompt_logprobs=prompt_logprobs,
+            cached=cached,
+            grammar_mask=None if waits else self._masks(slots[samples]),
+            mask_follows=waits,
+        )
+        return batch, InFlight(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
+
+    def _masks(self, slots: np.ndarray) -> np.ndarray | None:
+        table = self._running.table
+        if not table.num_grammars:
+            return None
+        mask = self._grammars.fill(table, slots)
+        self._jumps.apply(slots)
+        return mask
+
+    def _stop_grammars(self) -> None:
+        """Take requests off the device whose grammars are slow, until their masks are made. Their rows in the step in flight are void, as
+        those of requests that ended."""
+        for request in self._grammars.take_stopped():
+            if request.state == RequestState.RUNNING:
+                self._running.leave(request, keep=True, state=RequestState.WAITING)
+                self._grammars.hold(request)
+
+    def _settle_grammars(self) -> None:
+        """Let held requests go on, or end."""
+        for request, finish in self._grammars.settle():
+            self._queue.push_front(request)
+            if finish is not None:
+                self._end(request, finish)
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        """End a request outside of a step."""
+        if request.state == RequestState.WAITING:
+            if not self._grammars.drop(request):
+                self._queue.remove(request)
+            request.state = RequestState.FINISHED
+            self._forget(request, finish)
+        else:
+            self._end_running(request, finish, True)
+        self._ended.append((request.rid, finish))
+
+    def _end_running(self, request: Request, finish: Finish, keep: bool) -> None:
+        self._running.leave(request, keep=keep, state=RequestState.FINISHED)
+        self._forget(request, finish)
+
+    def _forget(self, request: Request, finish: Finish) -> None:
+        del self._requests[request.rid]
+        self._queue.usage.leave(request.tenant)
+        if self._on_finish is not None:
+            self._on_finish(request, finish)

@@ -1,0 +1,1 @@
+"""Text: tokenizing, detokenizing and chat templates."""

@@ -1,0 +1,292 @@
+"""Text to token ids and back, over the `tokenizers` library; no torch, and transformers only for a folder without tokenizer.json.
+
+Thread-safe: encoding releases the GIL, so a thread pool scales. Knows no request; incremental decoding is in
+`frame.core.text.incremental_decoder`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from frame.core.errors import CheckpointError
+from frame.core.loading.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
+from frame.core.text.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, find_template, read_template
+from frame.core.text.python_tokenizer import PythonTokenizer
+from frame.core.text.text_bounds import TextBounds, in_groups, longest_token
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+    from frame.core.interfaces.sampling_params import SamplingParams
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SHORT = 1024  # characters of a text that is tokenized sooner than the interpreter's lock is released and taken
+
+Input = Sequence[str]  # one text, or the two of a pair
+Encoded = tuple[list[int], int]  # token ids, and where a pair's second text begins for models that tell (0: nowhere)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. `eos_token_ids` are those that end an answer (generation_config.json, else the eos token)."""
+
+    def __init__(
+        self, backend: Backend, config: dict[str, Any] | None = None, template: str | None = None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.backend = backend
+        self._config = config or {}
+        self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(self._config.get(name))) is not None}
+        self._template = ChatTemplate(template, self.special_tokens) if template else None
+        eos = self.token_id(self.special_tokens.get("eos_token", ""))
+        self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
+        self._leading = self._missing_bos()
+
+    @classmethod
+    def load(cls, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's; `trust_remote_code` lets Python code of the
+        folder run. Raises ConfigurationError."""
+        folder = Path(path)
+        config = read_settings(folder)
+        template = read_template(chat_template) if chat_template else find_template(folder, config)
+        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        eos_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
+        return cls(_load_backend(folder, trust_remote_code), config, template, eos_ids)
+
+    def describe(self) -> dict[str, Any]:
+        """The contents of `tokenizer_config.json`, with the chat template that is in use."""
+        template = {} if self._template is None else {"chat_template": self._template.source}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **template}
+
+    # encode --------------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids. Raises TextTooLongError for a long text of more than `most` tokens, before it is tokenized whole."""
+        if most is not None:
+            self.bounds.check(text, most)
+        if len(text) <= SHORT:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # the library holds the interpreter's lock over one text, and not over a list of one
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return [*self._leading, *ids] if add_special_tokens and self._leading else ids
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        lead = self._leading if add_special_tokens else []
+        return [[*lead, *encoding.ids] for encoding in encodings]
+
+    def encode_inputs(
+        self, inputs: Sequence[Input], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
+    ) -> list[Encoded]:
+        """Texts, or pairs of texts that are read together, with their special tokens; those of more than `longest` tokens are cut at
+        the end, before the special tokens that close them. Raises TextTooLongError for a long text of more than `most` tokens."""
+        if most is not None:
+            for one in inputs:
+                for text in one:
+                    self.bounds.check(text, most)
+        if longest is not None:
+            inputs = [[self.bounds.cut(text, longest) for text in one] for one in inputs]
+        each: list[Any] = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
+        lead = self._leading if add_special_tokens else []
+        found = []
+        for group in in_groups(each):
+            for encoding in self.backend.encode_batch_fast(group, add_special_tokens=add_special_tokens):
+                ids, types = [*lead, *encoding.ids], encoding.type_ids
+                if longest is not None and len(ids) > longest:
+                    closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
+                    ids = [*ids[: max(0, longest - closing)], *ids[len(ids) - closing :]] if closing < longest else ids[:longest]
+                second = types.index(1) + len(lead) if 1 in types else 0
+                found.append((ids, second if second < len(ids) else 0))
+        return found
+
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        arguments: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of a conversation. Raises ChatTemplateError with a sentence for the client."""
+        arguments = dict(arguments or {})
+        source = arguments.pop(TEMPLATE, None)
+        template = self._template if source is None else self._template_of(source)
+        if template is None:
+            raise ChatTemplateError("this model has no chat template; give one with --chat-template, or use /v1/completions")
+        return template.render(messages, tools, add_generation_prompt, arguments)
+
+    def _template_of(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self.special_tokens)
+        except (CheckpointError, RecursionError) as error:
+            raise ChatTemplateError(f"chat_template does not compile: {error.__cause__ or error}") from None
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        arguments: dict[str, Any] | None = None,
+        most: int | None = None,
+    ) -> list[int]:
+        """A conversation as token ids; the template writes the special tokens itself, unless `arguments` has `add_special_tokens`. Raises
+        TextTooLongError as `encode` does."""
+        arguments = dict(arguments or {})
+        special = bool(arguments.pop("add_special_tokens", False))
+        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=special, most=most)
+
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with `bad_words` as token ids, each word both at a text's start and after a space."""
+        texts = [lead + word.lstrip() for word in params.bad_words for lead in ("", " ")]
+        spellings = {tuple(ids) for ids in self.encode_batch(texts, False)}
+        return msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(filter(None, spellings))))
+
+    # decode --------------------------------------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if len(token_ids) <= SHORT:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]  # without the interpreter's lock
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text, as logprobs show it."""
+        return self.pieces[token_id].decode("utf-8", "replace") if self.pieces is not None else self.decode([token_id], False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id] if self.pieces is not None else self.decode([token_id], False).encode()
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is Python code, of which no description exists."""
+        return isinstance(self.backend, PythonTokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def token_id(self, text: str) -> int | None:
+        return self.backend.token_to_id(text)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows; the model's own vocabulary may be padded beyond."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def _description(self) -> tuple[str | None, int | None]:
+        """The decoder's type, and the most characters that a token covers. Reading it takes a while for a large vocabulary."""
+        spec = json.loads(self.backend.to_str())
+        return (spec.get("decoder") or {}).get("type"), longest_token(spec)
+
+    @cached_property
+    def bounds(self) -> TextBounds:
+        """What is known of a text's tokens before it is tokenized."""
+        return TextBounds(self.backend, self._description[1])
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @cached_property
+    def pieces(self) -> list[bytes] | None:
+        """Each id's bytes, when the decoder is the byte-level one, for which the text of a sequence is the text of its joined bytes;
+        None for any other decoder."""
+        if self._description[0] != "ByteLevel":
+            return None
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values(), default=-1) + 1)
+        for text, i in vocab.items():
+            table[i] = _piece(text)
+        return table
+
+    def _missing_bos(self) -> list[int]:
+        """The bos token, when the configuration wants it first and tokenizer.json does not put it there."""
+        bos = self.token_id(self.special_tokens.get("bos_token", ""))
+        if bos is None or self._config.get("add_bos_token") is not True:
+            return []
+        return [] if self.backend.encode("a").ids[:1] == [bos] else [bos]
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (Radford et al. 2019): printable bytes stand for themselves, the rest for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+
+
+_BYTES = _bytes_of_characters()
+
+
+def _piece(text: str) -> bytes:
+    try:
+        return bytes([_BYTES[character] for character in text])
+    except KeyError:  # an added token with a character that stands for no byte is its own text
+        return text.encode()
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """A folder's `tokenizer_config.json`; empty where there is none. Raises CheckpointError where it is no JSON."""
+    return _read_json(folder / "tokenizer_config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch the file again") from error
+    return content
+
+
+def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
+    if not trust_remote_code:
+        check_tokenizer_code(folder)
+    elif (code := find_tokenizer_code(folder)) is not None:
+        return _run_code(folder, *code, trust_remote_code)
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            return _plain(Backend.from_file(str(file)))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} cannot be read: {error}; fetch the file again") from error
+    try:
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(str(folder), use_fast=True, local_files_only=True, trust_remote_code=trust_remote_code)
+        return slow.backend_tokenizer
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({' '.join(str(error).split())}); "
+            "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
+        ) from error
+
+
+def _run_code(folder: Path, kind: str, reference: str, trust_remote_code: bool) -> Backend:
+    """The tokenizer that the folder's own class makes, or that its processor holds."""
+    own = load_class(folder if trust_remote_code else None, "tokenizer", reference)
+    try:
+        made = own.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the code raises
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{folder}: its own tokenizer ({reference}) cannot be made ({cause})") from error
+    if kind == "AutoProcessor":
+        made = made.tokenizer
+    backend = getattr(made, "backend_tokenizer", None)
+    return _plain(backend) if backend is not None else cast("Backend", PythonTokenizer(made))
+
+
+def _plain(backend: Backend) -> Backend:
+    """Without padding and truncation, which files of embedding models ask for: both are for batches of one length."""
+    backend.no_padding()
+    backend.no_truncation()
+    return backend

@@ -1,0 +1,69 @@
+"""What a configuration became, setting by setting: value, source, reason, and the plugins that were turned down. For display: secrets are
+hidden. Knows no command and no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from frame.core.config.resolve import pinned
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import FrameConfig
+from frame.entrypoints.configuration.flat_settings import by_key
+from frame.entrypoints.configuration.sources import LoadedConfig
+
+SECRETS = ("server.api_key", "server.admin_key")
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """`value` as YAML. `reason` is empty where the user left nothing open; `rejected` maps plugin names to the reasons against them."""
+
+    key: str
+    value: str
+    source: str
+    reason: str = ""
+    rejected: dict[str, list[str]] = field(default_factory=dict)
+
+
+def explain(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> Explained:
+    """One setting; without `resolved`, only what the user said."""
+    shown = as_yaml(value_of(pinned(resolved) if resolved else loaded.config, key))
+    if key in SECRETS and shown != "null":
+        shown = "***"
+    reason = (resolved.reasons.get(key) or "") if resolved else ""
+    return Explained(key, shown, loaded.source(key), reason, resolved.rejected.get(key, {}) if resolved else {})
+
+
+def explain_all(loaded: LoadedConfig, resolved: Resolved) -> list[Explained]:
+    """Every setting, in the order of the schema, each plugin's options after the table of options."""
+    found = [explain(key, loaded, resolved) for key in by_key()]
+    return found + list(options(loaded, resolved))
+
+
+def options(loaded: LoadedConfig, resolved: Resolved) -> Iterator[Explained]:
+    """The options of the chosen plugins."""
+    for kind, choices in sorted(resolved.plugins.items()):
+        for choice in choices:
+            for name, value in choice.options.items():
+                key = f"plugins.options.{kind}/{choice.name}.{name}"
+                yield Explained(key, as_yaml(value), loaded.source(key))
+
+
+def value_of(config: FrameConfig, key: str) -> Any:
+    """The value of a setting by its key."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def as_yaml(value: Any) -> str:
+    """A value in one line of YAML."""
+    if value is None:
+        return "null"
+    value = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()

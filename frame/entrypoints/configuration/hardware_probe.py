@@ -1,0 +1,126 @@
+"""Finds out what the machine offers, without importing torch: /proc and /sys for the CPU, NVML for GPUs. Decides nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from frame.core.config.hardware import BF16_FEATURES, Accelerator, Hardware
+from frame.core.execution.host_memory import measure_host_memory
+
+_CGROUP = Path("/sys/fs/cgroup")
+_NVML = "libnvidia-ml.so.1"
+_NAME_BYTES = 96
+
+
+class NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def probe(environ: Mapping[str, str] | None = None) -> Hardware:
+    """This machine. GPUs are listed when the driver shows them, CUDA_VISIBLE_DEVICES does not hide them, and torch can use them.
+    OMP_NUM_THREADS is the user's word on how many cores are ours: on a shared machine more threads than that only wait for each other."""
+    environ = os.environ if environ is None else environ
+    accelerators, note = _gpus(environ)
+    own = environ.get("OMP_NUM_THREADS", "")
+    cores = min(_cores(), int(own)) if own.isdigit() and int(own) else _cores()
+    memory, _ = measure_host_memory()
+    return Hardware(cpu_cores=cores, memory_bytes=memory, cpu_features=_cpu_features(), accelerators=accelerators, note=note)
+
+
+def _cores() -> int:
+    """Physical cores that this process may run on, and no more than its cgroup's quota."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = {_read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu) for cpu in usable}
+    quota = _read(_CGROUP / "cpu.max").split()
+    allowed = int(quota[0]) // int(quota[1]) if len(quota) == 2 and quota[0].isdigit() else len(siblings)
+    return max(1, min(len(siblings), allowed))
+
+
+def _cpu_features() -> frozenset[str]:
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    flags = set(match.group(1).split()) if match else set()
+    if {"sve", "svebf16"} <= flags:
+        flags.add("sve_bf16")
+    return frozenset(flags & {*BF16_FEATURES, "avx2", "avx512f"})
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Accelerator, ...], str]:
+    """GPUs, or none and why those that are there cannot be used."""
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return (), ""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in {"", "-1"}:
+        return (), "CUDA_VISIBLE_DEVICES hides all GPUs"
+    if _torch_is_cpu_only():
+        return (), "the installed torch is a CPU build; install the CUDA build to use the GPU"
+    try:
+        return nvml_devices(ctypes.CDLL(_NVML), visible), ""
+    except OSError as error:
+        return (), f"the NVIDIA driver does not answer: {error}"
+
+
+def _torch_is_cpu_only() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
+def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
+    """The GPUs that NVML (the loaded library) lists and CUDA_VISIBLE_DEVICES (`visible`, None: not set) leaves.
+    Raises OSError when the driver does not answer."""
+    _call(nvml.nvmlInit_v2)
+    try:
+        count = ctypes.c_uint()
+        _call(nvml.nvmlDeviceGetCount_v2, ctypes.byref(count))
+        found = [_nvml_device(nvml, index) for index in range(count.value)]
+    finally:
+        nvml.nvmlShutdown()
+    return tuple(accelerator for accelerator, _ in _visible(found, visible))
+
+
+def _nvml_device(nvml: Any, index: int) -> tuple[Accelerator, str]:
+    """A device and its UUID."""
+    handle, name, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.create_string_buffer(_NAME_BYTES)
+    major, minor, memory = ctypes.c_int(), ctypes.c_int(), NvmlMemory()
+    _call(nvml.nvmlDeviceGetHandleByIndex_v2, ctypes.c_uint(index), ctypes.byref(handle))
+    _call(nvml.nvmlDeviceGetName, handle, name, ctypes.c_uint(_NAME_BYTES))
+    _call(nvml.nvmlDeviceGetUUID, handle, uuid, ctypes.c_uint(_NAME_BYTES))
+    _call(nvml.nvmlDeviceGetCudaComputeCapability, handle, ctypes.byref(major), ctypes.byref(minor))
+    _call(nvml.nvmlDeviceGetMemoryInfo, handle, ctypes.byref(memory))
+    return Accelerator("cuda", name.value.decode(), (major.value, minor.value), int(memory.total)), uuid.value.decode()
+
+
+def _visible(found: list[tuple[Accelerator, str]], visible: str | None) -> list[tuple[Accelerator, str]]:
+    """Indices or the starts of UUIDs; like CUDA, everything after a bad entry is dropped."""
+    if visible is None:
+        return found
+    kept: list[tuple[Accelerator, str]] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        is_index = entry.isdigit() and int(entry) < len(found)
+        match = [found[int(entry)]] if is_index else [device for device in found if entry and device[1].startswith(entry)]
+        if len(match) != 1:
+            break
+        kept += match
+    return kept
+
+
+def _call(function: Callable[..., int], *arguments: object) -> None:
+    code = function(*arguments)
+    if code:
+        raise OSError(f"NVML error {code}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,66 @@
+"""The JSON Schema of configuration files, with the options of every installed plugin, for editors and validators. Reads records only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frame.core.config.schema import FrameConfig
+from frame.entrypoints.configuration.flat_settings import settings
+from frame.plugins.registry import Registry
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def config_schema(registry: Registry) -> dict[str, Any]:
+    """JSON Schema (2020-12) of a configuration file on this installation."""
+    schema = FrameConfig.model_json_schema()
+    definitions: dict[str, Any] = schema.setdefault("$defs", {})
+    _allow_auto(definitions)
+    _name_plugins(definitions, registry)
+    definitions["PluginsSection"]["properties"]["options"] = _options(definitions, registry)
+    return {"$schema": DIALECT, "title": "frame configuration", **{key: value for key, value in schema.items() if key != "title"}}
+
+
+def _allow_auto(definitions: dict[str, Any]) -> None:
+    """`auto` may be written wherever a value may be left to `resolve`."""
+    for setting in settings():
+        owner = _section(definitions, setting.path[0])["properties"][setting.path[1]]
+        owner.pop("flag", None)
+        if setting.is_open and "anyOf" in owner:
+            owner["anyOf"].append({"const": "auto"})
+
+
+def _name_plugins(definitions: dict[str, Any], registry: Registry) -> None:
+    """Editors complete installed plugins' names; others stay allowed, since a file may be for another machine."""
+    from frame.core.config.resolve_plugins import KEYS
+
+    for kind, key in KEYS.items():
+        section, _, name = key.partition(".")
+        owner = _section(definitions, section)["properties"][name]
+        names = [record.name for record in registry.records(kind)]
+        if names:
+            owner["examples"] = names
+
+
+def _options(definitions: dict[str, Any], registry: Registry) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for kind, records in registry.all_records().items():
+        for record in records:
+            if record.options is None:
+                properties[f"{kind}/{record.name}"] = {"type": "object", "maxProperties": 0, "description": record.summary}
+                continue
+            inner = record.options.model_json_schema(ref_template="#/$defs/{model}")
+            definitions.update(inner.pop("$defs", {}))
+            inner.setdefault("additionalProperties", False)
+            properties[f"{kind}/{record.name}"] = inner
+    return {
+        "type": "object",
+        "description": "Settings of plugins: `kind/name` -> that plugin's own keys.",
+        "properties": properties,
+        "additionalProperties": {"type": "object"},
+    }
+
+
+def _section(definitions: dict[str, Any], section: str) -> Any:
+    model = FrameConfig.model_fields[section].annotation
+    return definitions[model.__name__ if model is not None else section]

@@ -1,0 +1,103 @@
+"""From a configuration to a `Resolved` and the registry behind it: reads plugins, the checkpoint's facts and the machine, then resolves.
+
+The one place where the pure solver meets the world; loads no plugin and no weight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from frame.core.config.hardware import Hardware
+from frame.core.config.resolve import resolve
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import FrameConfig
+from frame.core.config.selection import UnknownPluginError
+from frame.core.errors import ConfigError, PluginError
+from frame.core.interfaces.model import ModelCapabilities
+from frame.core.loading.model_config import find_model, read_facts
+from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
+from frame.core.text.chat_template import ChatTemplate, find_template, read_template
+from frame.core.text.tokenizer import read_settings
+from frame.entrypoints.configuration.hardware_probe import probe
+from frame.entrypoints.http.protocol.origin import read_cors
+from frame.entrypoints.keys import check_exposure
+from frame.entrypoints.moderation import read_policy
+from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
+from frame.plugins.registry import Registry
+
+__all__ = ["Prepared", "prepare", "registry_of"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What every process of a start needs: the resolved configuration and the plugins it was resolved from. `sources` says where
+    the user's values came from, for display."""
+
+    resolved: Resolved
+    registry: Registry
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False) -> Prepared:
+    """Resolve `config` on this machine; `is_served`: HTTP and text processes run beside the engine.
+
+    Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user.
+    """
+    if is_served:
+        check_exposure(config.server)
+        read_cors(config.server)  # wrong origins end the start
+    if OWN_DISTRIBUTION in config.plugins.deny:
+        raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; leave it out")
+    registry = registry_of(config)
+    for broken in registry.broken:
+        _log.warning("plugin not read: %s", broken)
+    for name in registry.unmatched:
+        _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
+    facts = replace(read_facts(config.model.path), chat_template=_chat_template(config))
+    read_policy(config.text.moderation_policy)
+    if config.text.score_prompt is not None:
+        from frame.entrypoints.relevance import read_score_prompt  # imports numpy, which nothing else here needs
+
+        read_score_prompt(config.text.score_prompt)
+    try:
+        resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), facts, registry.all_records())
+    except UnknownPluginError as error:
+        registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
+        raise PluginError(str(error)) from None
+    _check_code(resolved, registry)
+    return Prepared(resolved, registry)
+
+
+def _check_code(resolved: Resolved, registry: Registry) -> None:
+    """Raise CheckpointError where the checkpoint cannot be served without its Python code, which may not run. Runs none."""
+    if resolved.user.model.trust_remote_code:
+        return
+    if resolved.tokenizer_path is not None:
+        check_tokenizer_code(Path(resolved.tokenizer_path))
+    capabilities = registry.get("model", resolved.choice("model").name).capabilities
+    if isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None:
+        check_model_code(resolved.facts, resolved.model_path)
+
+
+def _chat_template(config: FrameConfig) -> str:
+    """The chat template's source; nothing where there is none. Raises ConfigurationError where it cannot be read or is no template."""
+    if config.model.skip_tokenizer_init:
+        return ""
+    folder = find_model(config.model.tokenizer or config.model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.tokenizer {config.model.tokenizer!r} is no folder; give one that holds a tokenizer.json")
+    named = config.text.chat_template
+    source = read_template(named) if named else find_template(folder, read_settings(folder))
+    if source:
+        ChatTemplate(source)
+    return source or ""
+
+
+def registry_of(config: FrameConfig) -> Registry:
+    """The plugins that `config` lets in."""
+    return load_registry(allow=config.plugins.allow, deny=config.plugins.deny)

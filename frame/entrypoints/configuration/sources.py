@@ -1,0 +1,282 @@
+"""Makes a `FrameConfig` of its sources, flag > environment > file > default, and remembers where each value came from.
+
+Values go straight into the schema, never through a command line; unknown keys and wrong types are errors that name the place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigError, did_you_mean
+from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, by_key, by_keyword
+from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain, read_yaml
+
+__all__ = ["ConfigError", "LoadedConfig", "from_keywords", "load_config"]
+
+ENV_PREFIX = "FRAME_"
+ENV_CONFIG = "FRAME_CONFIG"
+EVERY_KEY = "`frame config show` lists every key"
+
+Path = tuple[str, ...]  # ("cache", "page_size"), ("plugins", "options", "attention_backend/x", "splits")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration and the source of each value that is no default: `cache.page_size` -> "frame.yaml:3", "flag --page-size" …"""
+
+    config: FrameConfig
+    sources: Mapping[str, str] = field(default_factory=dict)
+    reread: Callable[[], LoadedConfig] | None = None  # the same sources as they are now; raises ConfigError
+
+    def source(self, key: str) -> str:
+        """Where the value of `key` came from; "default" when nobody set it."""
+        return self.sources.get(key, "default")
+
+
+def load_config(
+    file: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> LoadedConfig:
+    """The configuration of a command. `file` (else FRAME_CONFIG) is a YAML file; `flags` maps flag names without dashes in front
+    to their values (None: not given; text is parsed by the setting's type); `sets` are `key=value` texts, stronger than flags.
+    Raises ConfigError that names file and line, variable or flag."""
+    environ = os.environ if environ is None else environ
+    layers = _Layers()
+    path = file or environ.get(ENV_CONFIG)
+    if path:
+        layers.add_all(_from_mapping(read_yaml(path)))
+    layers.add_all(_from_environment(environ))
+    layers.add_all(_from_flags(flags or {}))
+    layers.add_all(_from_sets(sets))
+    return replace(layers.build(), reread=partial(load_config, file, flags, sets, environ))
+
+
+def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) -> LoadedConfig:
+    """The configuration of `Engine(...)`: flags in underscore form (`tp=2`), `section_field` (`cache_page_size=16`), `"section.field"`,
+    whole sections as dicts (`cache={"page_size": 16}`), and `config="file.yaml"`; environment and file count as everywhere."""
+    environ = os.environ if environ is None else environ
+    layers = _Layers()
+    path = keywords.pop("config", None) or environ.get(ENV_CONFIG)
+    if path:
+        layers.add_all(_from_mapping(read_yaml(str(path))))
+    layers.add_all(_from_environment(environ))
+    seen: dict[Path, str] = {}
+    for key, value, source in _from_python(keywords):
+        if key in seen:
+            raise ConfigError(f"{'.'.join(key)} is given twice: {seen[key]} and {source}; keep one.")
+        seen[key] = source
+        layers.add(key, value, source)
+    return layers.build()
+
+
+class _Layers:
+    """Values by path; later ones replace earlier ones."""
+
+    def __init__(self) -> None:
+        self.values: dict[Path, Any] = {}
+        self.sources: dict[str, str] = {}
+
+    def add_all(self, items: Iterator[tuple[Path, Any, str]]) -> None:
+        for key, value, source in items:
+            self.add(key, value, source)
+
+    def add(self, key: Path, value: Any, source: str) -> None:
+        self.values[key] = value
+        self.sources[".".join(key)] = source
+
+    def build(self) -> LoadedConfig:
+        tree: dict[str, Any] = {}
+        for (*parents, last), value in self.values.items():
+            here = tree
+            for name in parents:
+                here = here.setdefault(name, {})
+            here.setdefault(last, {}) if value == {} else here.__setitem__(last, value)
+        try:
+            config = FrameConfig.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError("\n".join(self._sentence(part) for part in error.errors())) from None
+        return LoadedConfig(config, self.sources)
+
+    def _sentence(self, error: Any) -> str:
+        loc = [str(part) for part in error["loc"]]
+        key = ".".join(loc[:2])
+        source = next((s for k, s in self.sources.items() if k == key or k.startswith(key + ".")), "default")
+        _, _, asked = error["msg"].partition(" should ")
+        said = asked.partition(", unable to")[0].replace("a valid tuple", "a list") or "be " + error["msg"].removeprefix("Value error, ")
+        return f"{source}: {key} is {error['input']!r}; it should {said}."
+
+
+def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
+    """A file's sections, every key checked against the schema."""
+    known = by_key()
+    sections = {key.partition(".")[0] for key in known}
+    for section, inside in root.value.items():
+        if section not in sections:
+            if section in known:
+                outer, _, inner = section.partition(".")
+                raise ConfigError(f"{inside.place}: {section} is written in one word; write {outer}: {{{inner}: …}}.")
+            hint = did_you_mean(section, [*sections, *(s.key for s in known.values())])
+            owner = next((s.key for s in known.values() if section in (s.path[1], s.keywords[0])), None)
+            remedy = f"; it belongs into a section: {owner}" if owner else hint or f"; sections: {', '.join(sorted(sections))}"
+            raise ConfigError(f"{inside.place}: unknown section {section!r}{remedy.rstrip('?')}{'?' if remedy.endswith('?') else '.'}")
+        if inside.value is None:
+            continue
+        if not isinstance(inside.value, dict):
+            remedy = f"; write {section}: {{path: {inside.value}}}" if section == "model" and isinstance(inside.value, str) else ""
+            raise ConfigError(f"{inside.place}: {section} is a section and holds settings, not {inside.value!r}{remedy}.")
+        for name, located in inside.value.items():
+            setting = _known(f"{section}.{name}", known, located.place)
+            if setting.path == OPTIONS_KEY:
+                yield from _options(located)
+            else:
+                yield setting.path, _typed(setting, plain(located), located.place), located.place
+
+
+def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
+    """`plugins.options`: plugin -> key -> value; kept apart by key, so that another source can replace one of them."""
+    if not isinstance(located.value, dict):
+        raise ConfigError(f"{located.place}: plugins.options maps `kind/name` to that plugin's settings, it is not {located.value!r}.")
+    for plugin, inside in located.value.items():
+        if not isinstance(inside.value, dict):
+            raise ConfigError(f"{inside.place}: plugins.options.{plugin} holds that plugin's settings, not {inside.value!r}.")
+        yield (*OPTIONS_KEY, plugin), {}, inside.place
+        for key, value in inside.value.items():
+            yield (*OPTIONS_KEY, plugin, key), plain(value), value.place
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, str]]:
+    """`FRAME_SECTION__FIELD`; names without the double underscore are not settings."""
+    known = by_key()
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or "__" not in name:
+            continue
+        source = f"environment {variable}"
+        section, _, rest = name.lower().partition("__")
+        key = f"{section}.{rest}"
+        if key not in known:
+            near = did_you_mean(key, known)
+            spelt = f"; did you mean {_variable(near.split(chr(39))[1])}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
+            raise ConfigError(f"The environment variable {variable} names no setting{spelt}")
+        yield from _from_text(known[key], environ[variable], source)
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "__").upper()
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
+    known = {setting.flag: setting for setting in by_key().values()}
+    given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for name, value in given.items():
+        source = f"flag --{name}"
+        if name in ALIASES:
+            key, meaning, _ = ALIASES[name]
+            setting = by_key()[key]
+            if value is True and given.get(setting.flag, meaning) != meaning:
+                raise ConfigError(f"--{name} and --{setting.flag} {given[setting.flag]} contradict each other; keep one.")
+            if value is True:
+                yield setting.path, meaning, source
+        elif name in known:
+            setting = known[name]
+            source = f"flag --no-{name}" if value is False else source
+            yield from (_from_text(setting, value, source) if isinstance(value, str) else ((setting.path, value, source),))
+        else:
+            raise ConfigError(f"Unknown flag --{name}{did_you_mean(name, [*known, *ALIASES]) or '.'}")
+
+
+def _from_sets(sets: Sequence[str]) -> Iterator[tuple[Path, Any, str]]:
+    """`--set key=value`; also plugins' own settings: `plugins.options.attention_backend/x.splits=4`."""
+    known = by_key()
+    options = ".".join(OPTIONS_KEY) + "."
+    for text in sets:
+        key, sign, value = text.partition("=")
+        source = f"flag --set {key}"
+        if not sign:
+            raise ConfigError(f"--set {text} has no value; write --set key=value.")
+        if key.startswith(options):
+            plugin, _, name = key.removeprefix(options).rpartition(".")
+            if "/" not in plugin or not name:
+                raise ConfigError(f"--set {key}: write plugins.options.KIND/NAME.KEY=value.")
+            yield (*OPTIONS_KEY, plugin, name), plain(parse_yaml(value, source)), source
+        else:
+            yield from _from_text(_known(key, known, source), value, source)
+
+
+def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
+    known, short = by_key(), by_keyword()
+    sections = {key.partition(".")[0] for key in known}
+    for name, value in keywords.items():
+        source = f"keyword {name}"
+        if name in sections and isinstance(value, Mapping):
+            yield from _from_mapping(Located({name: _located(value, source)}, source))
+        elif name in known or name in short:
+            setting = known.get(name) or short[name]
+            if setting.path == OPTIONS_KEY:
+                yield from _options(_located(value, source))
+            else:
+                yield setting.path, _typed(setting, value, source), source
+        elif (flag := name.replace("_", "-")) in ALIASES:
+            key, meaning, _ = ALIASES[flag]
+            if value:
+                yield known[key].path, meaning, source
+        else:
+            raise ConfigError(f"Unknown keyword {name!r}{did_you_mean(name, [*short, *sections, 'disable_radix_cache']) or '.'}")
+
+
+def _located(value: Any, place: str) -> Located:
+    if isinstance(value, Mapping):
+        return Located({str(key): _located(inner, place) for key, inner in value.items()}, place)
+    return Located(value, place)
+
+
+def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path, Any, str]]:
+    """A value that arrived as text, in the setting's own type."""
+    if setting.path == OPTIONS_KEY:
+        yield from _options(_replace_place(parse_yaml(text, source), source))
+    elif setting.shape == "list":
+        is_flow = text.strip().startswith("[")
+        parts = plain(parse_yaml(text, source)) if is_flow else [part.strip() for part in text.split(",") if part.strip()]
+        yield setting.path, parts, source
+    elif text == "" and setting.is_optional:
+        yield setting.path, None, source
+    else:
+        yield setting.path, text, source
+
+
+def _replace_place(located: Located, place: str) -> Located:
+    value = located.value
+    return Located({k: _replace_place(v, place) for k, v in value.items()} if isinstance(value, dict) else value, place)
+
+
+def _known(key: str, known: Mapping[str, Setting], place: str) -> Setting:
+    if key not in known:
+        section, _, name = key.partition(".")
+        inside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
+        elsewhere = next((other for other in known if other.partition(".")[2] == name), None)
+        outer = key.rpartition(".")[0]
+        hint = (
+            (f"; did you mean {outer}?" if outer in known else "")
+            or did_you_mean(name, inside)
+            or (f"; did you mean {elsewhere}?" if elsewhere else "")
+            or did_you_mean(key, known)
+        )
+        raise ConfigError(f"{place}: unknown key {key!r}{hint or f'; {EVERY_KEY}.'}")
+    return known[key]
+
+
+def _typed(setting: Setting, value: Any, place: str) -> Any:
+    """Refuse a truth value where a number or a word is meant: pydantic would take `true` for 1."""
+    if isinstance(value, bool) and bool not in setting.accepts:
+        words = f"; it is one of {', '.join(setting.choices)}" if setting.choices else ""
+        raise ConfigError(f"{place}: {setting.key} is {str(value).lower()}; it is not a switch{words}. {setting.description}")
+    return value

@@ -1,0 +1,1 @@
+"""The engine's asyncio client: submits requests, routes their tokens, recovers them after a crash."""

@@ -1,0 +1,177 @@
+"""The Anthropic API: `/v1/messages` and `/v1/messages/count_tokens`, as chat requests in another dialect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import Finish
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
+from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, count_prompt
+from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
+from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
+from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+
+_messages_decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
+_count_decoder = msgspec.json.Decoder(CountTokensRequest, strict=False)
+_encode = msgspec.json.encode
+
+ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+               413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
+
+
+def _error_body(error: ApiError) -> bytes:
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_LENGTH else error.message  # clients look for these words
+    return _encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: " % name.encode() + _encode({"type": name, **fields}) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + _error_body(error) + b"\n\n"
+
+
+ERRORS = ErrorShape(_error_body, _error_event, b"request-id")
+
+
+async def messages(call: Call, services: Services) -> None:
+    """A message, as Anthropic."""
+    request = await call.json(_messages_decoder)
+    chat = request.chat()
+    answer = await begin_chat(call, services, chat, "msg_")
+    try:
+        response = MessageResponse(services, chat, answer)
+        if request.stream:
+            await services.stream(call, answer, response.write, lambda: b"")
+        else:
+            await services.complete(answer)
+            await call.respond_json(response.message())
+    finally:
+        services.client.abandon(answer)
+
+
+async def count_tokens(call: Call, services: Services) -> None:
+    """How many tokens a message's prompt has."""
+    request = await call.json(_count_decoder)
+    await call.respond_json({"input_tokens": await count_prompt(services, request.chat())})
+
+
+class MessageResponse:
+    """A message, whole or as events."""
+
+    def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
+        self._name = answer.rid
+        self._model = services.resolved.served_name
+        self._sequence = answer.sequences[0]
+        self._parser = answer_parsers(services, request, answer).get(0)
+        self._blocks = Blocks()
+        self._is_started = False
+
+    def message(self) -> dict[str, Any]:
+        """The whole message, once the answer is complete. Raises ApiError when it was cut off."""
+        self._blocks.read(self._sequence, self._parser, Silent())
+        finish = self._sequence.finish
+        if finish is not None and finish.reason == "abort":
+            raise _aborted()
+        content = [_content(block) for block in self._blocks.row]
+        return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
+
+    def write(self, sequence: Stream) -> bytes:
+        """The events of what is new."""
+        finish = sequence.finish
+        if finish is not None and finish.reason in ("error", "abort"):
+            return _error_event(failure(finish) if finish.reason == "error" else _aborted())
+        events = b"" if self._is_started else self._opening()
+        events += self._blocks.read(sequence, self._parser, EventWriter())
+        return events + self._closing(finish) if finish is not None else events
+
+    def _opening(self) -> bytes:
+        self._is_started = True
+        empty = {**self._head([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
+        return _event("message_start", message=empty) + _event("ping")
+
+    def _closing(self, finish: Finish) -> bytes:
+        usage = self._usage(self._sequence.num_tokens)
+        return _event("message_delta", delta=self._stop(finish), usage=usage) + _event("message_stop")
+
+    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._name, "type": "message", "role": "assistant", "model": self._model, "content": content}
+
+    def _stop(self, finish: Finish | None) -> dict[str, Any]:
+        matched = finish.matched if finish is not None else None
+        if finish is not None and finish.reason == "length":
+            reason = "max_tokens"
+        elif self._blocks.calls_tools:
+            reason = "tool_use"
+        else:
+            reason = "stop_sequence" if isinstance(matched, str) else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
+
+    def _usage(self, num_tokens: int) -> dict[str, int]:
+        """`input_tokens` are those that were computed; those from the prefix cache are counted apart."""
+        cached = self._sequence.cached
+        return {
+            "input_tokens": len(self._sequence.prompt) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": num_tokens,
+        }
+
+
+class EventWriter:
+    """Blocks as Anthropic's events."""
+
+    def opened(self, block: Block) -> bytes:
+        return _event("content_block_start", index=block.place, content_block=_empty(block))
+
+    def grown(self, block: Block, piece: str) -> bytes:
+        kind, name = DELTAS[block.kind]
+        return _event("content_block_delta", index=block.place, delta={"type": kind, name: piece})
+
+    def closed(self, block: Block) -> bytes:
+        return _event("content_block_stop", index=block.place)
+
+
+DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "tool_use", "id": f"toolu_{block.call_id.removeprefix('call_')}", "name": block.name, "input": {}}
+    return {"type": "text", "text": ""} if block.kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    content = _empty(block)
+    if block.kind == "call":
+        content["input"] = arguments_of(block.text)
+    else:
+        content["text" if block.kind == "text" else "thinking"] = block.text
+    return content
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments as the object that this dialect wants; a text that is none (the model was cut off) stands under one name."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"_unparsed": text}
+
+
+def _aborted() -> ApiError:
+    return ApiError(503, "the request was aborted on the server before it was finished; send it again")
+
+
+ROUTES: Routes = (
+    Operation("/v1/messages", ("POST",), Access.USER, messages, MessagesRequest, errors=ERRORS),
+    Operation("/v1/messages/count_tokens", ("POST",), Access.USER, count_tokens, CountTokensRequest, errors=ERRORS),
+)

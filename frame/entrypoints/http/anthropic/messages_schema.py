@@ -1,0 +1,170 @@
+"""The Anthropic API's request bodies, and how they become chat requests. What cannot be served is an error that names the field. Knows no
+engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from frame.entrypoints.http.chat.dialects import Extensions, function_tool, object_at, parts_at, text_at
+from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.request_options import Metadata
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools: Anthropic's word -> OpenAI's
+
+
+TRAINED = ("bash_", "text_editor_", "computer_", "memory_")  # types of tools that clients run and do not describe
+
+
+class MessagesChat(ChatRequest, kw_only=True):
+    """A chat request that came as a message."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
+
+
+class CountTokensRequest(Extensions, kw_only=True):
+    """The prompt of a message."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """The same as a chat request. Raises ApiError."""
+        fields = {**self.extensions(), **more}
+        if self.tools:
+            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        fields |= _choice(self.tool_choice) | _format(self.output_config)
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            fields["continue_final_message"] = True  # a begun answer
+        if self.thinking is not None:
+            on = self.thinking.get("type") != "disabled"
+            # the two names that templates have for it
+            fields["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on, **(self.chat_template_kwargs or {})}
+        return MessagesChat(model=self.model, messages=self._conversation(), **fields)
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        system = "\n".join(_text(part, "system") for part in parts_at(self.system, "system"))
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        for i, message in enumerate(self.messages):
+            place = f"messages[{i}]"
+            role, parts = message.get("role"), parts_at(message.get("content"), f"{place}.content")
+            if role == "assistant":
+                messages.append(_assistant(parts, place))
+            elif role in ("user", "system"):
+                messages += _turn(role, parts, place)
+            else:
+                raise ApiError(400, f"{place}.role is {quoted(role)}; it must be user, assistant or system", f"{place}.role")
+        return messages
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """A message to be written."""
+
+    max_tokens: int
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+
+    def chat(self, **more: Any) -> ChatRequest:
+        """See `CountTokensRequest.chat`."""
+        return super().chat(
+            max_tokens=self.max_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=self.stop_sequences,
+            **more,
+        )
+
+
+def _assistant(parts: list[dict[str, Any]], place: str) -> dict[str, Any]:
+    """A turn of the model: text, what it thought, what it called."""
+    message: dict[str, Any] = {"role": "assistant"}
+    texts, thoughts, calls = [], [], []
+    for i, part in enumerate(parts):
+        here = f"{place}.content[{i}]"
+        if part["type"] == "thinking":
+            thoughts.append(text_at(part.get("thinking"), f"{here}.thinking"))
+        elif part["type"] == "tool_use":
+            function = {"name": text_at(part.get("name"), f"{here}.name"), "arguments": object_at(part.get("input"), f"{here}.input")}
+            calls.append({"id": text_at(part.get("id"), f"{here}.id"), "type": "function", "function": function})
+        elif part["type"] != "redacted_thinking":
+            texts.append(_text(part, here))
+    message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _turn(role: str, parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """A turn of the user as chat messages: each tool's result is one of its own."""
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for i, part in enumerate(parts):
+        here = f"{place}.content[{i}]"
+        if part["type"] == "tool_result":
+            results = parts_at(part.get("content"), f"{here}.content")
+            content = "".join(_text(result, f"{here}.content") for result in results)
+            messages.append({"role": "tool", "tool_call_id": text_at(part.get("tool_use_id"), f"{here}.tool_use_id"), "content": content})
+        else:
+            texts.append(_text(part, here))
+    if texts or not messages:
+        messages.append({"role": role, "content": "\n".join(texts)})
+    return messages
+
+
+def _text(part: dict[str, Any], place: str) -> str:
+    source = part.get("source")
+    if part["type"] == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return text_at(source.get("data"), f"{place}.source.data")
+    if part["type"] != "text":
+        raise ApiError(400, f"{place}: this model takes text only, not {quoted(part['type'])}", place)
+    return text_at(part.get("text"), f"{place}.text")
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        what = "whose schema only Anthropic's models know" if str(kind).startswith(TRAINED) else "that Anthropic's own servers run"
+        sentence = f"{place}.type is {quoted(kind)}, a tool {what}; describe one of your own with name, description and input_schema"
+        raise ApiError(400, sentence, f"{place}.type")
+    return function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
+
+
+def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    fields: dict[str, Any] = {}
+    kind = choice.get("type")
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": text_at(choice.get("name"), "tool_choice.name")}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        fields["tool_choice"] = CHOICES[kind]
+    else:
+        raise ApiError(400, f"tool_choice.type is {quoted(kind)}; it must be auto, any, tool or none", "tool_choice")
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _format(config: dict[str, Any] | None) -> dict[str, Any]:
+    form = (config or {}).get("format")
+    if form is None:
+        return {}
+    form = object_at(form, "output_config.format")
+    if form.get("type") != "json_schema":
+        raise ApiError(400, f"output_config.format.type is {quoted(form.get('type'))}; it must be json_schema", "output_config")
+    schema = object_at(form.get("schema"), "output_config.format.schema")
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}

@@ -1,0 +1,147 @@
+"""A chat request of any dialect: how it becomes a prompt, is started, and is read with the configured parsers.
+
+Knows no dialect's shape of an answer; each translates its own request into a `ChatRequest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from frame.core.text.chat_template import TEMPLATE
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair, prompt_end
+from frame.entrypoints.http.chat.reasoning_tokens import count_thinking
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, conversation_of
+from frame.entrypoints.http.services import Caller, Chat, Services
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.parsing import ReasoningParser
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.entrypoints.http.chat.tools import ToolUse
+
+
+async def begin_chat(call: Caller, services: Services, request: ChatRequest, prefix: str = "") -> Answer:
+    """Start a chat request of any dialect, whose name begins with `prefix` where the client gave none; the caller abandons the answer.
+    Raises ApiError."""
+    return await begin_chats(call, services, request, [request.messages], prefix)
+
+
+async def begin_chats(
+    call: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
+) -> Answer:
+    """The same for several conversations, which share all but their messages; the first is the request's own."""
+    services.check_model(request.model)
+    params = request.params()
+    use, first = request.tool_use(), chat_of(services, request)
+    chats = [first, *(Chat(conversation_of(messages), first.tools, first.arguments) for messages in conversations[1:])]
+    return await services.begin(
+        call,
+        chats,
+        [params] * len(chats),
+        request,
+        prefix=prefix,
+        refine=lambda prompt, own: _parsers(services, request, prompt, use).refined(own, is_whole=request.constrains_all),
+    )
+
+
+async def render_chat(services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
+    """The prompt of a chat request, and the parameters with which it would be run. Raises ApiError."""
+    params = request.params()
+    ids = await chat_prompt(services, request)
+    return ids, _parsers(services, request, ids, request.tool_use()).refined(params, is_whole=request.constrains_all)
+
+
+async def chat_prompt(services: Services, request: ChatRequest) -> list[int]:
+    """The tokens of a chat request's prompt. Raises ApiError."""
+    services.check_model(request.model)
+    return await services.encode(chat_of(services, request), most=services.countable_tokens)
+
+
+async def count_prompt(services: Services, request: ChatRequest) -> int:
+    """How many tokens a chat request's prompt has. Raises ApiError."""
+    return len(await chat_prompt(services, request))
+
+
+async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
+    """The request without its oldest turns, as many as it takes for the rest to fit the context with the tokens that it asks for. System
+    messages at the beginning and the last user message stay. Raises ApiError."""
+    messages = request.messages
+    roles = [message.get("role") for message in messages]
+    lead = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+    starts = [lead, *(i for i in range(lead + 1, len(roles)) if roles[i] == "user")]
+
+    def without(count: int) -> ChatRequest:
+        return msgspec.structs.replace(request, messages=messages[:lead] + messages[starts[count] :])
+
+    limits = services.client.limits
+    room = min(limits.max_context, limits.capacity + 1) - (request.max_completion_tokens or request.max_tokens or 1)
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await _prompt_fits(services, without(middle), room):
+            high = middle
+        else:
+            low = middle + 1
+    return without(low)
+
+
+async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
+    try:
+        return len(await services.encode(chat_of(services, request), most=max(room, 0))) <= room
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return False
+
+
+def chat_of(services: Services, request: ChatRequest) -> Chat:
+    """What the chat template gets. Raises ApiError."""
+    arguments, use = request.template_arguments(), request.tool_use()
+    if use is not None and use.is_enforced:
+        request.check_schemas()
+    if TEMPLATE in arguments:
+        raise ApiError(400, f"chat_template_kwargs may not set {TEMPLATE}; use the request's own field", "chat_template_kwargs")
+    if request.chat_template is not None:
+        if not services.resolved.user.text.trust_request_chat_template:
+            sentence = "chat_template is code, and this server runs that of its operator alone (text.trust_request_chat_template)"
+            raise ApiError(400, f"{sentence}; leave it out", "chat_template")
+        arguments[TEMPLATE] = request.chat_template
+    return Chat(request.conversation(), None if use is None else use.offered, arguments)
+
+
+def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:
+    """A parser for each sequence; none where nothing is to be parsed."""
+    use, found = request.tool_use(), {}
+    for sequence in answer.sequences:
+        pair = _parsers(services, request, sequence.prompt, use)
+        if pair.reasoning is not None or pair.tools is not None:
+            one_at_most = pair.use is not None and not pair.use.rule.is_parallel
+            found[sequence.index] = AnswerParser(pair.reasoning, pair.tools, 1 if one_at_most else None)
+    return found
+
+
+def thinking_tokens(services: Services, request: ChatRequest, sequence: Stream, parser: AnswerParser | None) -> int:
+    """How many tokens of a sequence that `parser` has read are thinking."""
+    if parser is None or not parser.has_thoughts:
+        return 0
+
+    def make() -> ReasoningParser:
+        reasoning = _parsers(services, request, sequence.prompt, request.tool_use()).reasoning
+        assert reasoning is not None  # which has found the thoughts
+        return reasoning
+
+    decode = partial(services.need_tokenizer().decode, skip_special_tokens=sequence.params.skip_special_tokens)
+    return count_thinking(sequence.standing.output, decode, make)
+
+
+def _parsers(services: Services, request: ChatRequest, prompt: list[int], use: ToolUse | None) -> ParserPair:
+    """New parsers for one sequence of the request, whose tools are `use`."""
+    tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
+    reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
+    end = prompt_end(prompt, services.tokenizer if reasoning is not None else None)
+    return ParserPair(reasoning, tools, use, end, may_think=request.may_think)

@@ -1,0 +1,137 @@
+"""What constrains an answer, from the fields in which clients say it: OpenAI's `response_format`, vLLM's `guided_*` and
+`structured_outputs`, SGLang's `regex`, `ebnf`, `json_schema`. Knows no grammar backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from frame.core.interfaces.sampling_params import WIDEST_SPACE
+from frame.entrypoints.http.errors import ApiError, quoted
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.parsing import Format
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.entrypoints.http.openai.completions_schema import GenerationRequest
+
+# a field of structured_outputs -> the sampling parameter
+_STRUCTURED = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+_FORMATS = "text, json_object, json_schema or structural_tag"
+
+
+def constraints(request: GenerationRequest) -> dict[str, Any]:
+    """The sampling parameters that constrain. Raises ApiError; that they exclude each other is checked with the others."""
+    values = _response_format(request.response_format or {}) | _structured_outputs(request.structured_outputs or {})
+    given = {
+        "json_schema": request.guided_json if request.guided_json is not None else request.json_schema,
+        "regex": request.regex if request.regex is not None else request.guided_regex,
+        "ebnf": request.ebnf if request.ebnf is not None else request.guided_grammar,
+        "choice": request.guided_choice,
+        "structural_tag": request.structural_tag,
+    }
+    return values | {name: _parameter(name, value) for name, value in given.items() if value is not None}
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    kind = form.get("type", "text")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        holder = form.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise ApiError(400, "response_format.json_schema.schema: expected an object", "response_format")
+        return {"json_schema": _text(schema)}
+    if kind == "structural_tag":
+        return {"structural_tag": _text(form)}
+    raise ApiError(400, f"response_format.type is {quoted(kind)}; it must be {_FORMATS}", "response_format")
+
+
+def _structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
+    switch = fields.get("disable_any_whitespace")
+    if switch is not None and not isinstance(switch, bool):
+        raise ApiError(400, "structured_outputs.disable_any_whitespace: expected true or false", "structured_outputs")
+    known = {name: value for name, value in fields.items() if name in _STRUCTURED and value is not None and value is not False}
+    if fields and len(known) != 1:
+        raise ApiError(400, f"structured_outputs must have exactly one of {', '.join(_STRUCTURED)}", "structured_outputs")
+    switches = {} if switch is None else {"disable_any_whitespace": switch}
+    return switches | {_STRUCTURED[name]: _parameter(_STRUCTURED[name], value) for name, value in known.items()}
+
+
+def _parameter(name: str, value: Any) -> Any:
+    if name == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+            raise ApiError(400, f"the choices are {quoted(value)}; they must be a list of strings", "guided_choice")
+        return tuple(value)
+    if name == "json_object":
+        return bool(value)
+    if isinstance(value, dict) and name in ("json_schema", "structural_tag"):
+        return _text(value)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{name}: expected a string, got {type(value).__name__}", name)
+    return value
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def format_of(params: SamplingParams) -> Format | None:
+    """The constraint of `params` as a format, to be put together with others; None when there is none. Raises ApiError for a schema or
+    structural tag that is no JSON object."""
+    found = params.grammar
+    if found is None:
+        return None
+    kind, source = found
+    if kind == "json_schema":
+        return {"type": "json_schema", "json_schema": _object(kind, source)}
+    if kind == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if kind == "regex":
+        return {"type": "regex", "pattern": source}
+    if kind == "ebnf":
+        return {"type": "grammar", "grammar": source}
+    if kind == "choice":
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice]}
+    form = _object(kind, source).get("format")
+    if not isinstance(form, dict):
+        raise ApiError(400, "structural_tag.format: expected an object", "structural_tag")
+    return form
+
+
+def constrained_by(params: SamplingParams, form: Format) -> SamplingParams:
+    """The parameters with this constraint instead of theirs."""
+    form = form if params.disable_any_whitespace else _spaced(form)
+    source = _text({"type": "structural_tag", "format": form})
+    return msgspec.structs.replace(params, json_schema=None, json_object=False, regex=None, ebnf=None, choice=(), structural_tag=source)
+
+
+def _spaced(form: Any) -> Any:
+    """The format with whitespace between the parts of its JSON, where it says nothing of that."""
+    if isinstance(form, list):
+        return [_spaced(part) for part in form]
+    if not isinstance(form, dict):
+        return form
+    if form.get("type") == "json_schema":
+        return {"max_whitespace_cnt": WIDEST_SPACE, **form}
+    return {key: _spaced(value) for key, value in form.items()}
+
+
+def _object(kind: str, source: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(source)
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ApiError(400, f"{kind} is no JSON object; send one", kind)
+    return found

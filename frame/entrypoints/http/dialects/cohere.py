@@ -1,0 +1,95 @@
+"""`/v2/embed` as Cohere. Its `/v2/rerank` is among the routes of `relevance`. Knows no engine."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from frame.entrypoints.http.chat.dialects import object_at, parts_at, text_at
+from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded, written
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+
+FORMS = ("float", "base64")
+# what an input is for -> the checkpoint's prompts that may stand for it, the first that it has
+PROMPTS = {"search_query": ("search_query", "query"), "search_document": ("search_document", "document", "passage"),
+           "classification": ("classification",), "clustering": ("clustering",)}  # fmt: skip
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """`inputs` are texts as lists of parts. `truncate`: where longer texts are cut, at their end or not at all."""
+
+    model: str = ""
+    input_type: str | None = None
+    texts: list[str] | None = None
+    inputs: list[dict[str, Any]] | None = None
+    images: list[str] | None = None
+    embedding_types: list[str] | None = None
+    output_dimension: int | None = None
+    max_tokens: int | None = None
+    truncate: str | None = None
+    priority: int | None = None
+
+    def translated(self, services: Services) -> EmbeddingRequest:
+        """The same as OpenAI's request. Raises ApiError."""
+        if self.images:
+            raise ApiError(400, "images is not supported; this model takes texts", "images")
+        if (self.texts is None) == (self.inputs is None):
+            raise ApiError(400, "send either texts or inputs", "texts")
+        if self.truncate not in (None, "END", "NONE"):
+            raise ApiError(400, f"truncate is {self.truncate!r}; it must be END or NONE", "truncate")
+        for form in self.embedding_types or ():
+            if form not in FORMS:
+                raise ApiError(400, f"embedding_types holds {form!r}; it may hold {' and '.join(FORMS)}", "embedding_types")
+        if self.input_type is not None and self.input_type not in PROMPTS:
+            raise ApiError(400, f"input_type is {self.input_type!r}; it must be one of {', '.join(PROMPTS)}", "input_type")
+        sentence = services.resolved.facts.sentence
+        known = sentence.prompts if sentence is not None else {}
+        prompt = next((name for name in PROMPTS.get(self.input_type or "", ()) if name in known), None)
+        longest = -1 if self.max_tokens is None else self.max_tokens
+        return EmbeddingRequest(
+            model=self.model,
+            input=list(self.the_texts()),
+            dimensions=self.output_dimension,
+            prompt_name=prompt,
+            truncate_prompt_tokens=None if self.truncate == "NONE" else longest,
+            priority=self.priority,
+        )
+
+    def the_texts(self) -> list[str]:
+        if self.texts is not None:
+            return self.texts
+        return [_text(each.get("content"), f"inputs[{i}].content") for i, each in enumerate(self.inputs or ())]
+
+
+def _text(content: Any, place: str) -> str:
+    return "".join(text_at(object_at(part, place).get("text"), f"{place}.text") for part in parts_at(content, place))
+
+
+def _error_body(error: ApiError) -> bytes:
+    return msgspec.json.encode({"id": uuid.uuid4().hex, "message": error.message})
+
+
+ERRORS = ErrorShape(_error_body, _error_body)
+_decoder = msgspec.json.Decoder(EmbedRequest)
+
+
+async def embed(call: Call, services: Services) -> None:
+    """Vectors of texts, as Cohere."""
+    request = await call.json(_decoder)
+    vectors, count = await embedded(call, services, request.translated(services))
+    await call.respond_json(
+        {
+            "id": uuid.uuid4().hex,
+            "response_type": "embeddings_by_type",
+            "embeddings": {form: written(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
+            "texts": request.the_texts(),
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
+        }
+    )
+
+
+ROUTES: Routes = (Operation("/v2/embed", ("POST",), Access.USER, embed, EmbedRequest, errors=ERRORS),)

@@ -1,0 +1,253 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed` and what its clients ask before, as chat requests in another dialect.
+
+A streamed answer is a JSON object a line. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.anthropic.messages import arguments_of
+from frame.entrypoints.http.chat.answer_parsing import AnswerParser
+from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat
+from frame.entrypoints.http.chat.content_blocks import Block, Blocks
+from frame.entrypoints.http.dialects.ollama_schema import OPTIONS, ChatBody, EmbedBody, GenerateBody, ShowBody, served_name
+from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
+from frame.entrypoints.http.operations.metrics import package_version
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+
+LINES = b"application/x-ndjson"
+_encode = msgspec.json.encode
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_generate_decoder = msgspec.json.Decoder(GenerateBody)
+_embed_decoder = msgspec.json.Decoder(EmbedBody)
+_show_decoder = msgspec.json.Decoder(ShowBody)
+
+
+def _error_body(error: ApiError) -> bytes:
+    option = next((option for option, ours in OPTIONS.items() if ours == error.param), error.param)
+    message = error.message if option == error.param else error.message.replace(error.param or "", f"options.{option}", 1)
+    return _encode({"error": message})
+
+
+def _error_line(error: ApiError) -> bytes:
+    return _error_body(error) + b"\n"
+
+
+ERRORS = ErrorShape(_error_body, _error_line)
+
+
+async def chat(call: Call, services: Services) -> None:
+    """A chat answer, as Ollama."""
+    body = await call.json(_chat_decoder)
+    name = served_name(body.model, services)
+    if not body.messages:
+        await _respond_loaded(call, body.model, message={"role": "assistant", "content": ""})
+        return
+    request = body.translated(name)
+    answer = await begin_chat(call, services, request)
+    parser = answer_parsers(services, request, answer).get(0)
+    await _send(call, services, answer, AnswerLines(answer, parser, body.model, _message), body.stream)
+
+
+async def generate(call: Call, services: Services) -> None:
+    """A completion of a prompt, through the chat template unless it is `raw`."""
+    body = await call.json(_generate_decoder)
+    name = served_name(body.model, services)
+    if not body.prompt:
+        await _respond_loaded(call, body.model, response="")
+        return
+    if body.raw:
+        completion = body.completion(name)
+        services.check_model(completion.model)
+        params = completion.params()
+        if completion.max_tokens is None:  # OpenAI's default is 16, this dialect's the end of the context
+            params = msgspec.structs.replace(params, max_tokens=None)
+        answer = await services.begin(call, completion.prompts(), [params], completion, add_special_tokens=False)
+        parser = None
+    else:
+        request = body.translated(name)
+        answer = await begin_chat(call, services, request)
+        parser = answer_parsers(services, request, answer).get(0)
+    await _send(call, services, answer, AnswerLines(answer, parser, body.model, _response), body.stream)
+
+
+async def _respond_loaded(call: Call, model: str, **empty: Any) -> None:
+    """The answer to a request without a prompt, which asks for the model to be loaded."""
+    await call.respond_json({"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"})
+
+
+async def _send(call: Call, services: Services, answer: Answer, lines: AnswerLines, is_streamed: bool) -> None:
+    try:
+        if is_streamed:
+            await services.stream(call, answer, lines.write, lambda: b"", LINES)
+        else:
+            await services.complete(answer)
+            await call.respond(lines.whole())
+    finally:
+        services.client.abandon(answer)
+
+
+def _message(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """A piece of an answer as `/api/chat` has it."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _response(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The same as `/api/generate` has it, which knows no tools."""
+    return {"response": content} | ({"thinking": thinking} if thinking else {})
+
+
+class AnswerLines:
+    """An answer as lines, or as one object. `shape` makes a piece of it."""
+
+    def __init__(self, answer: Answer, parser: AnswerParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
+        self._answer = answer
+        self._sequence = answer.sequences[0]
+        self._parser = parser
+        self._model = model
+        self._shape = shape
+        self._blocks = Blocks()
+
+    def write(self, sequence: Stream) -> bytes:
+        """The lines of what is new."""
+        finish = sequence.finish
+        if finish is not None and finish.reason == "error":
+            return _error_line(failure(finish))
+        lines = self._blocks.read(sequence, self._parser, self)
+        return lines if finish is None else lines + self._line(self._shape(), **self._end()) + b"\n"
+
+    def whole(self) -> bytes:
+        """The whole answer, once it is complete."""
+        self._blocks.read(self._sequence, self._parser, self)
+        row = self._blocks.row
+        texts = {kind: "".join(block.text for block in row if block.kind == kind) for kind in ("text", "reasoning")}
+        calls = [_call(block) for block in row if block.kind == "call"]
+        return self._line(self._shape(texts["text"], texts["reasoning"], calls), **self._end())
+
+    def opened(self, block: Block) -> bytes:
+        return b""
+
+    def grown(self, block: Block, piece: str) -> bytes:
+        if block.kind == "call":
+            return b""  # a call is sent when it is whole
+        piece_of = self._shape(piece) if block.kind == "text" else self._shape(thinking=piece)
+        return self._line(piece_of, done=False) + b"\n"
+
+    def closed(self, block: Block) -> bytes:
+        return self._line(self._shape(calls=[_call(block)]), done=False) + b"\n" if block.kind == "call" else b""
+
+    def _line(self, piece: dict[str, Any], **fields: Any) -> bytes:
+        return _encode({"model": self._model, "created_at": _now(), **piece, **fields})
+
+    def _end(self) -> dict[str, Any]:
+        """What the last object adds. Durations are in nanoseconds."""
+        sequence, finish = self._sequence, self._sequence.finish
+        now, times = time.perf_counter(), self._sequence.times
+        first = times.first or now
+        durations = {
+            "total_duration": now - self._answer.created,
+            "load_duration": 0.0,
+            "prompt_eval_duration": first - self._answer.created,
+            "eval_duration": now - first,
+        }
+        return {
+            "done": True,
+            "done_reason": "length" if finish is not None and finish.reason == "length" else "stop",
+            **{name: int(seconds * 1e9) for name, seconds in durations.items()},
+            "prompt_eval_count": len(sequence.prompt),
+            "eval_count": sequence.num_tokens,
+        }
+
+
+def _call(block: Block) -> dict[str, Any]:
+    return {"id": block.call_id, "function": {"name": block.name, "arguments": arguments_of(block.text)}}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+async def embed(call: Call, services: Services) -> None:
+    """Vectors of texts, as Ollama."""
+    body = await call.json(_embed_decoder)
+    longest = None if body.truncate is False else -1
+    request = EmbeddingRequest(
+        model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
+    )
+    started = time.perf_counter()
+    vectors, count = await embedded(call, services, request)
+    duration = int((time.perf_counter() - started) * 1e9)
+    rows: list[Any] = vectors.tolist()
+    found = {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
+    await call.respond_json(found)
+
+
+async def tags(call: Call, services: Services) -> None:
+    """The served model, as a list."""
+    await call.respond_json({"models": [_card(services)]})
+
+
+async def show(call: Call, services: Services) -> None:
+    """What the served model is and can do."""
+    body = await call.json(_show_decoder)
+    services.check_model(served_name(body.model or body.name, services))
+    resolved, family = services.resolved, _family(services)
+    can = {"completion": resolved.task == "generate", "embedding": resolved.task == "embed", "tools": services.tool_calls is not None,
+           "thinking": services.reasoning is not None}  # fmt: skip
+    template = services.tokenizer.describe().get("chat_template") if services.tokenizer is not None else None
+    await call.respond_json(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": template if isinstance(template, str) else "",
+            "details": _card(services)["details"],
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.context_length": resolved.max_context,
+                f"{family}.embedding_length": resolved.facts.hidden_size,
+            },
+            "capabilities": [name for name, is_there in can.items() if is_there],
+        }
+    )
+
+
+async def version(call: Call, services: Services) -> None:
+    """The version of the server."""
+    await call.respond_json({"version": package_version()})
+
+
+def _family(services: Services) -> str:
+    return str(services.resolved.facts.config.get("model_type") or services.resolved.facts.architecture)
+
+
+def _card(services: Services) -> dict[str, Any]:
+    name, family = services.resolved.served_name, _family(services)
+    details = {"parent_model": "", "format": "safetensors", "family": family, "families": [family], "parameter_size": "",
+               "quantization_level": services.resolved.dtype}  # fmt: skip
+    modified = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(services.created))
+    return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
+
+
+ROUTES: Routes = (
+    Operation("/api/chat", ("POST",), Access.USER, chat, ChatBody, errors=ERRORS),
+    Operation("/api/generate", ("POST",), Access.USER, generate, GenerateBody, errors=ERRORS),
+    Operation("/api/embed", ("POST",), Access.USER, embed, EmbedBody, errors=ERRORS),
+    Operation("/api/tags", ("GET",), Access.USER, tags, errors=ERRORS),
+    Operation("/api/ps", ("GET",), Access.USER, tags, errors=ERRORS),
+    Operation("/api/show", ("POST",), Access.USER, show, ShowBody, errors=ERRORS, body="small"),
+    Operation("/api/version", ("GET",), Access.USER, version, errors=ERRORS),
+)

@@ -1,0 +1,189 @@
+"""Ollama's request bodies, and how they become chat requests. What cannot be served is an error that names the field. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from frame.entrypoints.http.chat.dialects import object_at, text_at
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from frame.entrypoints.http.services import Services
+
+LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
+# options -> what chat requests call them
+OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "stop": "stop",
+           "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+           "frequency_penalty": "frequency_penalty"}  # fmt: skip
+# Options of the machine and of the context, which are fixed when this server starts. They change no answer.
+FIXED = frozenset({"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "use_mmap", "use_mlock", "low_vram",
+                   "vocab_only", "f16_kv", "logits_all", "num_gqa"})  # fmt: skip
+# Options of sampling that this server has not, with the values that switch them off.
+NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1,
+           "penalize_newline": True}  # fmt: skip
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """What both kinds of request share. `think`: whether to think, or how much. `keep_alive` is accepted: the model stays loaded."""
+
+    model: str
+    stream: bool = True
+    think: bool | str | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def common(self, name: str) -> dict[str, Any]:
+        """The fields of a chat or completion request. Raises ApiError."""
+        if self.logprobs or self.top_logprobs:
+            raise ApiError(400, "logprobs is not supported here; use /v1/chat/completions", "logprobs")
+        return {"model": name, "stream": self.stream, **self._format(), **_sampling(self.options or {})}
+
+    def thinking(self) -> dict[str, Any]:
+        """The fields of a chat request that switch thinking."""
+        if isinstance(self.think, str):
+            return {"reasoning_effort": self.think}
+        if self.think is None:
+            return {}
+        return {"chat_template_kwargs": {"enable_thinking": self.think, "thinking": self.think}}
+
+    def _format(self) -> dict[str, Any]:
+        if not self.format:
+            return {}
+        if isinstance(self.format, dict):
+            return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}}
+        if self.format != "json":
+            raise ApiError(400, f"format is {self.format[:50]!r}; it must be json or a JSON schema", "format")
+        return {"response_format": {"type": "json_object"}}
+
+
+class ChatBody(Body, kw_only=True):
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+
+    def translated(self, name: str) -> ChatRequest:
+        """The same as a chat request. Raises ApiError."""
+        messages = _messages(self.messages)
+        made: ChatRequest = _made(ChatRequest, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
+        return made
+
+
+class GenerateBody(Body, kw_only=True):
+    """`raw`: the prompt is the model's whole input, without the chat template."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[str] | None = None
+
+    def translated(self, name: str) -> ChatRequest:
+        """The same as a chat request. Raises ApiError."""
+        self._check()
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": self.prompt}]
+        made: ChatRequest = _made(ChatRequest, messages=messages, **self.thinking(), **self.common(name))
+        return made
+
+    def completion(self, name: str) -> CompletionRequest:
+        """The same as a text completion. Raises ApiError."""
+        self._check()
+        made: CompletionRequest = _made(CompletionRequest, prompt=self.prompt, add_special_tokens=False, **self.common(name))
+        return made
+
+    def _check(self) -> None:
+        remedies = {"suffix": "leave it out", "template": "use raw", "context": "use /api/chat", "images": "this model takes text only"}
+        for name, remedy in remedies.items():
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported; {remedy}", name)
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[str | int | list[int]]
+    truncate: bool | None = None
+    dimensions: int | None = None
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    model: str = ""
+    name: str = ""
+    verbose: bool | None = None
+
+
+def served_name(model: str, services: Services) -> str:
+    """The model as the other routes call it: a tag that a client added is dropped."""
+    return model if model == services.resolved.served_name else model.removesuffix(LATEST)
+
+
+def _made(kind: Any, **fields: Any) -> Any:
+    """A request of these fields, whose types were not checked before. Raises ApiError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        name = path.strip(".`").partition("[")[0]
+        place = next((f"options.{option}" for option, ours in OPTIONS.items() if ours == name), name)
+        raise ApiError(400, f"{place}: {text}", place) from None
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None or name in FIXED:
+            continue
+        if name in NEUTRAL:
+            if value != NEUTRAL[name] and NEUTRAL[name] is not None:
+                raise ApiError(400, f"options.{name} is not supported; leave it out", f"options.{name}")
+        elif name not in OPTIONS:
+            raise ApiError(400, f"options.{name[:100]} is no option; leave it out", f"options.{name[:100]}")
+        else:
+            found[OPTIONS[name]] = value
+    if found.get("max_tokens") in (-1, -2):  # up to the context's end
+        del found["max_tokens"]
+    if found.get("top_k") == 0:
+        found["top_k"] = -1
+    return found
+
+
+def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the names that chat requests have: calls get ids, and their results the ids of the calls in turn."""
+    found: list[dict[str, Any]] = []
+    open_calls: list[str] = []
+    for i, message in enumerate(messages):
+        place = f"messages[{i}]"
+        if message.get("images"):
+            raise ApiError(400, f"{place}.images is not supported; this model takes text only", f"{place}.images")
+        one: dict[str, Any] = {name: message[name] for name in ("role", "content") if name in message}
+        if "thinking" in message:
+            one["reasoning_content"] = text_at(message["thinking"], f"{place}.thinking")
+        if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], list):
+                raise ApiError(400, f"{place}.tool_calls: expected a list", f"{place}.tool_calls")
+            one["tool_calls"] = [_call(call, f"call_{i}_{j}", f"{place}.tool_calls[{j}]") for j, call in enumerate(message["tool_calls"])]
+            open_calls = [call["id"] for call in one["tool_calls"]]
+        if message.get("role") == "tool":
+            one["tool_call_id"] = message.get("tool_call_id") or (open_calls.pop(0) if open_calls else "")
+            if name := message.get("tool_name"):
+                one["name"] = name
+        found.append(one)
+    return found
+
+
+def _call(call: Any, name: str, place: str) -> dict[str, Any]:
+    """A call as chat requests have it; `name` is its id where the client gave none."""
+    function = object_at(object_at(call, place).get("function"), f"{place}.function")
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    function = {"name": text_at(function.get("name"), f"{place}.function.name"), "arguments": text}
+    return {"id": call["id"] if isinstance(call.get("id"), str) else name, "type": "function", "function": function}

@@ -1,0 +1,111 @@
+"""Routes that clients of SGLang call: facts of the model, and the server's parsers for texts that were generated elsewhere.
+
+Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import Finish
+from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair
+from frame.entrypoints.http.chat.tools import tool_use
+from frame.entrypoints.http.errors import ApiError, without_folders
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+
+MOST_CHARS = 1 << 18  # of a text to be parsed
+SLICE = 1024  # characters that are parsed at a time: other requests run in between
+
+
+class SeparateReasoningRequest(msgspec.Struct, kw_only=True):
+    text: str
+    reasoning_parser: str | None = None
+
+
+class ParseCallsRequest(msgspec.Struct, kw_only=True):
+    text: str
+    tools: list[dict[str, Any]]
+    tool_call_parser: str | None = None
+
+
+_reasoning_decoder = msgspec.json.Decoder(SeparateReasoningRequest)
+_calls_decoder = msgspec.json.Decoder(ParseCallsRequest)
+
+
+async def model_info(call: Call, services: Services) -> None:
+    """What is served here."""
+    resolved = services.resolved
+    weights = without_folders(resolved.user.model.path)
+    await call.respond_json(
+        {
+            "model_path": weights,
+            "tokenizer_path": weights if resolved.tokenizer_path is None else without_folders(resolved.tokenizer_path),
+            "served_model_name": resolved.served_name,
+            "is_generation": resolved.task == "generate",
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": resolved.facts.config.get("model_type", ""),
+            "architectures": [resolved.facts.architecture],
+            "max_model_len": resolved.max_context,
+        }
+    )
+
+
+async def separate_reasoning(call: Call, services: Services) -> None:
+    """Thinking and answer of a text, separated by this server's reasoning parser."""
+    request = await call.json(_reasoning_decoder)
+    _check_parser(services, "reasoning_parser", request.reasoning_parser)
+    if services.reasoning is None:
+        raise ApiError(400, "this server has no reasoning parser; start it with --reasoning-parser", "reasoning_parser")
+    parsers = ParserPair(services.reasoning(), None, None, "")
+    message = await _parse(request.text, AnswerParser(parsers.reasoning, None))
+    await call.respond_json({"reasoning_text": message.get("reasoning_content", ""), "text": message["content"] or ""})
+
+
+async def parse_function_call(call: Call, services: Services) -> None:
+    """The tool calls in a text, read by this server's tool-call parser."""
+    request = await call.json(_calls_decoder)
+    _check_parser(services, "tool_call_parser", request.tool_call_parser)
+    if services.tool_calls is None:
+        raise ApiError(400, "this server has no tool-call parser; start it with --tool-call-parser", "tool_call_parser")
+    use = tool_use(request.tools, None, None)
+    if use is None:
+        raise ApiError(400, "tools is empty; send the functions that may be called", "tools")
+    parsers = ParserPair(None, services.tool_calls(), use, "")
+    message = await _parse(request.text, AnswerParser(None, parsers.tools))
+    calls = [
+        {"tool_index": index, "name": each["function"]["name"], "parameters": each["function"]["arguments"]}
+        for index, each in enumerate(message.get("tool_calls", ()))
+    ]
+    await call.respond_json({"normal_text": message["content"] or "", "calls": calls})
+
+
+def _check_parser(services: Services, kind: str, name: str | None) -> None:
+    """Raise ApiError for a parser other than the server's."""
+    choices = services.resolved.plugins.get(kind)
+    if name and choices and name not in (own := choices[0].name, own.replace("-", "_")):
+        raise ApiError(400, f"{kind} is {name[:100]!r}, and this server's is {own!r}; leave it out", kind)
+
+
+async def _parse(text: str, parser: AnswerParser) -> dict[str, Any]:
+    if len(text) > MOST_CHARS:
+        raise ApiError(400, f"text has {len(text)} characters; it may have {MOST_CHARS}", "text")
+    for start in range(0, len(text), SLICE):
+        parser.feed(text[start : start + SLICE], None)
+        await asyncio.sleep(0)
+    parser.feed("", Finish("stop"))
+    return parser.message()
+
+
+ROUTES: Routes = (
+    Operation("/model_info", ("GET",), Access.USER, model_info),
+    Operation("/get_model_info", ("GET",), Access.USER, model_info),
+    Operation("/separate_reasoning", ("POST",), Access.USER, separate_reasoning, SeparateReasoningRequest),
+    Operation("/parse_function_call", ("POST",), Access.USER, parse_function_call, ParseCallsRequest),
+)

@@ -1,0 +1,96 @@
+"""`/embed` and `/rerank` as Hugging Face's text-embeddings-inference. `/rerank` also takes what `/v1/rerank` takes. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.native.relevance import Document, RerankRequest, ranked, respond_ranking
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+
+ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}
+RIGHT = ("right", "Right")  # where texts are cut
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    inputs: str | list[str]
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    dimensions: int | None = None
+
+
+class AnyRerankRequest(RerankRequest, kw_only=True):
+    """With `texts` it is text-embeddings-inference's request, with `documents` Jina's."""
+
+    documents: list[str | Document] = msgspec.field(default_factory=list)
+    texts: list[str] | None = None
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool = False
+    truncation_direction: str | None = None
+
+
+_embed_decoder = msgspec.json.Decoder(EmbedRequest)
+_rerank_decoder = msgspec.json.Decoder(AnyRerankRequest)
+
+
+def _error_body(error: ApiError) -> bytes:
+    return msgspec.json.encode({"error": error.message, "error_type": ERROR_TYPES.get(error.status, "Backend")})
+
+
+ERRORS = ErrorShape(_error_body, _error_body)
+
+
+async def embed(call: Call, services: Services) -> None:
+    """Vectors of texts, as a plain list."""
+    request = await call.json(_embed_decoder)
+    _check_direction(request.truncation_direction)
+    longest = -1 if request.truncate else None
+    inputs: Any = request.inputs
+    given = EmbeddingRequest(
+        input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=longest
+    )
+    pooling = services.resolved.pooling
+    if request.normalize is False and pooling is not None and pooling.normalize:
+        raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
+    vectors, _ = await embedded(call, services, given)
+    if request.normalize is not False:
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+    await call.respond_json(vectors.tolist())
+
+
+async def rerank(call: Call, services: Services) -> None:
+    """Texts by their relevance to a query, best first."""
+    request = await call.json(_rerank_decoder)
+    if request.texts is None:
+        await respond_ranking(call, services, request)
+        return
+    _check_direction(request.truncation_direction)
+    if request.raw_scores:
+        raise ApiError(400, "raw_scores is not supported; the scores are probabilities, leave it out", "raw_scores")
+    longest = -1 if request.truncate else request.truncate_prompt_tokens
+    given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=longest)
+    ranking, _ = await ranked(call, services, given, "texts")
+    results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
+    if request.return_text:
+        for result in results:
+            result["text"] = request.texts[result["index"]]
+    await call.respond_json(results)
+
+
+def _check_direction(direction: str | None) -> None:
+    if direction is not None and direction not in RIGHT:
+        raise ApiError(400, f"truncation_direction is {direction[:50]!r}; it must be right", "truncation_direction")
+
+
+ROUTES: Routes = (
+    Operation("/embed", ("POST",), Access.USER, embed, EmbedRequest, errors=ERRORS),
+    Operation("/rerank", ("POST",), Access.USER, rerank, AnyRerankRequest),
+)

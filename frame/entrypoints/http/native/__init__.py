@@ -1,0 +1,1 @@
+"""The native API, and routes for embeddings, classes and relevance."""

@@ -1,0 +1,348 @@
+"""The native API: `/generate` (cumulative text and `meta_info`), tokenizing, health, `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.chat.chat_request import chat_prompt
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
+from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.operations.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.request_options import Terms
+from frame.entrypoints.http.services import MAX_NAME_CHARS, Access, Chat, Operation, Routes, Services, as_sent, paced
+from frame.entrypoints.http.sse import DONE
+from frame.entrypoints.http.validation_errors import misfit
+
+HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
+
+# names of sampling parameters that clients of /generate know by another name
+_SYNONYMS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "custom_params": "custom",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+
+
+class GenerateRequest(Terms, kw_only=True):
+    """`text` or `input_ids`, one or several; `sampling_params` for all or one each."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    model: str = ""
+
+    def sent_name(self, parameter: str) -> str:
+        if parameter == "prompt":
+            return "text" if self.text is not None else "input_ids"
+        given = self.sampling_params or {}
+        names = {name for each in (given if isinstance(given, list) else [given]) for name in each}
+        if parameter in ("logprobs", "prompt_logprobs") and parameter not in names:
+            return "top_logprobs_num"
+        if parameter in SamplingParams.__struct_fields__:
+            return f"sampling_params.{_sent(parameter, names)}"
+        return parameter
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text, or a conversation with the fields of a chat request that its prompt depends on."""
+
+    model: str = ""
+    text: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    def chat(self) -> ChatRequest:
+        """The conversation as a chat request."""
+        same = {name: getattr(self, name) for name in _OF_CHAT}
+        return ChatRequest(messages=self.messages or [], **same)
+
+
+_OF_CHAT = ("model", "tools", "tool_choice", "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template",
+            "chat_template_kwargs", "documents", "add_special_tokens")  # fmt: skip
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str = ""
+    skip_special_tokens: bool = False
+
+
+_generate_decoder = msgspec.json.Decoder(GenerateRequest, strict=False)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest, strict=False)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest, strict=False)
+
+
+# generate ----------------------------------------------------------------------------------------------------------
+
+
+async def generate(call: Call, services: Services) -> None:
+    """Text or tokens for text or tokens; all text so far in each event."""
+    request = await call.json(_generate_decoder)
+    services.check_model(request.model)
+    prompts, is_single = _prompts(request)
+    services.check_count(len(prompts), "input_ids" if request.text is None else "text")
+    params, prompts_only = sampling_of(request, len(prompts))
+    answer = await services.begin(call, prompts, params, request)
+    shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
+    try:
+        if request.stream:
+            await services.stream(call, answer, shape.write, lambda: DONE)
+        else:
+            await services.complete(answer)
+            results = [shape.result(sequence) async for sequence in paced(answer.sequences)]
+            await call.respond_json(results[0] if shape.is_single else results)
+    finally:
+        services.client.abandon(answer)
+
+
+class _Shape:
+    """Sequences as `/generate` shows them: all text and tokens so far, every time."""
+
+    def __init__(self, services: Services, request: GenerateRequest, answer: Answer, is_single: bool, prompts_only: set[int]) -> None:
+        self.is_single = is_single
+        self._services = services
+        self._request = request
+        self._created = answer.created
+        self._prompts_only = prompts_only
+        self._texts: dict[int, str] = {}
+        self._ids: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[list[Any]]] = {}
+        self._tops: dict[int, list[Any]] = {}
+
+    def write(self, sequence: Stream) -> bytes:
+        finish = sequence.finish
+        if finish is not None and finish.reason == "error":
+            return b"data: " + failure(finish).body() + b"\n\n"
+        result = self.result(sequence)
+        return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
+
+    def result(self, sequence: Stream) -> dict[str, Any]:
+        text, ids, parts = sequence.take()
+        if sequence.prompt_index in self._prompts_only:
+            text, ids, parts = "", [], []
+        index = sequence.index
+        self._texts[index] = self._texts.get(index, "") + text
+        self._ids.setdefault(index, []).extend(ids)
+        meta = self._meta(sequence)
+        if self._request.return_logprob:
+            for part in parts:
+                self._logprobs.setdefault(index, []).extend(self._triple(i, p) for i, p in zip(part.token_ids, part.logprobs, strict=True))
+                self._tops.setdefault(index, []).extend([self._triple(i, p) for i, p in top] for top in part.top)
+            meta["output_token_logprobs"] = self._logprobs.get(index, [])
+            meta["output_top_logprobs"] = self._tops.get(index, [])
+            start = max(self._request.logprob_start_len, 0)
+            if (prompt := sequence.prompt_logprobs) is not None:
+                scored = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
+                meta["input_token_logprobs"] = [self._triple(i, p) for i, p in scored]
+                meta["input_top_logprobs"] = [[self._triple(i, p) for i, p in top] for top in prompt.top[start:]]
+        return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
+
+    def _meta(self, sequence: Stream) -> dict[str, Any]:
+        finish = sequence.finish
+        num_tokens = 0 if sequence.prompt_index in self._prompts_only else sequence.num_tokens
+        reason: dict[str, Any] | None = None
+        if finish is not None:
+            reason = {"type": finish.reason}
+            reason |= {"length": num_tokens} if finish.reason == "length" else {"matched": finish.matched}
+        return {
+            "id": sequence.name,
+            "finish_reason": reason,
+            "prompt_tokens": len(sequence.prompt),
+            "completion_tokens": num_tokens,
+            "cached_tokens": sequence.cached,
+            "e2e_latency": time.perf_counter() - self._created,
+        }
+
+    def _triple(self, token_id: int, logprob: float | None) -> list[Any]:
+        tokenizer = self._services.tokenizer
+        has_text = self._request.return_text_in_logprobs and tokenizer is not None
+        return [logprob, token_id, tokenizer.token_text(token_id) if has_text and tokenizer else None]
+
+
+def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bool]:
+    """(the prompts, whether there was one outside of a list)."""
+    if (request.text is None) == (request.input_ids is None):
+        raise ApiError(400, "send either text or input_ids", "text")
+    if request.text == [] or request.input_ids == []:
+        raise ApiError(400, "the prompt is empty; send at least one token", "text" if request.text is not None else "input_ids")
+    if request.text is not None:
+        return ([request.text], True) if isinstance(request.text, str) else (list(request.text), False)
+    ids = request.input_ids or []
+    kinds = {type(part) for part in ids}
+    if len(kinds) > 1:
+        raise ApiError(400, "input_ids mixes ids and lists of ids; send one kind", "input_ids")
+    return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
+
+
+def sampling_of(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
+    """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0` asks for the prompt's own scores)."""
+    given = request.sampling_params or {}
+    if not isinstance(given, list):
+        is_prompt_only = _is_prompt_only(given)
+        return [_params(given, request, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
+    several = given
+    if len(several) != count:
+        raise ApiError(400, f"there are {count} prompts but {len(several)} sampling_params", "sampling_params")
+    prompts_only = {i for i, own in enumerate(several) if _is_prompt_only(own)}
+    return [_params(own, request, i in prompts_only) for i, own in enumerate(several)], prompts_only
+
+
+def _is_prompt_only(given: dict[str, Any]) -> bool:
+    return 0 in (given.get("max_new_tokens"), given.get("max_tokens"))
+
+
+def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
+    values = {_SYNONYMS.get(name, name): value for name, value in given.items() if value is not None}
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(values.get(name), dict):
+            values[name] = msgspec.json.encode(values[name]).decode()
+    unknown = sorted(set(values) - set(SamplingParams.__struct_fields__))
+    if unknown:
+        close = get_close_matches(unknown[0][:MAX_NAME_CHARS], (*SamplingParams.__struct_fields__, *_SYNONYMS), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ApiError(400, f"unknown sampling parameter {quoted(unknown[0])}{hint}", f"sampling_params.{unknown[0]}")
+    if given.get("max_tokens", 0) is None:
+        values["max_tokens"] = None  # up to the context's end
+    values.setdefault("max_tokens", 128)
+    if is_prompt_only:
+        values["max_tokens"] = 1  # the engine makes one at least
+    if request.return_logprob:
+        values.setdefault("logprobs", request.top_logprobs_num)
+        if request.logprob_start_len >= 0:
+            values.setdefault("prompt_logprobs", request.top_logprobs_num)
+    try:
+        return msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise as_sent(misfit(error), request) from None
+
+
+def _sent(parameter: str, names: Iterable[str]) -> str:
+    """Which of the names stands for the parameter."""
+    return next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
+
+
+# text --------------------------------------------------------------------------------------------------------------
+
+
+async def tokenize(call: Call, services: Services) -> None:
+    """Text or a conversation to token ids."""
+    request = await call.json(_tokenize_decoder)
+    services.check_model(request.model)
+    tokenizer = services.need_tokenizer()
+    text = request.text if request.text is not None else request.prompt
+    if (text is None) == (request.messages is None):
+        raise ApiError(400, "send either text (or prompt) or messages", "text")
+    if request.messages is not None:
+        ids = await chat_prompt(services, request.chat())
+    else:
+        ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
+    result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
+    if request.return_token_strs:
+        result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.token_text(i) for i in ids])
+    await call.respond_json(result)
+
+
+async def detokenize(call: Call, services: Services) -> None:
+    """Token ids to text."""
+    request = await call.json(_detokenize_decoder)
+    services.check_model(request.model)
+    text = await detokenized(services, request.tokens, request.skip_special_tokens, "tokens")
+    await call.respond_json({"text": text, "prompt": text})
+
+
+async def detokenized(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
+    """The text of token ids, which the field `name` gave. Raises ApiError for too many, and for those that no vocabulary has."""
+    tokenizer, most = services.need_tokenizer(), services.countable_tokens
+    if len(ids) > most:
+        raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
+    if ids and not 0 <= min(ids) <= max(ids) < services.resolved.facts.vocab_size:
+        raise ApiError(400, f"{name} holds an id outside the vocabulary (0 to {services.resolved.facts.vocab_size - 1})", name)
+    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
+
+
+# health ------------------------------------------------------------------------------------------------------------
+
+
+async def live(call: Call, services: Services) -> None:
+    """200 as long as the server can go on, also while it drains or restarts a process."""
+    await _health(call, services.health_problem())
+
+
+async def ready(call: Call, services: Services) -> None:
+    """200 when requests are welcome."""
+    await _health(call, services.ready_problem())
+
+
+async def _health(call: Call, problem: str | None) -> None:
+    if problem is not None:
+        raise ApiError(503, problem, retry_after=RETRY_AFTER)
+    await call.respond(b"{}")
+
+
+async def health_generate(call: Call, services: Services) -> None:
+    """200 when the model yields a token, or a vector, in time."""
+    prompt = [services.resolved.facts.eos_token_ids[0] if services.resolved.facts.eos_token_ids else 0]
+    await call.body()
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    answer = await services.begin(call, [prompt], [params], Terms(rid=f"health-{uuid.uuid4().hex}"), tasks=(services.resolved.task,))
+    try:
+        await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(503, f"the model yielded nothing within {HEALTH_TIMEOUT:g} s") from None
+    finally:
+        services.client.abandon(answer)
+    await call.respond(b"{}")
+
+
+async def metrics(call: Call, services: Services) -> None:
+    """Prometheus' text format."""
+    await call.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
+
+
+OBSERVING: Routes = (
+    Operation("/health", ("GET",), Access.OPEN, ready),
+    Operation("/health/ready", ("GET",), Access.OPEN, ready),
+    Operation("/health/live", ("GET",), Access.OPEN, live),
+    Operation("/readyz", ("GET",), Access.OPEN, ready),
+    Operation("/livez", ("GET",), Access.OPEN, live),
+    Operation("/metrics", ("GET",), Access.USER, metrics),
+)
+ROUTES: Routes = (
+    Operation("/generate", ("POST",), Access.USER, generate, GenerateRequest),
+    Operation("/tokenize", ("POST",), Access.USER, tokenize, TokenizeRequest),
+    Operation("/v1/tokenize", ("POST",), Access.USER, tokenize, TokenizeRequest),
+    Operation("/detokenize", ("POST",), Access.USER, detokenize, DetokenizeRequest),
+    Operation("/v1/detokenize", ("POST",), Access.USER, detokenize, DetokenizeRequest),
+    Operation("/health_generate", ("GET",), Access.USER, health_generate),
+    *OBSERVING,
+)

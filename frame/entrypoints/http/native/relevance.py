@@ -1,0 +1,157 @@
+"""Relevance: `/v1/rerank` as Jina and Cohere, `/v1/score` as vLLM. By a cross-encoder, a language model that says yes or no, or the cosine
+of vectors, as the served model is one."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
+from frame.entrypoints.http.services import Access, Caller, Chat, Operation, Pair, Prompt, Routes, Services
+from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import Task
+    from frame.entrypoints.http.request_context import Call
+
+TASKS: tuple[Task, ...] = ("embed", "classify")
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankRequest(PooledRequest, kw_only=True):
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
+class ScoreRequest(PooledRequest, kw_only=True):
+    """Either `text_1` and `text_2`, or `queries` and `items` (`documents`)."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    items: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    instruction: str | None = None
+
+
+_rerank_decoder = msgspec.json.Decoder(RerankRequest, strict=False)
+_score_decoder = msgspec.json.Decoder(ScoreRequest, strict=False)
+
+
+async def rerank(call: Call, services: Services) -> None:
+    """Documents by their relevance to a query, best first."""
+    await respond_ranking(call, services, await call.json(_rerank_decoder))
+
+
+async def respond_ranking(call: Call, services: Services, request: RerankRequest) -> None:
+    """Answer with the ranking. Raises ApiError."""
+    ranking, count = await ranked(call, services, request)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
+    if request.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": _text(request.documents[result["index"]])}
+    name = f"rerank-{uuid.uuid4().hex}"
+    await call.respond_json({"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results})
+
+
+async def ranked(
+    call: Caller, services: Services, request: RerankRequest, name: str = "documents"
+) -> tuple[list[tuple[int, float]], int]:
+    """(documents' places and their relevance, best first; prompt tokens). `name`: what the client calls them. Raises ApiError."""
+    services.need_task(*TASKS)
+    texts = [_text(document) for document in request.documents]
+    check_count(len(texts), name)
+    if request.top_n is not None and request.top_n < 1:
+        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
+    scores, count = await scores_of(call, services, request, [(request.query, text) for text in texts], request.instruction)
+    order = np.argsort(-scores, kind="stable")[: request.top_n].tolist()
+    return [(index, float(scores[index])) for index in order], count
+
+
+def _text(document: str | Document) -> str:
+    return document if isinstance(document, str) else document.text
+
+
+async def score(call: Call, services: Services) -> None:
+    """The relevance, or similarity, of pairs of texts."""
+    request = await call.json(_score_decoder)
+    scores, count = await scored(call, services, request)
+    await call.respond_json(
+        {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": services.resolved.served_name,
+            "data": [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())],
+            "usage": usage(count),
+        }
+    )
+
+
+async def scored(call: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
+    """(float32 [pairs], prompt tokens). Raises ApiError."""
+    services.need_task(*TASKS)
+    first = _texts(request, "text_1", "queries")
+    second = _texts(request, "text_2", "items", "documents")
+    try:
+        pairs = paired(first, second)
+    except ValueError as error:
+        raise ApiError(400, str(error), "text_2") from None
+    return await scores_of(call, services, request, pairs, request.instruction)
+
+
+async def scores_of(
+    call: Caller, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
+) -> tuple[np.ndarray, int]:
+    """(float32 [pairs], prompt tokens). Raises ApiError."""
+    tokenizer = services.need_tokenizer()
+    try:
+        form = form_of(services.resolved, services.score_prompt, tokenizer.has_chat_template)
+    except ValueError as error:
+        raise ApiError(400, str(error), "model") from None
+    if form == "vectors":
+        unique = list(dict.fromkeys(text for pair in pairs for text in pair))
+        vectors, count = await vectors_of(call, services, request, unique, TASKS)
+        places = {text: place for place, text in enumerate(unique)}
+        first, second = (vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1))
+        return similarity(first, second), count
+    prompts: list[Prompt]
+    if form == "chat":
+        prompts = [Chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)) for pair in pairs]
+    elif form == "text" and services.score_prompt is not None:
+        prompts = [filled(services.score_prompt, *pair, instruction) for pair in pairs]
+    else:
+        prompts = [Pair(*pair) for pair in pairs]
+    vectors, count = await vectors_of(call, services, request, prompts, TASKS)
+    return relevance(vectors), count
+
+
+def _texts(request: ScoreRequest, *names: str) -> list[str]:
+    """The field of these that is set, as a list. Raises ApiError."""
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, f"send one of {' and '.join(names)}", names[0])
+    found = getattr(request, given[0])
+    texts = [found] if isinstance(found, str) else found
+    check_count(len(texts), given[0])
+    return texts
+
+
+ROUTES: Routes = (
+    Operation("/v1/rerank", ("POST",), Access.USER, rerank, RerankRequest),
+    Operation("/v2/rerank", ("POST",), Access.USER, rerank, RerankRequest),
+    Operation("/v1/score", ("POST",), Access.USER, score, ScoreRequest),
+    Operation("/score", ("POST",), Access.USER, score, ScoreRequest),
+)

@@ -1,0 +1,231 @@
+"""`/v1/files` and `/v1/batches`, as OpenAI's: a file of requests in, a file of answers out. Off without a folder for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, Output
+from frame.entrypoints.http.openai.batch_runner import ENDPOINTS, Batch, BatchRunner
+from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.request_options import Metadata
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+
+T = TypeVar("T")
+MOST_LISTED = 100
+PURPOSE = "batch"  # of every file that clients may send
+LONGEST_PURPOSE = 64  # bytes
+PIECE = 256 * 1024  # bytes of a file that are in memory for a reader
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: Metadata | None = None
+
+
+_decoder = msgspec.json.Decoder(BatchRequest, strict=False)
+
+
+# files -------------------------------------------------------------------------------------------------------------
+
+
+async def upload(call: Call, services: Services) -> None:
+    """Upload a file of requests, as multipart/form-data."""
+    runner = _runner(services)
+    form = Upload(runner.files, call.tenant)
+    reader = FormReader(call.header(b"content-type") or "")
+    try:
+        async for piece in call.pieces():
+            for part, content in reader.feed(piece):
+                await form.take(part, content)
+        reader.close()
+        card = await _kept(form.finish())
+    except ApiError as error:
+        error.headers = ((b"connection", b"close"),)  # the rest of the body may not have been read
+        raise
+    finally:
+        form.close()
+    await call.respond_json(card.shown())
+
+
+async def files(call: Call, services: Services) -> None:
+    """Your files, the newest first."""
+    purpose = call.query("purpose")
+    cards = _runner(services).files.owned(call.tenant)
+    await _respond_list(call, [card.shown() for card in cards if purpose in (None, card.purpose)])
+
+
+async def file(call: Call, services: Services) -> None:
+    """What is known of a file."""
+    await call.respond_json(_card(call, services).shown())
+
+
+async def file_content(call: Call, services: Services) -> None:
+    """A file's content."""
+    path = _runner(services).files.path(_card(call, services).id)
+    try:
+        handle = await asyncio.to_thread(path.open, "rb")
+    except OSError as error:
+        raise ApiError(500, f"the file cannot be read: {error.strerror}") from None
+    with handle:  # what is open can be read to its end, also when the file is deleted meanwhile
+        size = os.fstat(handle.fileno()).st_size
+        await call.respond_pieces(_pieces_of(handle), size, ((b"content-type", b"application/jsonl"),))
+
+
+async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(handle.read, PIECE):
+        yield piece
+
+
+async def delete_file(call: Call, services: Services) -> None:
+    """Forget a file."""
+    card = _card(call, services)
+    await _runner(services).files.delete(card)
+    await call.respond_json({"id": card.id, "object": "file", "deleted": True})
+
+
+# batches -----------------------------------------------------------------------------------------------------------
+
+
+async def create(call: Call, services: Services) -> None:
+    """Begin a batch over an uploaded file."""
+    runner = _runner(services)
+    request = await call.json(_decoder)
+    if request.endpoint not in ENDPOINTS:
+        raise ApiError(400, f"endpoint is {request.endpoint[:100]!r}; it must be one of {', '.join(ENDPOINTS)}", "endpoint")
+    if request.completion_window != "24h":
+        raise ApiError(400, f"completion_window is {request.completion_window[:50]!r}; it must be 24h", "completion_window")
+    if runner.files.get(request.input_file_id, call.tenant) is None:
+        raise ApiError(404, f"there is no file {request.input_file_id[:100]!r}; upload it to /v1/files", "input_file_id")
+    batch = await _kept(runner.start(request.input_file_id, request.endpoint, request.metadata, call.tenant))
+    await call.respond_json(batch.shown())
+
+
+async def batches(call: Call, services: Services) -> None:
+    """Your batches, the newest first."""
+    await _respond_list(call, [batch.shown() for batch in _runner(services).owned(call.tenant)])
+
+
+async def batch(call: Call, services: Services) -> None:
+    """A batch and how far it is."""
+    await call.respond_json(_batch(call, services).shown())
+
+
+async def cancel(call: Call, services: Services) -> None:
+    """End a batch; what it has done stays."""
+    found = _batch(call, services)
+    await _runner(services).cancel(found)
+    await call.respond_json(found.shown())
+
+
+# parts -------------------------------------------------------------------------------------------------------------
+
+
+class Upload:
+    """The form of one upload: its file goes to the disk as it comes. To be closed, whatever happens."""
+
+    def __init__(self, store: FileStore, tenant: str) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._purpose: bytes | None = None
+        self._output: Output | None = None
+
+    async def take(self, part: FormPart, content: bytes) -> None:
+        """A piece of a part; the first of each part is empty. Raises ApiError."""
+        if part.name not in ("file", "purpose"):
+            raise ApiError(400, f"the field {part.name[:50]!r} is not known here; send file and purpose", part.name[:50] or None)
+        given = self._output if part.name == "file" else self._purpose
+        if not content and given is not None:
+            raise ApiError(400, f"{part.name} is given twice; send it once", part.name)
+        if part.name == "purpose":
+            self._purpose = (self._purpose or b"") + content
+            if len(self._purpose) > LONGEST_PURPOSE:
+                self._check_purpose()
+        elif self._output is None:
+            self._output = await _kept(self._store.begin(part.filename or "batch.jsonl", PURPOSE, self._tenant))
+        else:
+            await _kept(self._output.write(content))
+
+    async def finish(self) -> Card:
+        """Keep the file. Raises ApiError, OSError."""
+        self._check_purpose()
+        if self._output is None:
+            raise ApiError(400, "file is missing; send it", "file")
+        card = await self._output.finish()
+        self._output = None
+        return card
+
+    def close(self) -> None:
+        """Let go of a file that was not kept."""
+        if self._output is not None:
+            self._output.abandon()
+
+    def _check_purpose(self) -> None:
+        purpose = (self._purpose or b"").decode("utf-8", "replace")
+        if purpose != PURPOSE:
+            raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be {PURPOSE}", "purpose")
+
+
+def _runner(services: Services) -> BatchRunner:
+    if services.batches is None:
+        raise ApiError(404, "this server takes no batches; start it with --batch-folder FOLDER")
+    return services.batches
+
+
+def _card(call: Call, services: Services) -> Card:
+    name = call.scope["path_params"]["name"]
+    card = _runner(services).files.get(name, call.tenant)
+    if card is None:
+        raise ApiError(404, f"there is no file {name[:100]!r}")
+    return card
+
+
+def _batch(call: Call, services: Services) -> Batch:
+    name = call.scope["path_params"]["name"]
+    found = _runner(services).get(name, call.tenant)
+    if found is None:
+        raise ApiError(404, f"there is no batch {name[:100]!r}")
+    return found
+
+
+async def _kept(work: Awaitable[T]) -> T:
+    """What is to be written to the folder; why not, as an ApiError."""
+    try:
+        return await work
+    except NoRoomError as error:
+        raise ApiError(413, str(error), "file") from None
+    except OSError as error:
+        raise ApiError(503, f"the batch folder cannot be written: {error.strerror}") from None
+
+
+async def _respond_list(call: Call, shown: list[dict[str, Any]]) -> None:
+    """One page: `limit` of those after the one named `after`."""
+    given, after = call.query("limit") or "20", call.query("after")
+    if not given.isdigit() or not 1 <= int(given[:9]) <= 10_000:
+        raise ApiError(400, f"limit is {given[:50]!r}; it must be from 1 to 10000", "limit")
+    names = [entry["id"] for entry in shown]
+    start = names.index(after) + 1 if after in names else 0
+    page = shown[start : start + min(int(given[:9]), MOST_LISTED)]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    await call.respond_json({"object": "list", "data": page, **ends, "has_more": start + len(page) < len(shown)})
+
+
+ROUTES: Routes = (
+    Operation("/v1/files", ("POST",), Access.USER, upload, body="file"),
+    Operation("/v1/files", ("GET",), Access.USER, files, query=("purpose", "limit", "after")),
+    Operation("/v1/files/{name}", ("GET",), Access.USER, file),
+    Operation("/v1/files/{name}", ("DELETE",), Access.USER, delete_file),
+    Operation("/v1/files/{name}/content", ("GET",), Access.USER, file_content),
+    Operation("/v1/batches", ("POST",), Access.USER, create, BatchRequest, body="small"),
+    Operation("/v1/batches", ("GET",), Access.USER, batches, query=("limit", "after")),
+    Operation("/v1/batches/{name}", ("GET",), Access.USER, batch),
+    Operation("/v1/batches/{name}/cancel", ("POST",), Access.USER, cancel),
+)

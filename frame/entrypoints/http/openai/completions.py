@@ -1,0 +1,352 @@
+"""The OpenAI API: `/v1/chat/completions`, `/v1/completions`, `/v1/models`. Validates, starts, shapes the answer; decides nothing else."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import TokenLogprobs
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.chat.answer_parsing import AnswerParser
+from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, thinking_tokens
+from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
+from frame.entrypoints.http.openai.logprobs import TextPlaces, chat_logprobs, completion_logprobs, name_of_tokens, prompt_logprobs
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services, paced
+from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
+
+
+class Response(ABC):
+    """What both kinds of response share while they are made. Its id is the request's name, by which it can be aborted."""
+
+    def __init__(self, services: Services, request: GenerationRequest, answer: Answer, kind: str) -> None:
+        self.services = services
+        self.request = request
+        self.answer = answer
+        self.kind = kind
+        options = request.stream_options
+        self.has_usage = bool(request.stream and options and options.include_usage)
+        self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)
+        self._head = {
+            "id": answer.rid,
+            "object": "chat.completion.chunk" if request.stream and kind == "chat.completion" else kind,
+            "created": int(time.time()),
+            "model": services.resolved.served_name,
+            "system_fingerprint": services.fingerprint,
+            "service_tier": "default",
+        }
+        self.chunks = ChunkWriter(self._head, self.has_usage)
+
+    def num_generated(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.answer.sequences)
+
+    def usage(self) -> dict[str, Any]:
+        """Of the whole answer: each prompt counts once, however many sequences it has."""
+        prompts = {sequence.prompt_index: sequence for sequence in reversed(self.answer.sequences)}
+        cached = sum(s.cached for s in prompts.values())
+        return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
+
+    def final_usage(self) -> dict[str, Any]:
+        """The same with what is only counted once, when every sequence has been read."""
+        return self.usage()
+
+    def running_usage(self) -> dict[str, Any] | None:
+        return self.usage() if self.has_running_usage else None
+
+    def closing(self) -> bytes:
+        return (self.chunks.usage(self.final_usage()) if self.has_usage else b"") + DONE
+
+    def token_fields(self, ids: list[int]) -> dict[str, Any]:
+        """The field `token_ids` of a choice, if it was asked for: the tokens of a chunk, or all."""
+        return {"token_ids": ids} if self.request.return_token_ids else {}
+
+    def prompt_scores(self, sequence: Stream) -> dict[str, Any]:
+        """The field `prompt_logprobs`, if it was asked for."""
+        found = sequence.prompt_logprobs
+        if self.request.prompt_logprobs is None or found is None:
+            return {}
+        name = name_of_tokens(self.services.need_tokenizer(), self.request.return_tokens_as_token_ids)
+        return {"prompt_logprobs": prompt_logprobs(found, name)}
+
+    async def send(self, call: Call) -> None:
+        """Answer the request, as it goes or at the end. Raises ApiError, DisconnectedError."""
+        if self.request.stream:
+            await self.services.stream(call, self.answer, self.write, self.closing)
+            return
+        await self.services.complete(self.answer)
+        choices = [self.choice(sequence) async for sequence in paced(self.answer.sequences)]
+        await call.respond_json({**self._head, "choices": choices, "usage": self.final_usage(), **self.more()})
+
+    def more(self) -> dict[str, Any]:
+        """Further fields of a whole response."""
+        return {}
+
+    @abstractmethod
+    def write(self, sequence: Stream) -> bytes:
+        """The events of what is new."""
+
+    @abstractmethod
+    def choice(self, sequence: Stream) -> dict[str, Any]:
+        """A sequence that has ended, whole."""
+
+
+# chat --------------------------------------------------------------------------------------------------------------
+
+
+async def chat_completions(call: Call, services: Services) -> None:
+    """A chat answer, as OpenAI."""
+    request = await call.json(_chat_decoder)
+    answer = await begin_chat(call, services, request, "chatcmpl-")
+    try:
+        await ChatResponse(services, request, answer).send(call)
+    finally:
+        services.client.abandon(answer)
+
+
+class ChatResponse(Response):
+    """A chat answer, whole or in deltas."""
+
+    request: ChatRequest
+
+    def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
+        super().__init__(services, request, answer, "chat.completion")
+        self._opened: set[int] = set()
+        self._parsers = answer_parsers(services, request, answer)
+        self._is_legacy = request.is_legacy
+        self._is_plain = not (self._parsers or request.logprobs or self.has_running_usage or request.return_token_ids)
+
+    def final_usage(self) -> dict[str, Any]:
+        found = [thinking_tokens(self.services, self.request, s, self._parsers.get(s.index)) for s in self.answer.sequences]
+        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
+
+    def write(self, sequence: Stream) -> bytes:
+        text, ids, logprobs = sequence.take()
+        index = sequence.index
+        if sequence.finish is None and self._is_plain and index in self._opened:
+            return self.chunks.text(index, text) if text else b""
+        return self._opening(sequence) + self._rest(sequence, text, ids, logprobs)
+
+    def _opening(self, sequence: Stream) -> bytes:
+        index = sequence.index
+        if index in self._opened:
+            return b""
+        self._opened.add(index)
+        delta = {"role": self.request.answer_role, "content": "", "refusal": None}
+        opening = self.chunks.full(index, delta, usage=self.running_usage(), choice=self._prompt_ids(sequence), chunk=self.more())
+        echoed = self.request.echoed()
+        return opening + self.chunks.full(index, {"content": echoed}, usage=self.running_usage()) if echoed else opening
+
+    def _rest(self, sequence: Stream, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
+        finish = sequence.finish
+        if finish is not None and finish.reason == "error":
+            return b"data: " + failure(finish).body() + b"\n\n"
+        parser = self._parsers.get(sequence.index)
+        deltas: list[dict[str, Any]] = parser.feed(text, finish) if parser else [{"content": text}] if text else []
+        if finish is not None and not deltas:
+            deltas = [{}]
+        if not deltas and (parts or (ids and self.request.return_token_ids)):
+            deltas = [{"content": ""}]
+        ends = {} if finish is None else end_fields(finish, sequence.params)
+        events = []
+        for place, delta in enumerate(deltas):
+            is_last = place == len(deltas) - 1
+            events.append(
+                self.chunks.full(
+                    sequence.index,
+                    legacy_delta(delta) if self._is_legacy else delta,
+                    self._reason(sequence, parser) if is_last else None,
+                    self._scores(parts) if is_last and parts else None,
+                    self.running_usage(),
+                    {**ends, **self.token_fields(ids)} if is_last else None,
+                )
+            )
+        return b"".join(events)
+
+    def choice(self, sequence: Stream) -> dict[str, Any]:
+        text, ids, parts = sequence.take()
+        parser = self._parsers.get(sequence.index)
+        message: dict[str, Any] = {"content": text}
+        if parser is not None:
+            parser.feed(text, sequence.finish)
+            message = parser.message()
+        message = {**message, "role": self.request.answer_role, "refusal": None}
+        if echoed := self.request.echoed():
+            message["content"] = echoed + (message["content"] or "")
+        return {
+            "index": sequence.index,
+            "message": legacy_delta(message) if self._is_legacy else message,
+            "logprobs": self._scores(parts) if self.request.logprobs else None,
+            "finish_reason": self._reason(sequence, parser),
+            **end_fields(sequence.finish, sequence.params),
+            **self.token_fields(ids),
+            **self._prompt_ids(sequence),
+        }
+
+    def more(self) -> dict[str, Any]:
+        """What vLLM gives once for all choices, whose prompt is the same."""
+        first = self.answer.sequences[0]
+        ids = {"prompt_token_ids": first.prompt} if self.request.return_token_ids else {}
+        return {**ids, **self.prompt_scores(first)}
+
+    def _prompt_ids(self, sequence: Stream) -> dict[str, Any]:
+        """The prompt's tokens where SGLang has them."""
+        return {"prompt_token_ids": sequence.prompt} if self.request.return_prompt_token_ids else {}
+
+    def _scores(self, parts: list[TokenLogprobs]) -> dict[str, Any]:
+        tokenizer = self.services.need_tokenizer()
+        return chat_logprobs(parts, tokenizer, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids))
+
+    def _reason(self, sequence: Stream, parser: AnswerParser | None) -> str | None:
+        reason = finish_reason(sequence.finish, parser is not None and parser.has_calls)
+        return "function_call" if self._is_legacy and reason == "tool_calls" else reason
+
+
+def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
+    """A message, or a part of one, whose call stands where OpenAI's first API had it."""
+    if not delta.get("tool_calls"):
+        return delta
+    function = delta["tool_calls"][0]["function"]
+    return {**{name: value for name, value in delta.items() if name != "tool_calls"}, "function_call": function}
+
+
+# completions -------------------------------------------------------------------------------------------------------
+
+
+async def completions(call: Call, services: Services) -> None:
+    """A text completion, as OpenAI."""
+    request = await call.json(_completion_decoder)
+    services.check_model(request.model)
+    params, prompts = request.params(), request.prompts()
+    services.check_count(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
+    if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
+        services.need_tokenizer()  # before anything is computed
+    special = request.add_special_tokens
+    answer = await services.begin(call, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    try:
+        await CompletionResponse(services, request, answer).send(call)
+    finally:
+        services.client.abandon(answer)
+
+
+class CompletionResponse(Response):
+    """A text completion, whole or in pieces. With `echo` the prompt comes first; with `max_tokens: 0` it comes alone."""
+
+    request: CompletionRequest
+
+    def __init__(self, services: Services, request: CompletionRequest, answer: Answer) -> None:
+        super().__init__(services, request, answer, "text_completion")
+        self._places: dict[int, TextPlaces] = {}
+        self._opened: set[int] = set()  # sequences whose prompt is out
+        self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
+        wants_ids = request.return_token_ids or request.return_prompt_token_ids
+        self._is_plain = not (request.echo or request.logprobs is not None or self.has_running_usage or wants_ids)
+
+    def num_generated(self) -> int:
+        return 0 if self._is_prompt_only else super().num_generated()  # the one that the engine needs is not shown
+
+    def write(self, sequence: Stream) -> bytes:
+        finish = sequence.finish
+        if finish is None and self._is_plain:
+            text, _, _ = sequence.take()
+            return self.chunks.text(sequence.index, text) if text else b""
+        if finish is not None and finish.reason == "error":
+            return b"data: " + failure(finish).body() + b"\n\n"
+        text, logprobs, more = self._new(sequence)
+        if not text and finish is None and logprobs is None and not more:
+            return b""
+        if finish is not None:
+            more |= end_fields(finish, sequence.params)
+        return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), more)
+
+    def choice(self, sequence: Stream) -> dict[str, Any]:
+        text, logprobs, more = self._new(sequence)
+        return {
+            "index": sequence.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(sequence.finish),
+            **end_fields(sequence.finish, sequence.params),
+            **more,
+            **self.prompt_scores(sequence),
+        }
+
+    def _new(self, sequence: Stream) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+        """What is new of a sequence: text, logprobs, token ids; the prompt's before its first."""
+        text, ids, parts = sequence.take()
+        if self._is_prompt_only:
+            text, ids, parts = "", [], []
+        index = sequence.index
+        skips = sequence.params.skip_special_tokens
+        more = self.token_fields(ids) if ids or sequence.finish is not None else {}
+        if index not in self._opened:
+            self._opened.add(index)
+            if self.request.return_token_ids or self.request.return_prompt_token_ids:
+                more["prompt_token_ids"] = sequence.prompt
+            if self.request.echo:
+                text = self.services.need_tokenizer().decode(sequence.prompt, skips) + text
+                parts = ([sequence.prompt_logprobs] if sequence.prompt_logprobs else []) + parts
+        if self.request.logprobs is None:
+            return text, None, more
+        tokenizer = self.services.need_tokenizer()
+        places = self._places.get(index)
+        if places is None:
+            places = self._places[index] = TextPlaces(tokenizer, skips)
+        return text, completion_logprobs(parts, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids), places), more
+
+
+# models ------------------------------------------------------------------------------------------------------------
+
+
+async def models(call: Call, services: Services) -> None:
+    """The served models, in Anthropic's shape for its clients."""
+    names = services.model_names
+    if _is_anthropic(call):
+        cards = [_anthropic_card(services, name) for name in names]
+        await call.respond_json({"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    else:
+        await call.respond_json({"object": "list", "data": [_card(services, name) for name in names]})
+
+
+async def model(call: Call, services: Services) -> None:
+    """One model."""
+    name = call.scope["path_params"]["name"]
+    services.check_model(name)
+    if name not in services.model_names:  # the folder's name
+        name = services.resolved.served_name
+    await call.respond_json((_anthropic_card if _is_anthropic(call) else _card)(services, name))
+
+
+def _is_anthropic(call: Call) -> bool:
+    return call.header(b"anthropic-version") is not None
+
+
+def _card(services: Services, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": services.created,
+        "owned_by": "frame",
+        "root": services.resolved.served_name,
+        "max_model_len": services.resolved.max_context,
+    }
+
+
+def _anthropic_card(services: Services, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(services.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+
+ROUTES: Routes = (
+    Operation("/v1/chat/completions", ("POST",), Access.USER, chat_completions, ChatRequest),
+    Operation("/v1/completions", ("POST",), Access.USER, completions, CompletionRequest),
+    Operation("/v1/models", ("GET",), Access.USER, models),
+    Operation("/v1/models/{name:path}", ("GET",), Access.USER, model),
+)

@@ -1,0 +1,289 @@
+"""The OpenAI API's request bodies, and how they become `SamplingParams`. What cannot be served is an error that names the field. Knows no
+engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import msgspec
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.http.chat.structured import constraints
+from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, legacy_tool_use, renamed, tool_use
+from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
+from frame.entrypoints.http.request_options import Metadata, SamplingFields
+
+MAX_ARGUMENT_PARTS = 48 * 1024
+
+# OpenAI's tiers as priorities: among requests that wait, higher ones go first where the scheduling policy heeds it.
+TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(SamplingFields, kw_only=True):
+    """What chat and completion requests share."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    service_tier: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def constrains_all(self) -> bool:
+        """Whether the grammar is that of the whole output, thinking and calls included: so are the sampling parameters themselves, while
+        `response_format`, `guided_*` and `structured_outputs` speak of the answer."""
+        return any(value is not None for value in (self.regex, self.ebnf, self.json_schema, self.structural_tag))
+
+    def rank(self) -> int:
+        """The priority: as given, else that of the service tier. Raises ApiError for an unknown tier."""
+        if self.service_tier is not None and self.service_tier not in TIERS:
+            raise ApiError(400, f"service_tier is {quoted(self.service_tier)}; it must be one of {', '.join(TIERS)}", "service_tier")
+        return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """The parameters; fields that were left out keep their defaults. Raises ApiError."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
+        values = self.sampling_fields()
+        values |= {name: value for name in ("temperature", "top_p", "n", "prompt_logprobs") if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        values |= constraints(self)
+        return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """`FIELD_NAMES`: how the client's dialect calls what is named otherwise here; `TOOL_PLACES`: the same for parts of a tool."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "logprobs": "top_logprobs"})
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    user: str | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    # beyond OpenAI
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    separate_reasoning: bool = True
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+
+    def params(self) -> SamplingParams:
+        if self.modalities not in (None, ["text"]):
+            raise ApiError(400, f"modalities is {quoted(self.modalities)}; this model answers in text", "modalities")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def sent_name(self, parameter: str) -> str:
+        if parameter == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return self.FIELD_NAMES.get(parameter, super().sent_name(parameter))
+
+    def tool_use(self) -> ToolUse | None:
+        """See `tool_use`."""
+        if self.is_legacy:
+            use = legacy_tool_use(self.functions, self.function_call)
+        else:
+            with renamed(self.TOOL_PLACES):
+                use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if use is not None and use.rule.is_required and self.constrains_all:
+            raise ApiError(400, "regex, ebnf, json_schema and structural_tag leave no room for a required call; keep one", "tool_choice")
+        return use
+
+    def check_schemas(self) -> None:
+        """Raise ApiError for parameters of a tool that are no JSON schema."""
+        with renamed(self.TOOL_PLACES):
+            check_schemas([(t["function"].get("parameters"), f"tools[{i}].function.parameters") for i, t in enumerate(self.tools or ())])
+            check_schemas([(f.get("parameters"), f"functions[{i}].parameters") for i, f in enumerate(self.functions or ())])
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether tools come as OpenAI's first API had them, which has its own shape of answers. Raises ApiError for both at once."""
+        if self.functions is None and self.function_call is None:
+            return False
+        if self.tools is not None or self.tool_choice is not None:
+            raise ApiError(400, "functions and function_call are the old form of tools and tool_choice; send one form", "functions")
+        return True
+
+    @property
+    def answer_role(self) -> str:
+        """Whose turn the answer is: the assistant's, or that of a last message that is continued."""
+        continues = self.continue_final_message or self.add_generation_prompt is False
+        role = self.messages[-1].get("role") if continues and self.messages else None
+        return role if isinstance(role, str) else "assistant"
+
+    def echoed(self) -> str:
+        """With `echo`, the text of the last message, where the answer goes on with it."""
+        last = self.messages[-1] if self.echo and self.messages else {}
+        return _content(last.get("content"), "messages") if last.get("role") == self.answer_role else ""
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template sees besides messages and tools. The names of the switch for thinking are those that models know."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            found |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        found |= self.chat_template_kwargs or {}
+        for name in ("continue_final_message", "add_generation_prompt", "add_special_tokens", "documents"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        return found
+
+    @property
+    def may_think(self) -> bool:
+        """Unless thinking was switched off."""
+        arguments = self.template_arguments()
+        return all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """See `conversation_of`."""
+        return conversation_of(self.messages)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = False
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+    user: str | None = None
+
+    def params(self) -> SamplingParams:
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported; leave it out", "suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of is not supported; use n", "best_of")
+        limit = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+        if self.echo:
+            limit = max(1, limit)
+        scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        return self.sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
+
+    def sent_name(self, parameter: str) -> str:
+        return "logprobs" if parameter == "prompt_logprobs" and self.prompt_logprobs is None else super().sent_name(parameter)
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts apart. Raises ApiError for a mixture."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt is empty; send a string, a list of strings, token ids, or a list of token-id lists", "prompt")
+        kinds = {type(part) for part in prompt}
+        if len(kinds) > 1:
+            raise ApiError(400, "prompt mixes strings and token ids; send one kind", "prompt")
+        return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
+
+
+def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates take them: text parts joined, tool arguments parsed. Raises ApiError."""
+    if not messages:
+        raise ApiError(400, "messages is empty; send at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"messages has {len(messages)} entries; it may have {MAX_MESSAGES}", "messages")
+    _check_arguments(messages)
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Raise ApiError for arguments of tool calls that hold too much to be decoded: they are texts to the check of the whole body."""
+    found = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                found += arguments.count("[") + arguments.count("{") + arguments.count(":")
+    if found > MAX_ARGUMENT_PARTS:
+        sentence = f"the arguments of all tool calls hold more than {MAX_ARGUMENT_PARTS} brackets, braces and colons; leave some calls out"
+        raise ApiError(400, sentence, "messages")
+
+
+def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        wrong = "is missing" if role is None else f"is {quoted(role)}"
+        raise ApiError(400, f"{place}.role {wrong}; send system, user, assistant or tool", f"{place}.role")
+    result = {**message, "content": _content(content, f"{place}.content")}
+    if "reasoning" in message and "reasoning_content" not in message:
+        result["reasoning_content"] = message["reasoning"]  # the name that templates know
+    if role == "function":  # a result, as OpenAI's first API had it
+        name = message.get("name")
+        result |= {"role": "tool", "tool_call_id": name}
+    calls, legacy = message.get("tool_calls"), message.get("function_call")
+    if calls is None and legacy is not None:
+        name = legacy.get("name") if isinstance(legacy, dict) else None
+        calls = [{"id": name, "type": "function", "function": legacy}]
+        place = f"{place}.function_call"
+        del result["function_call"]
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise ApiError(400, f"{place}.tool_calls: expected a list", f"{place}.tool_calls")
+        result["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return result
+
+
+def _content(content: Any, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place}: expected a string or a list of parts", place)
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {quoted(kind)}", place)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: Any, place: str) -> Any:
+    """A tool call of the history with its arguments as an object, which is what templates print."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ApiError(400, f"{place}.function: expected an object", place)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(msgspec.DecodeError, RecursionError):  # what a model wrote may be no JSON; the template prints it as it is
+            arguments = msgspec.json.decode(arguments) if arguments else {}
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,95 @@
+"""`/v1/embeddings` as OpenAI: texts or token ids to vectors, as numbers or as base64 of float32."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from frame.core.interfaces.model import SentenceFacts
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
+from frame.entrypoints.http.services import Access, Caller, Operation, Prompt, Routes, Services
+from frame.entrypoints.relevance import shortened
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from frame.entrypoints.http.request_context import Call
+
+
+class EmbeddingRequest(PooledRequest, kw_only=True):
+    """`dimensions` keeps the first of each vector, for models that were trained for it; `prompt_name` names one of the prompts that the
+    checkpoint brings."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+
+_decoder = msgspec.json.Decoder(EmbeddingRequest, strict=False)
+
+
+async def embeddings(call: Call, services: Services) -> None:
+    """Vectors of texts."""
+    request = await call.json(_decoder)
+    vectors, count = await embedded(call, services, request)
+    await call.respond_json(
+        {
+            "id": call.answer.rid if call.answer is not None else "",
+            "object": "list",
+            "created": int(time.time()),
+            "data": [
+                {"object": "embedding", "index": index, "embedding": vector}
+                for index, vector in enumerate(written(vectors, request.encoding_format))
+            ],
+            "model": services.resolved.served_name,
+            "usage": usage(count),
+        }
+    )
+
+
+async def embedded(call: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
+    """(float32 [inputs, dimensions], prompt tokens). Raises ApiError."""
+    services.need_task("embed")
+    prompts = prompts_of(request, services)
+    width = services.resolved.facts.hidden_size
+    if request.dimensions is not None and not 1 <= request.dimensions <= width:
+        raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
+    vectors, count = await vectors_of(call, services, request, prompts, ("embed",), "embd-")
+    pooling = services.resolved.pooling
+    return shortened(vectors, request.dimensions, pooling is not None and pooling.normalize), count
+
+
+def prompts_of(request: EmbeddingRequest, services: Services) -> list[Prompt]:
+    """The inputs as a list, each with its prompt before it. Raises ApiError for a mixture of kinds, or a prompt that is not there."""
+    given = request.input
+    several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    check_count(len(several), "input")
+    kind = str if isinstance(several[0], str) else list
+    if not all(isinstance(one, kind) for one in several) or (kind is list and not all(type(i) is int for one in several for i in one)):
+        raise ApiError(400, "input mixes kinds; send a text, a list of texts, token ids, or a list of lists of token ids", "input")
+    lead = _lead(request.prompt_name, services)
+    return [f"{lead}{text}" for text in several] if kind is str and lead else several
+
+
+def _lead(name: str | None, services: Services) -> str:
+    sentence = services.resolved.facts.sentence or SentenceFacts()
+    try:
+        return sentence.lead(name)
+    except ValueError as error:
+        raise ApiError(400, str(error), "prompt_name") from None
+
+
+def written(vectors: np.ndarray, form: str | None) -> list[Any]:
+    """Vectors as JSON has them: lists of numbers, or `base64` of float32."""
+    if form == "base64":
+        return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+    rows: list[Any] = vectors.tolist()
+    return rows
+
+
+ROUTES: Routes = (Operation("/v1/embeddings", ("POST",), Access.USER, embeddings, EmbeddingRequest),)

@@ -1,0 +1,123 @@
+"""Log-probabilities in the shapes of the OpenAI API: chat's list of objects, completion's parallel lists. Knows no engine."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from frame.core.messages import TokenLogprobs
+    from frame.core.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no minus infinity
+
+
+class TextPlaces:
+    """Where tokens begin in their sequence's text, in characters, fed one by one. A token that begins inside of a character has the
+    character's place; special tokens that the text leaves out take no room."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._place = 0
+
+    def next(self, token_id: int) -> int:
+        """The place of this token, which comes after those before."""
+        place = self._place
+        if token_id not in self._hidden:
+            self._place += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return place
+
+
+Name = Callable[[int], str]  # how a token is shown
+
+
+def name_of_tokens(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
+    """Tokens as their text or, with vLLM's `return_tokens_as_token_ids`, as `token_id:ID`."""
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
+
+
+def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
+    """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        value = LEAST if logprob is None else max(logprob, LEAST)
+        return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.token_bytes(token_id))}
+
+    content = []
+    for part in parts:
+        for token_id, logprob, top in zip(part.token_ids, part.logprobs, part.top, strict=True):
+            content.append({**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in top]})
+    return {"content": content}
+
+
+class TextLogprobs:
+    """Assigns the log-probabilities of tokens to the pieces of text that parsers make of them, in order. Tokens of which no piece was
+    made, such as the tags of a tool call, are left out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[dict[str, Any]] = []  # entries as in `chat_logprobs`
+
+    def add(self, parts: Iterable[TokenLogprobs]) -> None:
+        """The tokens that came since the last call."""
+        self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.token_text)["content"]
+
+    def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
+        """Those of the tokens that `piece` was made of; all that wait where it is not found among them, as in the midst of a character."""
+        start, place = "".join(entry["token"] for entry in self._pending).find(piece), 0
+        if start < 0:
+            found, self._pending = self._pending, []
+            return found
+        found, rest = [], []
+        for entry in self._pending:
+            after = place + len(entry["token"])
+            if place >= start + len(piece):
+                rest.append(entry)
+            elif after > start:
+                found.append(entry)
+            place = after
+        self._pending = rest
+        return found
+
+
+def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: TextPlaces) -> dict[str, Any]:
+    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` has seen the sequence's tokens before these."""
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for part in parts:
+        for token_id, logprob, top in zip(part.token_ids, part.logprobs, part.top, strict=True):
+            text = name(token_id)
+            tokens.append(text)
+            values.append(None if logprob is None else max(logprob, LEAST))
+            tops.append(None if logprob is None else _alternatives(text, logprob, top, name))
+            offsets.append(places.next(token_id))
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def prompt_logprobs(found: TokenLogprobs, name: Name) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token `{id: {logprob, rank, decoded_token}}` of itself and the likeliest; null for the
+    first. `rank` counts from 1."""
+    entries: list[dict[str, dict[str, Any]] | None] = []
+    ranks = found.ranks or [None] * len(found.token_ids)
+    for token_id, logprob, top, own in zip(found.token_ids, found.logprobs, found.top, ranks, strict=True):
+        if logprob is None:
+            entries.append(None)
+            continue
+        ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
+        if all(other != token_id for other, _ in top):
+            ranked.append((token_id, logprob, own))
+        entries.append({str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": name(i)} for i, p, r in ranked})
+    return entries
+
+
+def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for other, value in top:
+        found.setdefault(name(other), max(value, LEAST))
+    found.setdefault(text, max(logprob, LEAST))
+    return found

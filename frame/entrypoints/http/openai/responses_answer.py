@@ -1,0 +1,174 @@
+"""One response of the Responses API while it is generated: its object, its events, and what of it is stored. Used by the routes of
+`responses`. Knows no connection.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import msgspec
+
+from frame.core.messages import Finish
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.chat.chat_request import answer_parsers, thinking_tokens
+from frame.entrypoints.http.chat.content_blocks import Blocks, Silent
+from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.openai.logprobs import TextLogprobs
+from frame.entrypoints.http.openai.response_store import EventLog
+from frame.entrypoints.http.openai.responses_events import EventWriter, last_event
+from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
+from frame.entrypoints.http.services import Services
+
+_encode = msgspec.json.encode
+STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}  # every other end is `completed`
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a response answers. `history`: stored items before its input; `items`: its input as it is stored; `conversation`: the id of
+    the conversation that it is added to; `log`: of a background response that is streamed."""
+
+    request: ResponsesRequest
+    tenant: str
+    history: list[dict[str, Any]]
+    items: list[dict[str, Any]]
+    conversation: str | None = None
+    log: EventLog | None = None
+
+
+class ResponseAnswer:
+    """A response, whole or as events; stored unless the request says no."""
+
+    def __init__(self, services: Services, turn: Turn, chat: ChatRequest, answer: Answer) -> None:
+        request = turn.request
+        self._store = services.responses
+        self._turn = turn
+        self._sequence = answer.sequences[0]
+        self._parser = answer_parsers(services, chat, answer).get(0)
+        self._thinking = cache(partial(thinking_tokens, services, chat, self._sequence, self._parser))  # the last body is made twice
+        self._is_stored = request.store is not False and self._store.is_on
+        self._blocks = Blocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
+        self._writer = EventWriter(answer.rid, request.custom_tools)
+        self._name = answer.rid
+        self._model = services.resolved.served_name
+        self._created = int(time.time())
+        self._is_started = False
+
+    def whole(self) -> dict[str, Any]:
+        """The whole response, once the answer is complete."""
+        self._blocks.read(self._sequence, self._parser, Silent())
+        return self._finished()
+
+    def begun(self) -> dict[str, Any]:
+        """The response before anything came of it."""
+        return self._body("in_progress")
+
+    def write(self, sequence: Stream) -> bytes:
+        """The events of what is new."""
+        events = b""
+        if not self._is_started:
+            self._is_started = True
+            body = self._body("in_progress")
+            events = self._writer.event("created", response=body) + self._writer.event("in_progress", response=body)
+        events += self._blocks.read(sequence, self._parser, self._writer)
+        if sequence.finish is None:
+            return events
+        body = self._finished()
+        return events + self._writer.event(last_event(body["status"]), response=body)
+
+    def log_events(self, sequence: Stream, log: EventLog) -> None:
+        """The events of what is new, into the log."""
+        self._store.add_events(self._name, self._turn.tenant, log, self.write(sequence))
+
+    def store(self) -> None:
+        """Store the response as it is."""
+        if self._is_stored:
+            finish, turn = self._sequence.finish, self._turn
+            body = self._body("in_progress" if finish is None else STATUSES.get(finish.reason, "completed"))
+            before = [*turn.history, *turn.items]
+            items = _encode([*before, *body["output"]])
+            self._store.put(self._name, turn.tenant, _encode(body), items, len(before), turn.log)
+
+    def forget_unfinished(self) -> None:
+        """Delete a response that will never be finished."""
+        if self._is_stored and (self._sequence.finish is None or not self._is_started):
+            self._store.delete(self._name, self._turn.tenant)
+
+    def _finished(self) -> dict[str, Any]:
+        self._is_started = True
+        finish, turn = self._sequence.finish, self._turn
+        status = STATUSES.get(finish.reason, "completed") if finish is not None else "in_progress"
+        if turn.conversation is not None and status in ("completed", "incomplete"):
+            new = [*turn.items, *self._output(status)]
+            if not self._store.append_items(turn.conversation, turn.tenant, new):
+                turn.conversation = None  # deleted meanwhile, or full: the response says so
+        self.store()
+        return self._body(status)
+
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        last = len(self._blocks.row) - 1
+        return [
+            self._writer.item(block, "incomplete" if block.place == last and status != "completed" else "completed")
+            for block in self._blocks.row
+        ]
+
+    def _body(self, status: str) -> dict[str, Any]:
+        request, finish = self._turn.request, self._sequence.finish
+        is_over = status != "in_progress"
+        return {
+            "id": self._name,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": bool(request.background),
+            "error": _error(finish),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "conversation": None if self._turn.conversation is None else {"id": self._turn.conversation},
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
+            "metadata": request.metadata or {},
+            "model": self._model,
+            "moderation": None,
+            "output": self._output(status) if is_over else [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "prompt": None,
+            "prompt_cache_key": request.prompt_cache_key,
+            "prompt_cache_options": None,
+            "prompt_cache_retention": request.prompt_cache_retention,
+            "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
+            "store": self._is_stored,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": request.truncation or "disabled",
+            "usage": self._usage() if is_over else None,
+            "user": request.user,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        sequence = self._sequence
+        return {
+            "input_tokens": len(sequence.prompt),
+            "input_tokens_details": {"cached_tokens": sequence.cached, "cache_write_tokens": 0},
+            "output_tokens": sequence.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._thinking()},
+            "total_tokens": len(sequence.prompt) + sequence.num_tokens,
+        }
+
+
+def _error(finish: Finish | None) -> dict[str, Any] | None:
+    if finish is None or finish.reason != "error":
+        return None
+    return {"code": "server_error", "message": failure(finish).message}

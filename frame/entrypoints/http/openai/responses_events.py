@@ -1,0 +1,116 @@
+"""Blocks of an answer as items of the Responses API, and their events in the order that its clients rely on. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from frame.entrypoints.http.chat.content_blocks import Block, Kind
+from frame.entrypoints.http.openai.responses_schema import CUSTOM_ARGUMENT, custom_input
+
+_encode = msgspec.json.encode
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
+PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
+
+
+class EventWriter:
+    """The events of one response, numbered. `name`: the response's id, of which those of its items are made. `custom_tools`: names of
+    tools whose calls carry a text instead of JSON arguments."""
+
+    def __init__(self, name: str, custom_tools: frozenset[str] = frozenset()) -> None:
+        self._suffix = name.partition("_")[2]
+        self._custom_tools = custom_tools
+        self._number = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """One event of type `response.{kind}`."""
+        body = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), _encode(body))
+
+    def item(self, block: Block, status: str = "completed") -> dict[str, Any]:
+        """A block as it is now."""
+        head = {"type": "message", "id": self._id(block), "status": status}
+        if self._is_custom(block):
+            text = custom_input(block.text) if status != "in_progress" else ""
+            return head | {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name, "input": text}
+        if block.kind == "call":
+            return head | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+        content = [_part(block, block.text)] if block.pieces else []
+        if block.kind == "text":
+            return head | {"role": "assistant", "content": content}
+        return head | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+
+    def opened(self, block: Block) -> bytes:
+        added = self.event("output_item.added", output_index=block.place, item=self.item(block, "in_progress"))
+        if block.kind == "call":
+            return added
+        return added + self.event("content_part.added", **self._place(block), content_index=0, part=_part(block, ""))
+
+    def grown(self, block: Block, piece: str) -> bytes:
+        if self._is_custom(block):
+            return b""  # the text is known once its JSON is whole
+        if block.kind == "call":
+            return self.event("function_call_arguments.delta", **self._place(block), delta=piece)
+        extra: dict[str, Any] = {"logprobs": block.last_logprobs} if block.kind == "text" else {}
+        return self.event(f"{PARTS[block.kind]}.delta", **self._place(block), content_index=0, delta=piece, **extra)
+
+    def closed(self, block: Block) -> bytes:
+        place = self._place(block)
+        if self._is_custom(block):
+            text = custom_input(block.text)
+            done = self.event("custom_tool_call_input.delta", **place, delta=text)
+            done += self.event("custom_tool_call_input.done", **place, input=text)
+        elif block.kind == "call":
+            done = self.event("function_call_arguments.done", **place, name=block.name, arguments=block.text)
+        else:
+            extra: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
+            done = self.event(f"{PARTS[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
+            done += self.event("content_part.done", **place, content_index=0, part=_part(block, block.text))
+        return done + self.event("output_item.done", output_index=block.place, item=self.item(block))
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind == "call" and block.name in self._custom_tools
+
+    def _id(self, block: Block) -> str:
+        kind = "custom" if self._is_custom(block) else block.kind
+        return f"{PREFIXES[kind]}_{self._suffix}_{block.place}"
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        return {"item_id": self._id(block), "output_index": block.place}
+
+
+def replayed(body: dict[str, Any]) -> bytes:
+    """The events of a stored response that is over, each block in one piece."""
+    customs = frozenset(item["name"] for item in body["output"] if item["type"] == "custom_tool_call")
+    writer = EventWriter(body["id"], customs)
+    begun = body | {"status": "in_progress", "completed_at": None, "incomplete_details": None, "output": [], "usage": None}
+    events = [writer.event("created", response=begun), writer.event("in_progress", response=begun)]
+    for place, item in enumerate(body["output"]):
+        block = _block(place, item)
+        events += [writer.opened(block), *(writer.grown(block, piece) for piece in block.pieces), writer.closed(block)]
+    events.append(writer.event(last_event(body["status"]), response=body))
+    return b"".join(events)
+
+
+def last_event(status: str) -> str:
+    """What the last event of a response with this status is called; a cancelled response has none of its own."""
+    return "incomplete" if status == "cancelled" else status
+
+
+def _block(place: int, item: dict[str, Any]) -> Block:
+    """The block that an output item was made of."""
+    if item["type"] == "custom_tool_call":
+        return Block(place, "call", item["name"], item["call_id"], [_encode({CUSTOM_ARGUMENT: item["input"]}).decode()])
+    if item["type"] == "function_call":
+        return Block(place, "call", item["name"], item["call_id"], [item["arguments"]])
+    parts = item["content"]
+    logprobs = [entry for part in parts for entry in part.get("logprobs", ())]
+    kind: Kind = "text" if item["type"] == "message" else "reasoning"
+    return Block(place, kind, pieces=[part["text"] for part in parts], logprobs=logprobs, last_logprobs=logprobs)
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": PARTS[block.kind], "text": text}
+    return part | {"annotations": [], "logprobs": block.logprobs if text else []} if block.kind == "text" else part

@@ -1,0 +1,256 @@
+"""`/v1/responses`' request body, and how its items become a chat request. What cannot be served is an error that names the field. Knows no
+engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import msgspec
+
+from frame.entrypoints.http.chat.dialects import Extensions, function_tool, object_at, parts_at, text_at
+from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.request_options import Metadata
+
+LOGPROBS = "message.output_text.logprobs"
+# What `include` may name. All but `LOGPROBS` are outputs of built-in tools, images and encrypted thinking, which no response here has.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
+              "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+              "code_interpreter_call.outputs")  # fmt: skip
+MOST_TOP_LOGPROBS = 20
+CUSTOM_ARGUMENT = "input"  # a custom tool is a function of one text of this name
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ROLES = ("user", "assistant", "system", "developer")
+TURN_KINDS = ("reasoning", "function_call", "custom_tool_call")  # besides the assistant's messages
+OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output")
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the answer
+
+
+class ResponsesChat(ChatRequest, kw_only=True):
+    """A chat request that came as a response's."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input", "max_tokens": "max_output_tokens"})
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
+
+
+class ResponsesRequest(Extensions, kw_only=True):
+    """`input` is a text or a list of items; `previous_response_id` and `conversation` put stored items before it. `max_tool_calls` bounds
+    the calls of built-in tools, of which this server has none."""
+
+    input: str | list[dict[str, Any]]
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt: Any = None  # known and refused
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of tools that take a text instead of JSON arguments."""
+        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
+
+    def conversation_id(self) -> str | None:
+        """The conversation that the response belongs to. Raises ApiError."""
+        given = self.conversation
+        if given is None:
+            return None
+        if self.previous_response_id:
+            raise ApiError(400, "conversation and previous_response_id exclude each other; send one", "conversation")
+        return given if isinstance(given, str) else text_at(given.get("id"), "conversation.id")
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+        return self.input
+
+    def chat(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str) -> ChatRequest:
+        """The same as a chat request: the items of `history`, then `items`, which are the input without references. Raises ApiError."""
+        self._check()
+        if self.request_name() is not None:
+            raise ApiError(400, "a response is named by its id; leave rid and request_id out", "rid" if self.rid else "request_id")
+        fields = self.extensions() | {"rid": rid}
+        if self.tools:
+            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        if (effort := (self.reasoning or {}).get("effort")) is not None:
+            fields["reasoning_effort"] = text_at(effort, "reasoning.effort")
+        if self.wants_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        place = "conversation" if self.conversation else "previous_response_id"
+        return ResponsesChat(
+            model=self.model,
+            messages=[*instructions, *messages_of(history, place), *messages_of(items, "input")],
+            stream=self.stream,
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_format(self.text),
+            service_tier=self.service_tier,
+            **fields,
+        )
+
+    def _check(self) -> None:
+        if self.prompt:
+            raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
+        if self.truncation not in (None, "disabled", "auto"):
+            raise ApiError(400, f"truncation is {quoted(self.truncation)}; it must be auto or disabled", "truncation")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
+            raise ApiError(400, f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MOST_TOP_LOGPROBS}", "top_logprobs")
+        if self.max_tool_calls is not None and self.max_tool_calls < 1:
+            raise ApiError(400, f"max_tool_calls is {self.max_tool_calls}; it must be at least 1", "max_tool_calls")
+        for i, name in enumerate(self.include or ()):
+            if name not in INCLUDABLE:
+                raise ApiError(400, f"include[{i}] is {name[:100]!r}; it must be one of {', '.join(INCLUDABLE)}", "include")
+
+
+def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """Items as chat messages: what the model thought, said and called in a row is one message. Raises ApiError."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None
+    for i, item in enumerate(items):
+        here, kind = f"{place}[{i}]", item.get("type") or "message"
+        if kind in TURN_KINDS or (kind == "message" and item.get("role") == "assistant"):
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _extend(turn, kind, item, here)
+        else:
+            turn = None
+            messages.append(_message(kind, item, here))
+    return messages
+
+
+def _extend(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -> None:
+    if kind == "reasoning":
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(item.get("content") or item.get("summary"), place)
+    elif kind in ("function_call", "custom_tool_call"):
+        if kind == "function_call":
+            arguments = text_at(item.get("arguments"), f"{place}.arguments")
+        else:
+            arguments = msgspec.json.encode({CUSTOM_ARGUMENT: text_at(item.get("input"), f"{place}.input")}).decode()
+        function = {"name": text_at(item.get("name"), f"{place}.name"), "arguments": arguments}
+        call = {"id": text_at(item.get("call_id"), f"{place}.call_id"), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    else:
+        turn["content"] += _text(item.get("content"), place)
+
+
+def _message(kind: str, item: dict[str, Any], place: str) -> dict[str, Any]:
+    if kind in OUTPUT_KINDS:
+        name = text_at(item.get("call_id"), f"{place}.call_id")
+        return {"role": "tool", "tool_call_id": name, "content": _text(item.get("output"), f"{place}.output")}
+    if kind != "message":
+        kinds = ", ".join(("message", *TURN_KINDS, *OUTPUT_KINDS, "item_reference"))
+        raise ApiError(400, f"{place}.type is {quoted(kind)}; it must be one of {kinds}", f"{place}.type")
+    role = item.get("role")
+    if role not in ROLES:
+        raise ApiError(400, f"{place}.role is {quoted(role)}; it must be one of {', '.join(ROLES)}", f"{place}.role")
+    return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
+
+
+def _text(content: Any, place: str) -> str:
+    texts = []
+    for i, part in enumerate(parts_at(content, place)):
+        if part["type"] == "refusal":
+            texts.append(text_at(part.get("refusal"), f"{place}[{i}].refusal"))
+        elif part["type"] in TEXTS:
+            texts.append(text_at(part.get("text"), f"{place}[{i}].text"))
+        else:
+            raise ApiError(400, f"{place}[{i}]: this model takes text only, not {quoted(part['type'])}", place)
+    return "".join(texts)
+
+
+def custom_input(arguments: str) -> str:
+    """What a custom tool is given, of the arguments that the model wrote; the arguments as they are where they do not hold it."""
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = found.get(CUSTOM_ARGUMENT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind == "custom":
+        return _custom_tool(tool, place)
+    if kind != "function":
+        raise ApiError(400, f"{place}.type is {quoted(kind)}; this server runs no tools: describe a function of your own", f"{place}.type")
+    return function_tool(tool.get("name"), place, tool.get("description"), tool.get("parameters"), tool.get("strict"))
+
+
+def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """A custom tool as a function of one text. A regular expression for the text becomes the pattern of a strict schema."""
+    form = object_at(tool.get("format") or {"type": "text"}, f"{place}.format")
+    text: dict[str, Any] = {"type": "string"}
+    if form.get("type") == "grammar":
+        if form.get("syntax") != "regex":
+            sentence = f"{place}.format.syntax is {quoted(form.get('syntax'))}; this server takes regex"
+            raise ApiError(400, sentence, f"{place}.format.syntax")
+        text["pattern"] = f"^(?:{text_at(form.get('definition'), f'{place}.format.definition')})$"
+    elif form.get("type") != "text":
+        raise ApiError(400, f"{place}.format.type is {quoted(form.get('type'))}; it must be text or grammar", f"{place}.format.type")
+    schema = {"type": "object", "properties": {CUSTOM_ARGUMENT: text}, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
+    return function_tool(tool.get("name"), place, tool.get("description"), schema, True if "pattern" in text else None)
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if not isinstance(tools, list):
+            raise ApiError(400, "tool_choice.tools: expected a list", "tool_choice.tools")
+        allowed = [_named(object_at(tool, f"tool_choice.tools[{i}]"), f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
+        return {"type": "allowed_tools", "mode": choice.get("mode"), "tools": allowed}
+    return _named(choice, "tool_choice")
+
+
+def _named(choice: dict[str, Any], place: str) -> dict[str, Any]:
+    if choice.get("type") not in ("function", "custom"):
+        raise ApiError(400, f"{place}.type is {quoted(choice.get('type'))}; it must be function, custom or allowed_tools", "tool_choice")
+    return {"type": "function", "function": {"name": text_at(choice.get("name"), f"{place}.name")}}
+
+
+def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    form = (text or {}).get("format")
+    if form is None:
+        return None
+    form = object_at(form, "text.format")
+    kind = form.get("type")
+    if kind not in FORMATS:
+        raise ApiError(400, f"text.format.type is {quoted(kind)}; it must be one of {', '.join(FORMATS)}", "text.format.type")
+    if kind != "json_schema":
+        return form
+    object_at(form.get("schema"), "text.format.schema")
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema", "strict") if name in form}}

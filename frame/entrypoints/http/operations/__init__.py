@@ -1,0 +1,1 @@
+"""Routes for operators, metrics, the page and the API's description."""

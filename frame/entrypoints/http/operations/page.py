@@ -1,0 +1,134 @@
+"""The page at `/`: static files of `page_assets`, and what they show as JSON: load, prefix cache, plugins, configuration.
+
+The files hold no secret and need no key; the data do. Nothing is loaded from elsewhere, which the content security policy enforces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from frame.core.config.resolve_plugins import KEYS
+from frame.entrypoints.configuration.explain import explain_all
+from frame.entrypoints.configuration.plugin_data import as_data
+from frame.entrypoints.configuration.prepare import Prepared
+from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.engine_client.client import EngineDeadError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.plugins.kinds import KINDS
+
+TYPES = {".html": b"text/html; charset=utf-8", ".css": b"text/css", ".js": b"text/javascript", ".svg": b"image/svg+xml"}
+POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none';"
+    b" frame-ancestors 'none'"
+)
+GUARDS = ((b"content-security-policy", POLICY), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
+CACHE_RUNS = 300  # nodes of the prefix cache that are drawn
+
+
+@cache
+def _assets() -> dict[str, tuple[bytes, bytes, bytes]]:
+    """name -> (content, type, tag)."""
+    found = {}
+    for path in (files("frame.entrypoints.http.operations") / "page_assets").iterdir():
+        suffix = "." + path.name.rpartition(".")[2]
+        if suffix in TYPES:
+            content = path.read_bytes()
+            found[path.name] = (content, TYPES[suffix], b'"' + hashlib.sha256(content).hexdigest()[:16].encode() + b'"')
+    return found
+
+
+async def index(call: Call, services: Services) -> None:
+    """The page for people: a playground, and what the server does and why."""
+    await _send(call, "index.html")
+
+
+async def asset(call: Call, services: Services) -> None:
+    """A file of the page."""
+    await _send(call, call.scope["path_params"]["name"])
+
+
+async def _send(call: Call, name: str) -> None:
+    if name not in _assets():
+        raise ApiError(404, "the page has no such file; it starts at /")
+    content, kind, tag = _assets()[name]
+    headers = ((b"content-type", kind), (b"etag", tag), (b"cache-control", b"no-cache"), *GUARDS)
+    known = next((value for key, value in call.scope["headers"] if key == b"if-none-match"), b"")
+    if known == tag:
+        await call.respond(b"", 304, headers)
+    else:
+        await call.respond(content, headers=headers)
+
+
+async def live(call: Call, services: Services) -> None:
+    """Gauges and counters of this moment; the page makes rates of them."""
+    client, load = services.client, services.client.load
+    stats = client.stats
+    await call.respond_json(
+        {
+            "time": time.time(),
+            "problem": services.health_problem(),
+            "outstanding": client.num_outstanding,
+            "load": None if load is None else {name: getattr(load, name) for name in load.__struct_fields__ if name != "process"},
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "generated_tokens": stats.generated_tokens,
+            "rejected": stats.rejected,
+            "finished": stats.finished,
+        }
+    )
+
+
+async def prefix_cache(call: Call, services: Services) -> None:
+    """The lately used runs of the prefix cache. Holders of keys do not see their first words: prompts are their senders'."""
+    try:
+        reply = await services.client.control("outline_cache", limit=CACHE_RUNS)
+    except (EngineDeadError, TimeoutError):
+        raise ApiError(503, "the engine does not answer", retry_after=RETRY_AFTER) from None
+    tenant = call.tenant
+    has_text = services.tokenizer is not None and not tenant
+    reply.data["runs"] = [run for run in reply.data["runs"] if run["namespace"].startswith(tenant)]  # nobody sees another's
+    names = {name: place for place, name in enumerate(dict.fromkeys(run["namespace"] for run in reply.data["runs"]))}
+    for run in reply.data["runs"]:
+        first = run.pop("first_ids")
+        run["namespace"] = names[run["namespace"]]
+        run["text"] = services.need_tokenizer().decode(first, False) if has_text else ""
+    await call.respond_json(reply.data)
+
+
+async def about(call: Call, services: Services) -> None:
+    """What runs here and why: fixed from the start on. Settings, which name paths, are not for holders of keys."""
+    await call.respond_json({**services.about, "settings": []} if call.scope["tenant"] else services.about)
+
+
+def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
+    """The plain data of `/page/about.json`."""
+    resolved, registry = prepared.resolved, prepared.registry
+    chosen = {(kind, choice.name) for kind, choices in resolved.plugins.items() for choice in choices}
+    plugins = [as_data(record) for kind in KINDS for record in registry.records(kind)]
+    for plugin in plugins:
+        plugin.pop("options")
+        plugin["is_chosen"] = (plugin["kind"], plugin["name"]) in chosen
+        plugin["rejected"] = resolved.rejected.get(KEYS.get(plugin["kind"], ""), {}).get(plugin["name"], [])
+    settings = explain_all(LoadedConfig(resolved.user, prepared.sources), resolved)
+    return {
+        "info": info,
+        "plugins": plugins,
+        "broken": without_folders([dataclasses.asdict(each) for each in registry.broken]),
+        "settings": without_folders([dataclasses.asdict(each) for each in settings]),
+    }
+
+
+ROUTES: Routes = (
+    Operation("/", ("GET",), Access.OPEN, index),
+    Operation("/page/live.json", ("GET",), Access.USER, live),
+    Operation("/page/cache.json", ("GET",), Access.USER, prefix_cache),
+    Operation("/page/about.json", ("GET",), Access.USER, about),
+    Operation("/page/{name}", ("GET",), Access.OPEN, asset),
+)

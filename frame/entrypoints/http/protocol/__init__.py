@@ -1,0 +1,1 @@
+"""HTTP below the routes: listeners, connections, bodies, routing and access."""

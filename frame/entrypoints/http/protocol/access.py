@@ -1,0 +1,105 @@
+"""`Gate`: whether a request may use an endpoint of an access level, and whose request it is. `AdminGuard`: who is an operator.
+
+Used by the application after a route has matched, and by the gRPC service for its operators' methods. Knows no route and no path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frame.core.config.schema import ServerSection
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.protocol.origin import Cors, why_foreign
+from frame.entrypoints.http.request_context import Scope
+from frame.entrypoints.http.services import Access
+from frame.entrypoints.keys import KeyRing, load_keys, ring_of
+
+
+class AdminGuard:
+    """Who may use the routes of operators. `is_own_listener`: asked on a listener that serves nothing else."""
+
+    def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
+        self._is_elsewhere = not is_own_listener and has_listener(server)
+        self._keys: KeyRing | None = None if server.admin_key is None else ring_of(server.admin_key, "server.admin_key")
+        self._is_open = server.admin_key is None and (is_own_listener or load_keys(server) is None)
+
+    def opens(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether the request brings the admin key."""
+        return self._keys is not None and self._keys.tenant(headers) is not None
+
+    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Raise ApiError unless the request may go on."""
+        if self._is_elsewhere:
+            raise ApiError(403, "this route is for operators and is served on the admin listener only", code="admin_only")
+        if self._is_open:
+            return
+        if self._keys is None:
+            raise ApiError(
+                403,
+                "this route is for operators, and users' keys do not open it; serve with --admin-port, --admin-socket or --admin-key",
+                code="admin_only",
+            )
+        if not self.opens(headers):
+            raise _unauthorized("this route needs the admin key; send Authorization: Bearer KEY", "invalid_admin_key")
+
+
+class Gate:
+    """The access check of one listener. `is_admin`: the listener is the operators' own, where users' keys mean nothing. `cors`:
+    whose pages are no strangers at routes that are not the operators'."""
+
+    def __init__(self, server: ServerSection, is_admin: bool, cors: Cors | None = None) -> None:
+        self._cors = cors
+        self.keys = None if is_admin else load_keys(server)
+        self._admin = AdminGuard(server, is_admin)
+        self._is_admin = is_admin
+        self._is_open_to_all = server.insecure
+
+    def admit(self, scope: Scope, access: Access) -> str:
+        """The request's tenant, "" where no key is asked for. Raises ApiError unless its key reaches this level."""
+        headers = scope["headers"]
+        if self.keys is None:
+            self._check_origin(scope, access)
+            if access in (Access.OWN, Access.ADMIN) or (self._is_admin and access is not Access.OPEN):
+                self._admin.check(headers)
+            return ""
+        if access is Access.OPEN:
+            return ""
+        if access is Access.USER or (access is Access.OWN and not self._admin.opens(headers)):
+            tenant = self.keys.tenant(headers)
+            if tenant is None:
+                raise _no_key()
+            return tenant
+        if not self._admin.opens(headers) and self.keys.tenant(headers) is None:
+            raise _no_key()  # strangers do not learn which paths exist
+        self._admin.check(headers)
+        self._check_origin(scope, access)
+        return ""
+
+    def _check_origin(self, scope: Scope, access: Access) -> None:
+        """Where no key is asked for, a browser must not be made to act for a page from elsewhere."""
+        is_shared = self._cors is not None and access in (Access.OPEN, Access.USER) and self._cors.allows(scope["headers"])
+        is_safe = is_shared or self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
+        sentence = None if is_safe else why_foreign(scope["headers"])
+        if sentence is not None:
+            raise ApiError(403, sentence)
+
+
+def has_listener(server: ServerSection) -> bool:
+    """Whether operators have a port or a socket of their own."""
+    return server.admin_port is not None or server.admin_socket is not None
+
+
+def _is_unix(scope: Scope) -> bool:
+    """Whether the request came over a Unix socket, which no browser reaches."""
+    server = scope.get("server")
+    return server is not None and server[1] is None
+
+
+def _no_key() -> ApiError:
+    return _unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY", "invalid_api_key")
+
+
+def _unauthorized(sentence: str, code: str) -> ApiError:
+    error = ApiError(401, sentence, code=code)
+    error.headers = ((b"www-authenticate", b"Bearer"),)
+    return error

@@ -1,0 +1,217 @@
+"""`GuardedProtocol`: uvicorn's HTTP connection with limits: connections, size and time of a request's head, time without reading an answer.
+
+What is no HTTP, and what is too much, is answered in the API's error shape. Knows no route; bodies are bounded by `Call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
+from frame.entrypoints.http.protocol.half_closed import HalfClosableProtocol
+
+log = logging.getLogger(__name__)
+
+MOST_HEADERS = 128
+LARGEST_HEAD = 64 * 1024  # bytes of request line and headers together
+LINGER = 1.0  # seconds that a refused client has to read why
+MOST_LINGERING = 128  # refused connections that are given this time
+SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """`client_timeout` in seconds: for a whole head, and without reading an answer. `lingering` are refused and nearly closed."""
+
+    max_connections: int
+    client_timeout: float
+    lingering: set[asyncio.Protocol] = field(default_factory=set)
+
+
+class GuardedProtocol(HalfClosableProtocol):
+    """One connection. At most one timer runs for its reading side (`_reading`) and one for its writing side (`_writing`)."""
+
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._limits = limits
+        self._is_head = True  # between two requests, or in the head of one
+        self._has_begun = False  # a head has
+        self._head_bytes = 0  # of the head, or of what came since the last bytes of the body: chunk extensions and trailers
+        self._num_headers = 0  # trailers too
+        self._has_body = False  # bytes of a body came with the data at hand
+        self._refusal: ApiError | None = None
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    # the connection ------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = self._limits.max_connections
+        if len(self.connections) > most:
+            self._refuse(ApiError(503, f"{most} connections are open, all that server.max_connections allows; try again later"))
+        else:
+            self._await_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_reading_timer()
+        self.resume_writing()
+        self._limits.lingering.discard(self)
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Of the server; a connection without a transport is in its TLS handshake, which its listener ends."""
+        if self.transport is not None:
+            super().shutdown()
+
+    def pause_writing(self) -> None:
+        """The client does not read: give it some time, then give it up."""
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self._limits.client_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    # requests ------------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:  # it is being closed
+            return
+        was_head, self._has_body = self._is_head, False
+        super().data_received(data)
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        if was_head == self._is_head and not self._has_body:
+            try:
+                self._count(len(data))
+            except ApiError as error:
+                self._refuse(error)
+                return
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered and self._reading is None:  # part of a head, or the rest of a body that nobody wants
+            self._await_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """Not HTTP, or a refusal that was raised in the parser's callbacks."""
+        self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request; send HTTP/1.1"))
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = self._num_headers = 0
+        self._is_head = self._has_begun = True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer after a chunked body. Trailers are dropped: they bring no credentials and change no framing."""
+        self._count(len(name) + len(value))
+        self._num_headers += 1
+        if self._num_headers > MOST_HEADERS:
+            self._raise(f"the request has more than {MOST_HEADERS} headers; send fewer")
+        if self._is_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        self._is_head = self._has_begun = False
+        self._stop_reading_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_head = True
+        self._stop_reading_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        is_idle = self._is_head and not self._has_begun
+        if not is_idle and self.cycle.response_complete and self._reading is None:
+            self._await_reading()
+
+    # limits --------------------------------------------------------------------------------------------------------
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > 2 * LARGEST_HEAD:  # each byte may be counted twice: as it comes, and when its header is complete
+            self._raise(f"the request's headers are larger than {LARGEST_HEAD} bytes; send less")
+
+    def _raise(self, sentence: str) -> None:
+        self._refusal = ApiError(431, sentence)
+        raise self._refusal
+
+    def _await_reading(self) -> None:
+        self._reading = self.loop.call_later(self._limits.client_timeout, self._too_slow)
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _too_slow(self) -> None:
+        self._reading = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # a request is being served; its body has a time limit of its own
+        if self._is_head and self.cycle is None:
+            seconds = self._limits.client_timeout
+            self._refuse(ApiError(408, f"no whole request came within {seconds:g} s; send it at once"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and close."""
+        self._refusal = error
+        self._stop_reading_timer()
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:  # in the midst of an answer there is no other
+            self.transport.close()
+            return
+        if cycle is not None:  # whoever serves it hears that the client is gone
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = error.body()
+        retry = b"retry-after: %d\r\n" % RETRY_AFTER if error.status == 503 else b""
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + retry + b"\r\n" + body)
+        if len(self._limits.lingering) >= MOST_LINGERING or not self.transport.can_write_eof():  # TLS has no half-closed state
+            self.transport.close()
+        else:  # to close with bytes unread would reset the connection, and the client might not see the answer
+            self.connections.discard(self)
+            self._limits.lingering.add(self)
+            self.transport.write_eof()
+            self._reading = self.loop.call_later(LINGER, self.transport.abort)
+
+
+def raise_file_limit(max_connections: int) -> None:
+    """Let this process open as many files as its connections need, as far as the system allows; a warning says where that is less."""
+    try:
+        import resource
+    except ImportError:  # no such limit there
+        return
+    wanted = max_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):
+        allowed = soft
+    if allowed < wanted:
+        log.warning("the system allows %d open files, too few for server.max_connections %d; raise ulimit -n", allowed, max_connections)

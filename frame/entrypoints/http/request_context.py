@@ -1,0 +1,247 @@
+"""`Call`: one HTTP request and its response over plain ASGI, with the few operations that routes need. Knows no route and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.fields import check_fields, ignored_header
+from frame.entrypoints.http.protocol.bodies import MAX_FIELD_CHARS, PATIENCE, Bodies, check_text_sizes, problem_of
+from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
+from frame.entrypoints.http.validation_errors import misfit, unreadable
+from frame.entrypoints.logs import HEADER
+
+if TYPE_CHECKING:
+    from frame.entrypoints.engine_client.quotas import Share
+    from frame.entrypoints.engine_client.response_state import Answer
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+T = TypeVar("T")
+
+JSON = (b"content-type", b"application/json")
+CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
+INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
+BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class Call:
+    """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
+
+    __slots__ = ("_bodies", "_held", "_unread", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
+                 "started", "status")  # fmt: skip
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI, bodies: Bodies | None = None
+    ) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.max_body = max_body
+        self.errors = errors
+        self.started = False
+        self.answer: Answer | None = None  # what is generated for it
+        self.status = 0  # of the response, once it has started
+        self.ignored: tuple[str, ...] = ()  # fields of the body that no one reads, which the response names
+        self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
+        self._held = 0  # bytes of the body that count in `_bodies`
+        self._unread: bytes | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    # request -------------------------------------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        """As the request brought it, or a new one; goes with the response and with every line logged meanwhile."""
+        return str(self.scope.get("request_id", ""))
+
+    @property
+    def tenant(self) -> str:
+        """Whose key the request brought; "" where no key is asked for. What is kept for a client must be kept by tenant."""
+        return str(self.scope.get("tenant", ""))
+
+    @property
+    def share(self) -> Share | None:
+        """Of what its key may have at work; None where nothing is counted."""
+        return self.scope.get("share")
+
+    def header(self, name: bytes) -> str | None:
+        """The first header of this (lower-case) name."""
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, held by nobody. Raises ApiError 413 before more than the limit is read, 408 when nothing comes and 415
+        when it is packed, DisconnectedError when the client leaves."""
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
+                raise self._too_large()
+            if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+                raise ApiError(415, f"the body is packed (content-encoding: {value[:40].decode('latin-1')}); send it as it is")
+        size, until = 0, asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
+        while True:
+            message = await self._piece(until)
+            piece: bytes = message.get("body", b"")
+            size += len(piece)
+            if size > self.max_body:
+                raise self._too_large()
+            yield piece
+            if not message.get("more_body", False):
+                return
+
+    async def body(self) -> bytes:
+        """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more than they may."""
+        if self._unread is not None:
+            data, self._unread = self._unread, None
+            return data
+        first, whole = b"", bytearray()
+        async for piece in self.pieces():
+            self._bodies.take(len(piece))
+            self._held += len(piece)
+            if not whole and not first:
+                first = piece
+                continue
+            if not whole:
+                whole += first
+            whole += piece
+        return bytes(whole) if whole else first
+
+    def unread(self, data: bytes) -> None:
+        """Let the body, which was read, be read once more."""
+        self._unread = data
+
+    async def _piece(self, until: float) -> MutableMapping[str, Any]:
+        """What comes next of a body, which must be over at `until` (the loop's time)."""
+        loop, pause = asyncio.get_running_loop(), self._bodies.pause
+        try:
+            async with asyncio.timeout_at(min(until, loop.time() + pause)):
+                message = await self.receive()
+        except TimeoutError:
+            limit = f"{pause:g} s" if loop.time() < until else f"{PATIENCE * pause:g} s in all"
+            error = ApiError(408, f"the rest of the body did not come within {limit}; send the request again")
+            error.headers = ((b"connection", b"close"),)
+            raise error from None
+        if message["type"] == "http.disconnect":
+            raise DisconnectedError
+        return message
+
+    async def json(self, decoder: msgspec.json.Decoder[T], empty: T | None = None) -> T:
+        """The body as a struct; `empty` stands for no body at all. Raises ApiError 400 that names the field."""
+        data = await self.body()
+        if not data or data.isspace():
+            if empty is not None:
+                return empty
+            raise ApiError(400, "the body is empty; send a JSON object")
+        most = self._bodies.most_values
+        problem = problem_of(data, most) if len(data) <= INLINE_BYTES else await asyncio.to_thread(problem_of, data, most)
+        if problem is not None:
+            raise ApiError(400, problem)
+        try:
+            value = decoder.decode(data)
+            if len(data) > MAX_FIELD_CHARS:
+                check_text_sizes(value)
+            self.ignored = check_fields(type(value), data) if isinstance(value, msgspec.Struct) else ()
+            return value
+        except msgspec.ValidationError as error:
+            raise misfit(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise unreadable(data, error) from None
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
+
+    def query(self, name: str) -> str | None:
+        """The first value of a query parameter, decoded as a form's: percent escapes of UTF-8, and + for a space. Raises ApiError 400."""
+        query: bytes = self.scope.get("query_string", b"")
+        try:
+            pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
+        except UnicodeDecodeError:
+            raise ApiError(400, "the query string is not valid UTF-8; percent-encode the UTF-8 bytes of each value") from None
+        if BAD_ESCAPE.search(query):
+            raise ApiError(400, "the query string has a % that two hexadecimal digits do not follow; write %25 for a percent sign")
+        return next((value for key, value in pairs if key == name), None)
+
+    def on_disconnect(self, act: Callable[[], None]) -> None:
+        """Call `act` when the client hangs up, whether or not anything is being sent. The body must have been read."""
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
+
+    async def _watch(self, act: Callable[[], None]) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        act()
+
+    async def close(self) -> None:
+        """The request is over; stop watching."""
+        self._bodies.give_back(self._held)
+        self._held = 0
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+
+    # response ------------------------------------------------------------------------------------------------------
+
+    async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
+        self.started, self.status = True, status
+        length = (b"content-length", str(len(body)).encode())
+        await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._identity()]})
+        await self._put({"type": "http.response.body", "body": body})
+
+    async def respond_pieces(self, pieces: AsyncIterator[bytes], size: int, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
+        """A response of `size` bytes, of which a piece is asked for when the client has taken most of those before."""
+        self.started, self.status = True, 200
+        length = (b"content-length", str(size).encode())
+        await self._put({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._identity()]})
+        async for piece in pieces:
+            await self._put({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._put({"type": "http.response.body", "body": b""})
+
+    async def respond_json(self, value: Any, status: int = 200) -> None:
+        await self.respond(msgspec.json.encode(value), status)
+
+    async def fail(self, error: ApiError) -> None:
+        """The error as the response, or as the last event of the stream."""
+        if self.started:
+            await self.event(self.errors.events(error))
+            await self.end()
+            return
+        headers = () if error.retry_after is None else ((b"retry-after", str(error.retry_after).encode()),)
+        await self.respond(self.errors.body(error), error.status, (JSON, *headers, *error.headers))
+
+    async def start_events(self, media_type: bytes = EVENT_STREAM) -> None:
+        self.started, self.status = True, 200
+        headers = [(b"content-type", media_type), *UNBUFFERED, *self._identity()]
+        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, body: bytes) -> None:
+        """Raw bytes of one or more server-sent events."""
+        await self._put({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes = b"") -> None:
+        await self._put({"type": "http.response.body", "body": body})
+
+    def _identity(self) -> list[tuple[bytes, bytes]]:
+        found = [*self.scope.get("response_headers", ())]
+        if self.request_id:
+            found.append((HEADER, self.request_id.encode()))
+            if self.errors.id_header is not None:
+                found.append((self.errors.id_header, self.request_id.encode()))
+        return [*found, ignored_header(self.ignored)] if self.ignored else found
+
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
+        try:
+            await self.send(message)
+        except CLOSED as error:
+            raise DisconnectedError from error
+
+    def _too_large(self) -> ApiError:
+        error = ApiError(413, f"the body is larger than {self.max_body} bytes, which is all that this route takes; send less")
+        error.headers = ((b"connection", b"close"),)  # the rest of the body is not read, so no request may follow it
+        return error

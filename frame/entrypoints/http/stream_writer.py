@@ -1,0 +1,113 @@
+"""`EventPump`: writes an answer's news to its connection from within the client's own pass over a step's tokens.
+
+Waking a task for every token of every stream would cost as much as the writing itself. Only while a connection is full does a task wait
+for it; what comes meanwhile is joined into one event. Knows ASGI's `send` and no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from frame.entrypoints.http.errors import DisconnectedError
+from frame.entrypoints.http.request_context import CLOSED
+
+if TYPE_CHECKING:
+    from frame.entrypoints.engine_client.response_state import Answer, Stream
+    from frame.entrypoints.http.request_context import Call
+
+
+class EventPump:
+    """One streaming response, from its second event to its last."""
+
+    __slots__ = ("_answer", "_call", "_done", "_waiting", "_write")
+
+    def __init__(self, call: Call, answer: Answer, write: Callable[[Stream], bytes]) -> None:
+        self._call = call
+        self._answer = answer
+        self._write = write
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting: asyncio.Task[None] | None = None  # for a connection that is full
+
+    async def run(self, changed: Sequence[Stream]) -> None:
+        """Write `changed` and all that follows, until every sequence ended or the client is gone. Raises what writing raises."""
+        self._answer.on_news = self._push
+        try:
+            if not self._done.done():
+                self._send(changed)
+            await self._done
+        finally:
+            self._answer.on_news = None
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+    def give_up(self, error: Exception) -> None:
+        """End the response with this error; what waits to be written is dropped."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def _push(self) -> None:
+        """The answer's news, unless the connection is full."""
+        if self._waiting is None and not self._done.done():
+            self._send(self._answer.take_changed())
+
+    def _send(self, changed: Sequence[Stream]) -> None:
+        sending: Any = None
+        try:
+            body = b"".join([self._write(sequence) for sequence in changed])
+            if body and not self._answer.gone:
+                sending = self._call.send({"type": "http.response.body", "body": body, "more_body": True})
+                try:
+                    first = sending.send(None)  # runs to its end, unless it has to wait
+                except StopIteration:
+                    pass
+                else:
+                    self._waiting = asyncio.get_running_loop().create_task(self._finish(sending, first))
+                    return
+        except Exception as error:  # noqa: BLE001 - raised again in `run`, whose request it concerns
+            if sending is not None and isinstance(error, CLOSED):
+                error = DisconnectedError()
+            self._done.set_exception(error)
+            return
+        if self._answer.gone or not (self._answer.open or self._answer.changed):
+            self._done.set_result(None)
+
+    async def _finish(self, sending: Coroutine[Any, Any, None], first: Any) -> None:
+        """Wait until the connection takes more, then go on with what came meanwhile."""
+        try:
+            await _Started(sending, first)
+        except Exception as error:  # noqa: BLE001 - as above
+            if isinstance(error, CLOSED):
+                error = DisconnectedError()
+            if not self._done.done():
+                self._done.set_exception(error)
+            return
+        self._waiting = None
+        if not self._done.done():
+            self._send(self._answer.take_changed())
+
+
+class _Started:
+    """A coroutine that was run up to its first wait, to be awaited from there."""
+
+    __slots__ = ("_coroutine", "_first")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], first: Any) -> None:
+        self._coroutine = coroutine
+        self._first = first
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self._first
+        while True:
+            try:
+                value = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - cancellation too belongs to the coroutine
+                step: Callable[[], Any] = partial(self._coroutine.throw, error)
+            else:
+                step = partial(self._coroutine.send, value)
+            try:
+                waits_for = step()
+            except StopIteration:
+                return

@@ -1,0 +1,339 @@
+"""`Engine`: the model in this process (or, with tp > 1, in processes of its own), without a server. Sync, async and streaming.
+
+with Engine(model="frame-tiny") as engine:
+    print(engine.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import numpy as np
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Abort, Control, ControlReply, Generate
+from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, sibling
+from frame.entrypoints.offline.collector import Collected, Delta, Job, Output, grouped
+from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, checked_text, listed, spread, token_ids_of
+from frame.entrypoints.offline.vectors import Vectors, need_task
+
+if TYPE_CHECKING:
+    from frame.core.config.schema import FrameConfig
+    from frame.core.text.tokenizer import Encoded, Tokenizer
+    from frame.entrypoints.processes.launch import Session
+
+log = logging.getLogger(__name__)
+
+NOTHING_SAMPLED = SamplingParams(max_tokens=1)
+DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
+MOST_DEATHS = 3  # of engines, under one call
+
+
+class Engine:
+    """An engine for offline use. Keywords are configuration keys: flags' names (`max_model_len`, `tp`) or `section__field`.
+
+    Prompts are a string, a list of token ids, chat messages (a list of dicts), or a list of any of these. Parameters are one for all or
+    one a prompt. A list in gives a list out, in order. Raises InvalidRequestError (ValueError) before anything runs when a prompt or a
+    parameter cannot be served. When the engine dies, another one is started and the call goes on where it was; EngineError when that
+    does not help: its `outputs` are as far as they came.
+    """
+
+    def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
+        from frame.entrypoints.processes.launch import configure, open_session
+
+        prepared = configure(config, keys if model is None else {"model": model, **keys})
+        self._resolved = prepared.resolved
+        self._open = partial(open_session, prepared)
+        self._session: Session = self._open()
+        self._restarting = threading.Lock()
+        self._is_closed = False
+        self._names = itertools.count()
+        self._vectors = Vectors(prepared.resolved, lambda: self.tokenizer, self._session.limits.longest_input, self._pool)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises EngineError with `skip_tokenizer_init`."""
+        tokenizer = self._session.tokenizer
+        if tokenizer is None:
+            raise EngineError("this engine was started with skip_tokenizer_init; give token ids, and read token_ids of the outputs")
+        return tokenizer
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was resolved and how large the cache came out."""
+        return dict(self._session.info)
+
+    # generate ------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+        """Run to the end; `Output`, or a list of them for a list of prompts."""
+        done = threading.Event()
+        job, counts, is_single = self._job(prompts, params, Job(done.set))
+        self._run(job, done)
+        return self._results(job, counts, is_single)
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+        """`generate` for an event loop; cancelling it stops the requests."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        job, counts, is_single = self._job(prompts, params, Job(lambda: _soon(loop, done.set)))
+        try:
+            self._start(job)
+            await done.wait()
+            while job.open:
+                done.clear()
+                await asyncio.to_thread(self._go_on, job)
+                await done.wait()
+        finally:
+            self._stop(job)
+        return self._results(job, counts, is_single)
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
+        """What each step adds, as it comes, sequences interleaved; leaving the loop early stops the requests."""
+        deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        job, _, _ = self._job(prompts, params, Job(lambda: deltas.put(None), deltas.put))
+        try:
+            self._start(job)
+            while True:
+                while (delta := deltas.get()) is not None:
+                    yield delta
+                if not job.open:
+                    return
+                self._go_on(job)
+        finally:
+            self._stop(job)
+
+    async def astream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> AsyncIterator[Delta]:
+        """`stream` for an event loop."""
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        finish = lambda: _soon(loop, deltas.put_nowait, None)  # noqa: E731
+        job, _, _ = self._job(prompts, params, Job(finish, lambda delta: _soon(loop, deltas.put_nowait, delta)))
+        try:
+            self._start(job)
+            while True:
+                while (delta := await deltas.get()) is not None:
+                    yield delta
+                if not job.open:
+                    return
+                await asyncio.to_thread(self._go_on, job)
+        finally:
+            self._stop(job)
+
+    # vectors -------------------------------------------------------------------------------------------------------
+
+    def embed(
+        self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
+    ) -> np.ndarray:
+        """Vectors of texts (or token ids), float32 [inputs, width]; of one input [width]. `dimensions` keeps the first of each;
+        `prompt_name` is one of the checkpoint's; `truncate` cuts what is too long instead of refusing it."""
+        is_single, several = listed(inputs)
+        vectors = self._vectors.embed(several, dimensions, prompt_name, truncate)
+        return vectors[0] if is_single else vectors
+
+    def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Any:
+        """The probability of each class by its name; a list of those for a list of inputs."""
+        is_single, several = listed(inputs)
+        found = self._vectors.classify(several, truncate)
+        return found[0] if is_single else found
+
+    def score(
+        self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> np.ndarray:
+        """Relevance (of a model for embeddings: cosine) of pairs, float32 [pairs]: one first text against all second ones, or two lists of
+        one length."""
+        texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
+        return self._vectors.score(texts[0], texts[1], instruction, truncate)
+
+    # control -------------------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes. Raises EngineError when requests run."""
+        self.control("flush_cache")
+
+    def control(self, action: Any, **arguments: Any) -> dict[str, Any]:
+        """One engine command (`server_info`, `check_integrity`, …); its data. Raises EngineError with the engine's sentence."""
+        replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
+        control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
+        session = self._running()
+        try:
+            session.collector.expect(control.id, replies.put)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from None
+        session.send_all([control])
+        reply = replies.get()
+        if not reply.ok:
+            raise EngineError(reply.error or f"{action} failed")
+        return reply.data
+
+    def close(self) -> None:
+        """Stop the engine and give back the device. Safe to call twice."""
+        self._is_closed = True
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_session"):
+            self.close()
+
+    # parts ---------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Session:
+        """The session; where its engine has died, another one in its place. Raises what its start raises."""
+        with self._restarting:
+            if self._session.collector.dead is not None and not self._is_closed:
+                log.warning("%s; another engine is started", self._session.collector.dead)
+                self._session.close()
+                gc.collect()  # the dead one's weights and cache
+                self._session = self._open()
+            return self._session
+
+    def _job(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job) -> tuple[Job, list[int], bool]:
+        """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
+        need_task(self._resolved, "generate")
+        self._session.send_all([])  # an engine that sleeps wakes up meanwhile
+        is_single, several = listed(prompts)
+        wanted = spread(params, len(several))
+        ids = self._encode(several)
+        limits = self._session.limits
+        if params is None:
+            rooms = [min(limits.max_context, limits.capacity) - len(prompt) for prompt in ids]
+            wanted = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
+        counts = []
+        for prompt, own in zip(ids, wanted, strict=True):
+            own = self._with_bad_words(own)
+            if own.stop and self._session.tokenizer is None:
+                raise InvalidRequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids", "stop")
+            check_request(limits, prompt, own)
+            counts.append(own.n)
+            for number in range(own.n):
+                alone = own if own.n == 1 else sibling(own, number)
+                job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
+                job.prompts.append(prompt)
+        return job, counts, is_single
+
+    def _pool(self, encoded: list[Encoded]) -> np.ndarray:
+        """Run sequences that yield vectors to their end. -> float32 [sequences, width]."""
+        done = threading.Event()
+        job = Job(done.set)
+        for ids, segment in encoded:
+            ids = token_ids_of(ids)
+            check_request(self._session.limits, ids, NOTHING_SAMPLED)
+            job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", ids, NOTHING_SAMPLED))
+            job.prompts.append(ids)
+            job.segments.append(segment)
+        self._run(job, done)
+        outputs = [sequence.output for sequence in job.sequences]
+        for output in outputs:
+            if output.vector is None:
+                raise EngineError(output.error or "the request was aborted", outputs)
+        return np.frombuffer(b"".join(output.vector or b"" for output in outputs), "<f4").reshape(len(outputs), -1)
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        ids: list[list[int]] = [[]] * len(prompts)
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        if texts:
+            for i, encoded in zip(texts, self.tokenizer.encode_batch([checked_text(str(prompts[i])) for i in texts]), strict=True):
+                ids[i] = encoded
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                continue
+            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else token_ids_of(prompt)  # type: ignore[arg-type]
+        return ids
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        return self.tokenizer.with_bad_words(params) if params.bad_words else params
+
+    def _run(self, job: Job, done: threading.Event) -> None:
+        """To the end, whatever becomes of the engine. `done` is set by the job."""
+        try:
+            self._start(job)
+            done.wait()
+            while job.open:
+                done.clear()
+                self._go_on(job)
+                done.wait()
+        finally:
+            self._stop(job)
+
+    def _start(self, job: Job) -> None:
+        """Send the engine what has not ended, from where it stands."""
+        session = self._running()
+        try:
+            session.collector.add(job)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from None
+        segments = job.segments or [0] * len(job.sequences)
+        session.send_all([
+            _message(sequence, prompt, segment)
+            for sequence, prompt, segment in zip(job.sequences, job.prompts, segments, strict=True)
+            if sequence.output.finish_reason is None
+        ])  # fmt: skip
+        if job.is_stopped:  # meanwhile
+            self._stop(job)
+
+    def _go_on(self, job: Job) -> None:
+        """The engine died under this job: let it go on in another one. Raises EngineError when that does not help."""
+        dead = (job.collector and job.collector.dead) or "the engine died"
+        job.deaths += 1
+        if job.deaths >= MOST_DEATHS:
+            dead += f"; that is the death of {job.deaths} engines under this call, which is given up"
+        elif not self._is_closed:
+            try:
+                self._start(job)
+            except Exception as error:  # noqa: BLE001 - whatever a start may raise
+                dead += f"; no other engine could be started: {error}"
+            else:
+                return
+        for sequence in job.running:
+            sequence.output.finish_reason, sequence.output.error = "error", dead
+        self._finish_text(job)
+        raise EngineError(dead, [sequence.output for sequence in job.sequences])
+
+    def _stop(self, job: Job) -> None:
+        job.is_stopped = True
+        collector = job.collector
+        rids = [] if collector is None else collector.remove(job)
+        if rids and collector is not None:
+            collector.send(Abort(rids=rids))
+
+    def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
+        self._finish_text(job)
+        outputs = grouped(job, counts)
+        return outputs[0] if is_single else outputs
+
+    def _finish_text(self, job: Job) -> None:
+        if job.collector is not None:
+            job.collector.finish_text(job)
+
+
+def _message(sequence: Collected, prompt: list[int], segment: int) -> Generate:
+    """What asks for a sequence, or for the rest of one."""
+    output, params = sequence.output, sequence.params
+    if output.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    ids = output.token_ids
+    return Generate(rid=sequence.rid, token_ids=prompt + ids, params=params, output_len=len(ids), segment=segment)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:
+    """Call in the loop's thread; a loop that is closed by now has nobody who waits."""
+    try:
+        loop.call_soon_threadsafe(call, *arguments)
+    except RuntimeError:
+        return

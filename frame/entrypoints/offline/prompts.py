@@ -1,0 +1,104 @@
+"""Prompts and parameters in every form that the offline `Engine` and the remote `Client` take, and what both raise. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from frame.core.errors import did_you_mean
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.engine_client.limits import InvalidRequestError
+
+Prompt = str | list[int] | list[dict[str, Any]]
+Params = SamplingParams | Mapping[str, Any]
+
+
+class EngineError(RuntimeError):
+    """The engine, or the server, ended or cannot be reached; the sentence says why. `outputs` of an offline call: all its sequences in
+    order, as far as each came; those without an `error` are finished."""
+
+    outputs: Sequence[Any] = ()
+
+    def __init__(self, sentence: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(sentence)
+        self.outputs = outputs
+
+
+def listed(prompts: Any) -> tuple[bool, list[Prompt]]:
+    """(whether it is one prompt, the prompts as a list). Arrays of token ids become lists."""
+    prompts = _without_arrays(prompts)
+    if isinstance(prompts, str):
+        return True, [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise _not_a_prompt(prompts)
+    several = [_without_arrays(prompt) for prompt in prompts]
+    if several and isinstance(several[0], int | dict):
+        return True, [several]
+    for prompt in several:
+        if not isinstance(prompt, str | list | tuple):
+            raise _not_a_prompt(prompt)
+    return False, several
+
+
+def _without_arrays(value: Any) -> Any:
+    """numpy's and torch's arrays and numbers as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def token_ids_of(prompt: Sequence[Any]) -> list[int]:
+    """The prompt as plain integers. Raises InvalidRequestError."""
+    try:
+        return msgspec.convert(prompt, list[int])  # long prompts come often, and in this form
+    except msgspec.ValidationError:
+        ids = [_without_arrays(token) for token in prompt]
+        wrong = [token for token in ids if type(token) is not int]
+        if wrong:
+            raise _not_a_prompt(wrong[0]) from None
+        return ids
+
+
+def _not_a_prompt(value: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a prompt is a string, a list of token ids or a list of chat messages, and this is or holds {value!r:.80}", "prompt"
+    )
+
+
+def checked_text(text: str) -> str:
+    """The text, if it can be encoded. Raises InvalidRequestError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("the prompt holds half of a surrogate pair, which is no text; remove it", "prompt") from None
+    return text
+
+
+def spread(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    """Parameters for each of `count` prompts. Raises InvalidRequestError."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams | Mapping):
+        return [_params(params)] * count
+    if not isinstance(params, list | tuple):
+        raise InvalidRequestError(f"parameters are SamplingParams or a dict, or a list of these, not {params!r:.80}", "params")
+    if len(params) != count:
+        raise InvalidRequestError(f"there are {count} prompts but {len(params)} parameters; give one for all, or one a prompt", "params")
+    return [_params(own) for own in params]
+
+
+def _params(params: Params) -> SamplingParams:
+    if not isinstance(params, SamplingParams | Mapping):
+        raise InvalidRequestError(f"parameters are SamplingParams or a dict, not {params!r:.80}", "params")
+    given = dict(params) if isinstance(params, Mapping) else msgspec.structs.asdict(params)
+    unknown = sorted(map(str, set(given) - set(SamplingParams.__struct_fields__)))
+    if unknown:
+        hint = did_you_mean(unknown[0], SamplingParams.__struct_fields__) or "; SamplingParams lists them"
+        raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}{hint}", unknown[0])
+    for name in ("stop", "bad_words"):
+        if isinstance(given.get(name), str):
+            given[name] = (given[name],)
+    try:  # the constructor checks no types
+        return msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"invalid sampling parameters: {error}", "params") from error

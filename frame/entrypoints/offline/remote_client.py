@@ -1,0 +1,240 @@
+"""`Client`: a server over HTTP, with the methods, parameters and outputs of the offline `Engine`, so that code may use either.
+
+with Client("http://localhost:30000") as client:
+    print(client.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+
+from frame.core.errors import did_you_mean
+from frame.entrypoints.offline.collector import Delta
+from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, listed
+from frame.entrypoints.offline.remote_format import Job, error_of, event_of, vectors_of
+
+# command of the engine -> how the server is asked; the names are those that `Engine.control` takes
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "flush_cache": ("POST", "/flush_cache"),
+        "server_info": ("GET", "/server_info"),
+        "check_integrity": ("POST", "/check_integrity"),
+        "pause": ("POST", "/pause_generation"),
+        "resume": ("POST", "/continue_generation"),
+        "start_profile": ("POST", "/start_profile"),
+        "stop_profile": ("POST", "/stop_profile"),
+        "abort_request": ("POST", "/abort_request"),
+    }
+)
+CONNECT_TIMEOUT = 10.0  # seconds
+
+
+class RemoteTokenizer:
+    """The server's tokenizer."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._client.post("/tokenize", {"text": text, "add_special_tokens": add_special_tokens})["tokens"]
+        return ids
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        ids: list[int] = self._client.post("/tokenize", {"messages": messages, "tools": tools})["tokens"]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._client.post("/detokenize", {"tokens": list(token_ids), "skip_special_tokens": skip_special_tokens})["text"])
+
+
+class Client:
+    """A server of frame. Prompts, parameters and outputs are those of `Engine`, sync, async and streaming.
+
+    `timeout` in seconds, of one answer or one pause in a stream. Raises InvalidRequestError (ValueError) for what the server or this
+    client refuses, EngineError when the server cannot be reached, is overloaded or failed. A thread may have a client of its own or
+    share one; the async methods serve one event loop at a time.
+    """
+
+    def __init__(self, base_url: str = "http://127.0.0.1:30000", *, api_key: str | None = None, timeout: float = 600.0) -> None:
+        self._settings: dict[str, Any] = {
+            "base_url": base_url.rstrip("/").removesuffix("/v1"),
+            "headers": {} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        }
+        self._http = httpx.Client(**self._settings)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._async_http: httpx.AsyncClient | None = None
+
+    @property
+    def tokenizer(self) -> RemoteTokenizer:
+        """The model's tokenizer, at the server."""
+        return RemoteTokenizer(self)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was resolved, how large the cache is, and the load (see `control`)."""
+        return self.control("server_info")
+
+    # generate ------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+        """Run to the end; `Output`, or a list of them for a list of prompts."""
+        job = self._job(prompts, params)
+        return job.results(self.post("/generate", job.body) if job.count else [])
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+        """`generate` for an event loop; cancelling it stops the requests."""
+        job = await asyncio.to_thread(self._job, prompts, params)
+        if not job.count:
+            return job.results([])
+        try:
+            response = await self._async().post("/generate", json=job.body)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._settings["base_url"], error) from error
+        return job.results(_answer(response))
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
+        """What each step adds, as it comes, sequences interleaved; leaving the loop early stops the requests."""
+        job = self._job(prompts, params)
+        if not job.count:
+            return
+        try:
+            with self._http.stream("POST", "/generate", json={**job.body, "stream": True}) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    _answer(response)
+                for line in response.iter_lines():
+                    if (event := event_of(line)) is not None:
+                        yield job.delta(event)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._settings["base_url"], error) from error
+
+    async def astream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> AsyncIterator[Delta]:
+        """`stream` for an event loop."""
+        job = await asyncio.to_thread(self._job, prompts, params)
+        if not job.count:
+            return
+        try:
+            async with self._async().stream("POST", "/generate", json={**job.body, "stream": True}) as response:
+                if response.status_code != httpx.codes.OK:
+                    await response.aread()
+                    _answer(response)
+                async for line in response.aiter_lines():
+                    if (event := event_of(line)) is not None:
+                        yield job.delta(event)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._settings["base_url"], error) from error
+
+    # vectors -------------------------------------------------------------------------------------------------------
+
+    def embed(
+        self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
+    ) -> np.ndarray:
+        """Vectors of texts (or token ids), float32 [inputs, width]; of one input [width]."""
+        is_single, several = listed(inputs)
+        body = {"input": several, "dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64", **_cut(truncate)}
+        vectors = vectors_of(self.post("/v1/embeddings", body)["data"])
+        return vectors[0] if is_single else vectors
+
+    def classify(self, inputs: str | Sequence[str], *, truncate: bool = False) -> Any:
+        """The probability of each class by its name; a list of those for a list of inputs."""
+        several = [inputs] if isinstance(inputs, str) else list(inputs)
+        reply = self.post("/v1/classify", {"input": several, **_cut(truncate)})
+        found = [dict(zip(reply["labels"], row["probs"], strict=True)) for row in reply["data"]]
+        return found[0] if isinstance(inputs, str) else found
+
+    def score(
+        self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> np.ndarray:
+        """Relevance of pairs, float32 [pairs]: one first text against all second ones, or two lists of one length."""
+        texts = [side if isinstance(side, str) else list(side) for side in (first, second)]
+        body = {"text_1": texts[0], "text_2": texts[1], "instruction": instruction, **_cut(truncate)}
+        return np.array([row["score"] for row in self.post("/v1/score", body)["data"]], np.float32)
+
+    # control -------------------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.control("flush_cache")
+
+    def control(self, action: str, **arguments: Any) -> dict[str, Any]:
+        """One command (`server_info`, `check_integrity`, …); its data. They are for operators: `api_key` is then the admin key, and
+        `base_url` the admin listener, where the server has these."""
+        if action not in COMMANDS:
+            raise EngineError(f"there is no command {action!r}{did_you_mean(action, COMMANDS)}")
+        method, path = COMMANDS[action]
+        try:
+            data: dict[str, Any] = self._request(method, path, arguments if method == "POST" else None)
+        except ValueError as error:
+            raise EngineError(str(error)) from None
+        return data
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Any route's JSON answer to a JSON body, with errors as above."""
+        return self._request("POST", path, body)
+
+    def close(self) -> None:
+        """Give the connections back. Safe to call twice."""
+        self._http.close()
+        self._async_http = self._loop = None
+
+    async def aclose(self) -> None:
+        """`close`, in the event loop that used the async methods."""
+        if self._async_http is not None:
+            await self._async_http.aclose()
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # parts ---------------------------------------------------------------------------------------------------------
+
+    def _job(self, prompts: Any, params: Params | Sequence[Params] | None) -> Job:
+        return Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)
+
+    def _async(self) -> httpx.AsyncClient:
+        """Connections of the running loop; those of another are of no use in it."""
+        loop = asyncio.get_running_loop()
+        if self._async_http is None or self._loop is not loop:
+            self._async_http, self._loop = httpx.AsyncClient(**self._settings), loop
+        return self._async_http
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._settings["base_url"], error) from error
+        except RuntimeError as error:  # httpx's word for a client that was closed
+            raise EngineError(str(error)) from None
+        return _answer(response)
+
+
+def _answer(response: httpx.Response) -> Any:
+    if response.status_code == httpx.codes.OK:
+        return response.json()
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    raise error_of(body, response.status_code)
+
+
+def _unreachable(url: str, error: Exception) -> EngineError:
+    return EngineError(f"the server at {url} did not answer ({type(error).__name__}: {error}); is it running there?")
+
+
+def _cut(truncate: bool) -> dict[str, int]:
+    return {"truncate_prompt_tokens": -1} if truncate else {}

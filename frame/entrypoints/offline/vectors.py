@@ -1,0 +1,90 @@
+"""`Vectors`: what the offline API does with a model that embeds or classifies. Knows not how sequences reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.entrypoints.relevance import (
+    TEMPLATE_ARGUMENTS,
+    conversation,
+    filled,
+    form_of,
+    paired,
+    read_score_prompt,
+    relevance,
+    shortened,
+    similarity,
+)
+
+if TYPE_CHECKING:
+    from frame.core.config.resolved import Resolved
+    from frame.core.text.tokenizer import Encoded, Tokenizer
+
+Run = Callable[[list["Encoded"]], np.ndarray]  # sequences, with where a pair's second text begins -> float32 [sequences, width]
+METHODS = {"generate": "generate", "embed": "embed or score", "classify": "classify or score"}
+
+
+def need_task(resolved: Resolved, *tasks: str) -> None:
+    """Raise InvalidRequestError unless the engine's model is asked for one of these."""
+    if resolved.task not in tasks:
+        wanted, instead = " or ".join(tasks), METHODS[resolved.task]
+        sentence = f"this engine's model is there to {resolved.task} (model.task), not to {wanted}; use {instead}"
+        raise InvalidRequestError(sentence, "model")
+
+
+class Vectors:
+    """`run` computes encoded sequences; `tokenizer` is asked for when there are texts."""
+
+    def __init__(self, resolved: Resolved, tokenizer: Callable[[], Tokenizer], longest: int, run: Run) -> None:
+        self._resolved = resolved
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._run = run
+        self._score_prompt = read_score_prompt(resolved.user.text.score_prompt)
+
+    def embed(self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool) -> np.ndarray:
+        """float32 [texts, width]. A text may be a list of token ids."""
+        need_task(self._resolved, "embed")
+        width, pooling = self._resolved.facts.hidden_size, self._resolved.pooling
+        if dimensions is not None and not 1 <= dimensions <= width:
+            raise InvalidRequestError(f"dimensions is {dimensions}; it must be from 1 to {width}", "dimensions")
+        lead = self._resolved.facts.sentence.lead(prompt_name) if self._resolved.facts.sentence is not None else ""
+        vectors = self._run(self._encode(texts, truncate, lead))
+        return shortened(vectors, dimensions, pooling is not None and pooling.normalize)
+
+    def classify(self, texts: Sequence[Any], truncate: bool) -> list[dict[str, float]]:
+        """The probability of each class, by its name."""
+        need_task(self._resolved, "classify")
+        pooling = self._resolved.pooling
+        names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.facts.labels
+        return [dict(zip(names, row, strict=True)) for row in self._run(self._encode(texts, truncate)).tolist()]
+
+    def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool) -> np.ndarray:
+        """float32 [pairs]: relevance, or of a model for embeddings the cosine."""
+        need_task(self._resolved, "embed", "classify")
+        tokenizer, longest = self._tokenizer(), self._longest if truncate else None
+        try:
+            pairs = paired(first, second)
+            form = form_of(self._resolved, self._score_prompt, tokenizer.has_chat_template)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        if form == "vectors":
+            unique = list(dict.fromkeys(text for pair in pairs for text in pair))
+            places, vectors = {text: place for place, text in enumerate(unique)}, self._run(self._encode(unique, truncate))
+            return similarity(*(vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1)))
+        if form == "chat":
+            encoded = [(tokenizer.encode_chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)), 0) for pair in pairs]
+        elif form == "text" and self._score_prompt is not None:
+            encoded = tokenizer.encode_inputs([[filled(self._score_prompt, *pair, instruction)] for pair in pairs], longest)
+        else:
+            encoded = tokenizer.encode_inputs(pairs, longest)
+        return relevance(self._run(encoded))
+
+    def _encode(self, texts: Sequence[Any], truncate: bool, lead: str = "") -> list[Encoded]:
+        if not all(isinstance(text, str) for text in texts):
+            return [(list(text), 0) for text in texts]
+        return self._tokenizer().encode_inputs([[lead + text] for text in texts], self._longest if truncate else None)

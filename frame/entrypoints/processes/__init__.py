@@ -1,0 +1,1 @@
+"""Processes: how the engine's processes are built, started, supervised and stopped."""

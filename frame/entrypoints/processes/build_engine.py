@@ -1,0 +1,236 @@
+"""Builds a rank's engine of a `Resolved` and the registry: loads plugins, weights, scheduler; the inner composition root.
+
+Runs where the model runs, so it imports torch; `frame.entrypoints.processes.launch` decides where that is and does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from frame.core.engine import Engine, EngineOptions, Observers
+from frame.core.execution.components import Loaded, Parts
+from frame.core.execution.model_runner import TorchModelRunner, build_runner
+from frame.core.execution.tp_follower import LeadingRunner
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
+from frame.core.ipc.transport import Traced
+from frame.core.scheduling.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
+from frame.kernels.cache import KernelCache, counting, kernel_folder
+from frame.plugins.loader import observers as find_observers
+
+if TYPE_CHECKING:
+    from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.runner import ModelRunner
+    from frame.core.ipc.transport import BatchSender, Transport
+    from frame.core.kv_cache.capacity import Capacity
+    from frame.core.messages import Finish
+    from frame.core.scheduling.request import Request
+    from frame.entrypoints.tracing import Tracing
+    from frame.plugins.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: its number among `size` tensor-parallel ranks that meet in `folder`."""
+
+    rank: int = 0
+    size: int = 1
+    folder: Path | None = None
+
+
+def load_parts(resolved: Resolved, registry: Registry) -> Parts:
+    """Import the chosen plugins, after checking that they are the very ones that were resolved. Raises PluginError."""
+
+    def only(kind: str) -> Loaded[Any] | None:
+        choices = resolved.plugins.get(kind)
+        return Loaded(*registry.choose(choices[0])) if choices else None
+
+    attention: list[Loaded[Any]] = [Loaded(*registry.choose(choice)) for choice in resolved.plugins["attention_backend"]]
+    return Parts(
+        model=registry.constructor(resolved.choice("model")),
+        attention=attention[0],
+        decode_attention=attention[1] if len(attention) > 1 else None,
+        quantization=only("quantization_method"),
+        moe_runner=only("moe_runner"),
+        moe_dispatcher=only("moe_dispatcher"),
+        processors=tuple(Loaded(*registry.choose(choice)) for choice in resolved.plugins.get("logits_processor", ())),
+    )
+
+
+def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:
+    """Join the other ranks, load this rank's share of the model and its part of the cache."""
+    return _build_rank(resolved, registry, place or Place())[0]
+
+
+def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
+    """The runner, and on a GPU what the start had to compile."""
+    import torch
+
+    from frame.core.execution.collectives import connect
+
+    device = torch.device("cuda", place.rank) if resolved.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        parts = load_parts(resolved, registry)
+        return build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device)), None
+    clock = time.perf_counter()
+    kernels = kernel_cache(resolved, torch.cuda.get_device_name(device))
+    was_warm = kernels.is_warm
+    with counting() as counts:
+        parts = load_parts(resolved, registry)
+        plugins = time.perf_counter() - clock
+        runner = build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device))
+    runner.capacity.phases["plugins"] = plugins
+    kernels.complete(counts)
+    return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}
+
+
+def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
+    """Where the kernels of this configuration are kept on this chip, and the name of what a start compiles for."""
+    plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
+    facts = resolved.facts
+    shape = (facts.architecture, facts.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
+    sizes = (resolved.user.parallel.tp, resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
+    key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
+    return KernelCache(kernel_folder(chip), key)
+
+
+def with_profiles(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:
+    """The runner, able to record itself where the configuration names a folder for it."""
+    folder = resolved.user.execution.profile_dir
+    if folder is None:
+        return runner
+    from frame.core.execution.profiling import ProfiledRunner
+
+    return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank)
+
+
+def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
+    """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it. A backend that the user named is loaded
+    now, so that its failure stops the start; one that was chosen for him with the first grammar."""
+    choices, sampling = resolved.plugins.get("grammar"), resolved.user.sampling
+    if not choices or resolved.tokenizer_path is None:
+        return None
+
+    make = cache(partial(load_backend, resolved, registry))
+    if sampling.grammar is not None:
+        make()
+    capabilities = registry.get("grammar", choices[0].name).capabilities
+    settings = GrammarSettings(
+        kinds=capabilities.kinds if isinstance(capabilities, GrammarCapabilities) else GRAMMAR_KINDS,
+        workers=max(1, sampling.grammar_workers),
+        patience=sampling.grammar_timeout,
+        cache_bytes=sampling.grammar_cache,
+        budget=sampling.grammar_budget,
+        request_timeout=resolved.user.scheduler.request_timeout,
+    )
+    return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
+
+
+def build_engine(
+    resolved: Resolved,
+    registry: Registry,
+    transport: Transport,
+    place: Place | None = None,
+    followers: BatchSender | None = None,
+    heartbeat: float | None = None,
+    tracing: Tracing | None = None,
+) -> tuple[Engine, dict[str, Any]]:
+    """Rank 0's engine, ready to run, and the data of its `Ready` message."""
+    clock = time.perf_counter()
+    rank, kernels = _build_rank(resolved, registry, place or Place())
+    capacity = rank.capacity
+    runner = with_profiles(resolved, rank, place)
+    if followers is not None:
+        runner = LeadingRunner(runner, followers)
+    found = find_observers(registry)
+    told = found.on_request_finished
+    ends: list[Callable[[Request, Finish], None]] = [] if told is None else [lambda request, finish: told(**_finished(request, finish))]
+    if tracing is not None:
+        ends.append(tracing.add_engine_spans)
+        if followers is not None:
+            ends.append(partial(_tell_followers, followers))
+    info = {**describe(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
+    if kernels is not None:
+        info["kernels"] = kernels
+    options = EngineOptions(
+        overlap=resolved.overlap,
+        check_integrity=resolved.user.execution.check_integrity,
+        heartbeat=heartbeat,
+        info=info,
+        device_memory=_device_memory(resolved, place or Place()),
+    )
+    engine = Engine(
+        build_scheduler(resolved, registry, capacity.num_pages, _all_of(ends)),
+        runner,
+        transport,
+        options,
+        Observers(on_step=found.on_step, on_stop=found.on_stop),
+        build_grammars(resolved, registry),
+    )
+    if found.on_start is not None:
+        found.on_start(resolved=resolved)
+    return engine, info
+
+
+def _tell_followers(followers: BatchSender, request: Request, finish: Finish) -> None:
+    """That a traced request has ended, so that they send their spans of it."""
+    if request.trace:
+        followers.send_order(Traced(request.rid, request.trace))
+
+
+def _device_memory(resolved: Resolved, place: Place) -> Callable[[], int]:
+    """What tells the bytes that torch holds of a rank's device, free blocks included."""
+    import torch
+
+    return partial(torch.cuda.memory_reserved, place.rank) if resolved.device == "cuda" else int
+
+
+def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
+    """What clients may know of the engine; JSON."""
+    return {
+        "model": resolved.served_name,
+        "architecture": resolved.facts.architecture,
+        "device": resolved.device,
+        "dtype": resolved.dtype,
+        "kv_dtype": resolved.kv_dtype,
+        "tp": resolved.user.parallel.tp,
+        "vocab_size": resolved.facts.vocab_size,
+        "max_context": resolved.max_context,
+        "max_running_requests": resolved.max_running_requests,
+        "max_total_tokens": capacity.max_total_tokens,
+        "page_size": capacity.page_size,
+        "overlap": resolved.overlap,
+        "cuda_graph_max_bs": resolved.cuda_graph_max_bs,
+        "prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
+        "plugins": {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()},
+        "phases": {name: round(seconds, 3) for name, seconds in capacity.phases.items()},
+    }
+
+
+def _all_of(calls: Sequence[Callable[[Request, Finish], None]]) -> Callable[[Request, Finish], None] | None:
+    """One call that makes all of them; None for none."""
+    if len(calls) < 2:
+        return calls[0] if calls else None
+
+    def call_all(request: Request, finish: Finish) -> None:
+        for call in calls:
+            call(request, finish)
+
+    return call_all
+
+
+def _finished(request: Request, finish: Finish) -> dict[str, Any]:
+    return {
+        "rid": request.rid,
+        "reason": finish.reason,
+        "prompt_tokens": request.prompt_len,
+        "output_tokens": request.output_len,
+        "cached_tokens": max(0, request.cached_tokens),
+    }

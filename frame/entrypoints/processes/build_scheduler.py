@@ -1,0 +1,52 @@
+"""Builds the scheduler of a `Resolved`: cache, eviction and scheduling policies by name, limits. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from frame.core.kv_cache.no_cache import NoCache
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.cache import PrefixCache
+    from frame.core.messages import Finish
+    from frame.core.scheduling.request import Request
+    from frame.plugins.registry import Registry
+
+ROWS_A_TOKEN = 4  # of a step, which is slower for all its rows when one of them is longer: a tenth, on an H200 beyond 32 rows
+
+
+def build_scheduler(
+    resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
+) -> Scheduler:
+    """The scheduler over `num_pages` pages (the reserved one included)."""
+    user = resolved.user
+    cache: PrefixCache = NoCache(resolved.page_size)
+    if user.cache.prefix == "radix" and not resolved.computes_whole_prompts:
+        cache = RadixCache(resolved.page_size, registry.constructor(resolved.choice("eviction_policy"))())
+    policy = registry.constructor(resolved.choice("scheduling_policy"))()
+    config = SchedulerConfig(
+        page_size=resolved.page_size,
+        num_pages=num_pages,
+        max_running=resolved.max_running_requests,
+        token_budget=resolved.chunked_prefill_size,
+        max_context=resolved.max_context,
+        vocab_size=resolved.facts.vocab_size,
+        max_queued=user.scheduler.max_queued_requests,
+        eos_ids=resolved.facts.eos_token_ids,
+        request_timeout=user.scheduler.request_timeout,
+        seed=user.model.seed,
+        overlap=resolved.overlap,
+        pools=resolved.pooling is not None,
+        whole_prompts=resolved.computes_whole_prompts,
+        preemption=user.scheduler.preemption,
+        short_prompt_share=user.scheduler.short_prompt_share,
+        jump_forward=resolved.jump_forward,
+        jump_rows=ROWS_A_TOKEN,
+        jump_tokens=resolved.cuda_graph_max_bs,
+    )
+    return Scheduler(config, cache, PagedAllocator(num_pages), policy, on_finish=on_finish)

@@ -1,0 +1,199 @@
+"""The composition root: from a configuration to a running engine, in a thread of this process or in processes of its own.
+
+Knows which part runs where; what an engine is made of is `frame.entrypoints.processes.build_engine`'s. Imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from frame.core.config.resolved import Resolved
+from frame.core.errors import ConfigurationError
+from frame.core.ipc.transport import InProcessTransport
+from frame.core.messages import Control, Heartbeat, Message, Ready
+from frame.core.text.detokenizer import Detokenizer
+from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.engine_client.limits import ClientLimits
+from frame.entrypoints.offline.collector import Collector
+from frame.entrypoints.processes.deployment import Deployment, Layout
+
+CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
+
+Report = Callable[[str], None]
+
+
+class Session(Protocol):
+    """An engine as the offline API sees it."""
+
+    collector: Collector
+    tokenizer: Tokenizer | None
+    limits: ClientLimits
+    info: dict[str, Any]
+
+    def send_all(self, messages: Sequence[Message]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_session(prepared: Prepared) -> Session:
+    """Start an engine for offline use: in a thread (tp 1), or in processes. Raises ConfigurationError, or what the start raised."""
+    tokenizer = load_tokenizer(prepared.resolved)
+    collector = Collector(None if tokenizer is None else Detokenizer(tokenizer))
+    kind = ThreadSession if prepared.resolved.user.parallel.tp == 1 else ProcessSession
+    return kind(prepared, collector, tokenizer)
+
+
+def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
+    """The tokenizer, unless it is skipped."""
+    if resolved.tokenizer_path is None:
+        return None
+    user = resolved.user
+    return Tokenizer.load(resolved.tokenizer_path, user.text.chat_template, trust_remote_code=user.model.trust_remote_code)
+
+
+def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
+    """What a client must keep to."""
+    return ClientLimits(
+        max_outstanding=resolved.max_running_requests + resolved.user.scheduler.max_queued_requests,
+        max_context=resolved.max_context,
+        vocab_size=resolved.facts.vocab_size,
+        capacity=int(info["max_total_tokens"]),
+        pools=resolved.pooling is not None,
+        grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,
+        grammar_processes=resolved.user.sampling.grammar_workers > 0,
+        request_timeout=resolved.user.scheduler.request_timeout,
+        seed=resolved.user.model.seed,
+    )
+
+
+class ThreadSession:
+    """The engine's loop in a thread of this process; its messages reach the collector in that thread."""
+
+    def __init__(self, prepared: Prepared, collector: Collector, tokenizer: Tokenizer | None) -> None:
+        self.collector = collector
+        self.tokenizer = tokenizer
+        self.info: dict[str, Any] = {}
+        self._near, self._far = InProcessTransport.pair(collector.take)
+        collector.send = self._near.send
+        self._error: BaseException | None = None
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(prepared, started), name="engine", daemon=True)
+        self._thread.start()
+        started.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        self.limits = limits_of(prepared.resolved, self.info)
+        atexit.register(self.close)  # a thread in the middle of a step must not meet a dying interpreter
+
+    def _run(self, prepared: Prepared, started: threading.Event) -> None:
+        clock = time.perf_counter()
+        try:
+            from frame.entrypoints.processes.build_engine import build_engine
+
+            imports = round(time.perf_counter() - clock, 3)
+            engine, self.info = build_engine(prepared.resolved, prepared.registry, self._far)
+            self.info["phases"] = {"imports": imports, **self.info["phases"]}
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            self._error = error
+            return
+        finally:
+            started.set()
+        with suppress(BaseException):  # which the engine has sent as `Fatal`; to keep it would keep the model
+            engine.run()
+        self.collector.fail("the engine was closed")
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        self._near.send_all(messages)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._near.send(Control(id="close", action="shutdown"))
+            self._thread.join(CLOSE_TIMEOUT)
+
+
+class ProcessSession:
+    """The engine's ranks in processes; a thread here hands their messages to the collector and watches that they live."""
+
+    def __init__(self, prepared: Prepared, collector: Collector, tokenizer: Tokenizer | None) -> None:
+        self.collector = collector
+        self.tokenizer = tokenizer
+        layout = Layout(tp=prepared.resolved.user.parallel.tp, detokenizer=False, tokenizers=0)
+        self._deployment = Deployment(prepared.resolved, layout)
+        try:
+            self.info = wait_ready(self._deployment)
+        except BaseException:
+            self._deployment.kill()
+            raise
+        self.limits = limits_of(prepared.resolved, self.info)
+        self._closing = False
+        collector.send = self._deployment.transport.send
+        self._thread = threading.Thread(target=self._receive, name="engine-messages", daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        while not self._closing:
+            for message in self._deployment.transport.receive(0.2):
+                if not isinstance(message, Ready | Heartbeat):
+                    self.collector.take(message)
+            dead = self._deployment.dead()
+            if dead is not None and not self._closing:
+                self.collector.fail(dead)
+                return
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        self._deployment.transport.send_all(messages)
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._thread.join(CLOSE_TIMEOUT)
+            self.collector.fail("the engine was closed")
+            self._deployment.stop(CLOSE_TIMEOUT)
+
+
+def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str, Any]:
+    """Until every process is ready; the engine's data. Raises ConfigurationError or RuntimeError with a child's sentence."""
+    info: dict[str, Any] = {}
+    waiting = set(deployment.names)
+    started = time.perf_counter()
+    while waiting:
+        for message in deployment.transport.receive(0.1):
+            deployment.note(message)
+            if isinstance(message, Ready):
+                waiting.discard(message.process)
+                info = message.data or info
+                if report is not None:
+                    report(f"{message.process} ready after {time.perf_counter() - started:.1f} s{_phases(message.data)}")
+        error = deployment.start_error()
+        if error is not None:
+            raise error
+    return info
+
+
+def _phases(data: dict[str, Any]) -> str:
+    phases = data.get("phases") or {}
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in phases.items()]
+    if kernels := data.get("kernels"):
+        parts.append(f"{kernels['cache']} kernel cache: {kernels['loaded']} loaded, {kernels['compiled']} compiled")
+    return f" ({', '.join(parts)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""
+
+
+def configure(config: Any, keywords: dict[str, Any]) -> Prepared:
+    """Resolve `Engine(...)`'s arguments: a FrameConfig, or a YAML file and keywords."""
+    from frame.core.config.schema import FrameConfig
+    from frame.entrypoints.configuration.sources import from_keywords
+
+    if isinstance(config, FrameConfig):
+        if keywords:
+            raise ConfigurationError(f"give {next(iter(keywords))} in the FrameConfig, or no FrameConfig at all")
+        return prepare(config)
+    return prepare(from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))})).config)

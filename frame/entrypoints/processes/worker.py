@@ -1,0 +1,284 @@
+"""A child process: `python -m frame.entrypoints.processes.worker ROLE`, with the resolved configuration as one line of
+JSON on standard input.
+
+Roles: scheduler (rank 0), follower (rank ≥ 1), detokenizer, tokenizer. It dies with its parent: by the kernel's death signal, and when
+standard input ends. Exit codes: 0 stopped, 1 failed, 78 wrong configuration or plugins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
+
+from frame.core.config.resolved import Resolved
+from frame.core.config.schema import LogSection
+from frame.core.errors import ConfigurationError
+from frame.core.ipc.inflight_file import ROSTER, TEXT_ROSTER, open_roster
+from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
+from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
+from frame.entrypoints import logs
+from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with
+from frame.entrypoints.processes.hang_dump import answer_when_asked
+from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, open_tracing, tokenizer_span
+from frame.plugins.loader import load_registry
+from frame.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from frame.core.text.detokenizer import Detokenizer
+    from frame.core.text.tokenizer import Tokenizer
+
+EXIT_FAILED = 1
+HEARTBEAT = 1.0  # seconds, while idle
+EARLY_LIMIT = 16_384  # requests whose tokens may overtake their Watch
+
+
+Role = Callable[[Resolved, argparse.Namespace, ZmqTransport, str], None]
+
+
+def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = None) -> int:
+    """Run one role to its end; returns the exit code. `roles` replaces some of the roles (fakes)."""
+    options = _options(arguments)
+    if options.death_signal:
+        die_with(options.parent)
+    for number in PARENTS_SIGNALS:  # they may reach the whole group
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+    answer_when_asked()
+    resolved = Resolved.model_validate_json(_first_line())
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}
+    name = numbered.get(options.role, options.role)
+    logs.configure(name, resolved.user.log)
+    transport = _transport(options, name)
+    code = 0
+    try:
+        {**ROLES, **(roles or {})}[options.role](resolved, options, transport, name)
+    except ConfigurationError as error:
+        transport.send(Fatal(process=name, error=str(error)))
+        code = EXIT_CONFIGURATION
+    except Exception as error:
+        logging.getLogger(__name__).exception("%s failed", name)
+        transport.send(Fatal(process=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
+        code = EXIT_FAILED
+    transport.close()
+    return code
+
+
+# roles -------------------------------------------------------------------------------------------------------------
+
+
+def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    clock = time.perf_counter()
+    from frame.entrypoints.processes.build_engine import Place, build_engine
+
+    imports = round(time.perf_counter() - clock, 3)
+    sockets = SocketDirectory(options.sockets)
+    batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]
+    followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
+    place = Place(0, options.tp, Path(options.sockets))
+    tracing = open_tracing(resolved.user.server, name)
+    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
+    info["phases"] = {"imports": imports, **info["phases"]}
+    engine.scheduler.publish_roster(sockets.path / ROSTER)
+    transport.send(Ready(process=name, pid=os.getpid(), data=info))
+    gc.collect()
+    gc.freeze()  # what is there now stays; later collections need not look at it
+    try:
+        engine.run()
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.core.execution.tp_follower import follow
+    from frame.entrypoints.processes.build_engine import Place, build_rank, with_profiles
+
+    sockets = SocketDirectory(options.sockets)
+    batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
+    place = Place(options.rank, options.tp, Path(options.sockets))
+    runner = with_profiles(resolved, build_rank(resolved, registry_of(resolved), place), place)
+    tracing = open_tracing(resolved.user.server, name)
+    transport.send(Ready(process=name, pid=os.getpid()))
+    try:
+        follow(runner, batches, None if tracing is None else RankSpans(tracing))
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.core.text.detokenizer import Detokenizer
+
+    detokenize(resolved, transport, name, Detokenizer(tokenizer_of(resolved), EARLY_LIMIT, text_roster_of(options)))
+
+
+def text_roster_of(options: argparse.Namespace) -> np.ndarray | None:
+    """Where the detokenizer notes whose text it makes; None where there is no room for it."""
+    try:
+        return open_roster(Path(options.sockets) / TEXT_ROSTER, 1)[0]
+    except OSError as error:
+        logging.getLogger(__name__).warning("no note is kept of whose text is made: %s; who ends this process is not found out", error)
+        return None
+
+
+def detokenize(resolved: Resolved, transport: ZmqTransport, name: str, detokenizer: Detokenizer) -> None:
+    """Text of whatever tokens come, for ever."""
+    tracing = _until_term(resolved, name)
+    spans = None if tracing is None else TextSpans(tracing)
+    for message in _messages(transport, name):
+        transport.send_all(text_of(detokenizer, message, spans))
+
+
+def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | None = None) -> Sequence[Message]:
+    """A detokenizer process's whole work. A message that cannot be handled ends its requests, and nobody else's."""
+    try:
+        if isinstance(message, Tokens):
+            text = detokenizer.process(message)
+            if spans is not None:
+                spans.take(text)
+            return [text] if text.rids else []
+        if isinstance(message, Watch):
+            if spans is not None:
+                spans.watch(message)
+            return detokenizer.watch(message)
+        if isinstance(message, Forget):
+            detokenizer.forget(message.rids)
+            if spans is not None:
+                spans.forget(message.rids)
+    except Exception:
+        logging.getLogger(__name__).exception("a %s could not be handled", type(message).__name__)
+        return [_given_up(message.rids)] if isinstance(message, Tokens) else []
+    return []
+
+
+def _given_up(rids: list[str]) -> Text:
+    from frame.core.text.incremental_decoder import FAILED
+
+    return Text(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
+
+
+def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
+    from frame.entrypoints.engine_client.tokenizing import tokenize
+
+    tokenizer = tokenizer_of(resolved)
+    tracing = _until_term(resolved, name)
+    for message in _messages(transport, name):
+        if isinstance(message, Tokenize):
+            since = time.perf_counter()
+            tokenized = tokenize(tokenizer, message)
+            transport.send(tokenized)
+            if tracing is not None:
+                tokenizer_span(tracing, message, since, len(tokenized.token_ids))
+
+
+def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
+    """Report ready, then everything that arrives, for ever, with heartbeats between."""
+    transport.send(Ready(process=name, pid=os.getpid()))
+    beaten = 0.0
+    while True:
+        yield from transport.receive(HEARTBEAT)
+        if time.monotonic() - beaten >= HEARTBEAT:
+            beaten = time.monotonic()
+            transport.send(Heartbeat(process=name))
+
+
+ROLES: Mapping[str, Role] = MappingProxyType(
+    {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
+)
+
+
+def _until_term(resolved: Resolved, name: str) -> Tracing | None:
+    """The tracing of a process that a SIGTERM ends, which then sends its last spans first."""
+    tracing = open_tracing(resolved.user.server, name)
+    if tracing is not None:
+
+        def end(number: int, frame: object) -> None:
+            tracing.close()
+            leave(0)
+
+        signal.signal(signal.SIGTERM, end)
+    return tracing
+
+
+# set-up ------------------------------------------------------------------------------------------------------------
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="frame.entrypoints.processes.worker", description="A child process of frame; not started by hand."
+    )
+    parser.add_argument("role", choices=sorted(ROLES))
+    parser.add_argument("--sockets", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--death-signal", action="store_true")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--detokenizer", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def tokenizer_of(resolved: Resolved) -> Tokenizer:
+    from frame.entrypoints.processes.launch import load_tokenizer
+
+    tokenizer = load_tokenizer(resolved)
+    if tokenizer is None:
+        raise ConfigurationError("a text process was started without a tokenizer")
+    return tokenizer
+
+
+def registry_of(resolved: Resolved) -> Registry:
+    """The plugins that this process may load."""
+    plugins = resolved.user.plugins
+    return load_registry(allow=plugins.allow, deny=plugins.deny)
+
+
+def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
+    address = SocketDirectory(options.sockets).address
+    routes: dict[type[Message], str] = {Tokens: address("detokenizer")} if options.detokenizer else {}
+    return ZmqTransport(address(name), address(f"{name}-out"), routes, is_outbox=True)
+
+
+def _first_line() -> bytes:
+    """The configuration, read without buffering, so that the rest of the stream is the parent watch's."""
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            raise SystemExit(EXIT_ORPHANED)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _watch_parent() -> None:
+    """Take in new settings of the log, until the parent is gone."""
+    held = b""
+    while part := os.read(0, 4096):
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            logs.set_levels(LogSection.model_validate_json(line))
+    os._exit(EXIT_ORPHANED)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: taking down an interpreter that has loaded torch takes seconds and frees nothing that matters."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,123 @@
+"""Times calls on a device, and what the device reaches at best. Knows no backend.
+
+Several calls on different data are timed in turn, so that none finds its data in a cache that a model's step would have emptied. On a GPU
+they are recorded once as a CUDA graph, which takes the host out of the figure, where that is possible.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from frame.entrypoints.tools.bench.floors import Ceilings
+
+Call = Callable[[], Any]
+How = Literal["graph", "events", "host"]
+
+LARGER_THAN_CACHES = 256 << 20  # bytes of a GPU's data that calls in turn should go over
+_LEAST, _MOST = 5, 200  # rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of one call (the median over rounds), and how they were taken: replays of a CUDA graph, events, or the host's clock."""
+
+    seconds: float
+    how: How
+
+
+class Clock:
+    """A device's stopwatch. `budget`: seconds for one figure."""
+
+    def __init__(self, device: torch.device, budget: float = 0.3) -> None:
+        self.device = device
+        self._budget = budget
+
+    def time(self, calls: Sequence[Call], graph: bool = True) -> Timed:
+        """One of `calls`, which are made in turn. Each is made once before, for what is compiled or allocated then."""
+        for call in calls:
+            call()
+        self._wait()
+        if self.device.type != "cuda":
+            return Timed(self._on_host(calls), "host")
+        recorded = self._recorded(calls) if graph else None
+        if recorded is None:
+            return Timed(self._by_events(calls), "events")
+        return Timed(self._by_events([recorded.replay]) / len(calls), "graph")
+
+    def _recorded(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+        """The calls as a graph; None when they cannot be captured (something waits for the device, or takes memory elsewhere)."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+        except RuntimeError:
+            torch.cuda.synchronize(self.device)
+            return None
+        return graph
+
+    def _by_events(self, calls: Sequence[Call]) -> float:
+        def round_seconds() -> float:
+            first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for call in calls:
+                call()
+            second.record()
+            second.synchronize()
+            return float(first.elapsed_time(second)) / 1e3 / len(calls)
+
+        return self._median(round_seconds, len(calls))
+
+    def _on_host(self, calls: Sequence[Call]) -> float:
+        def round_seconds() -> float:
+            began = time.perf_counter()
+            for call in calls:
+                call()
+            return (time.perf_counter() - began) / len(calls)
+
+        return self._median(round_seconds, len(calls))
+
+    def _median(self, round_seconds: Callable[[], float], calls: int) -> float:
+        once = max(round_seconds() * calls, 1e-6)
+        return statistics.median(round_seconds() for _ in range(int(min(_MOST, max(_LEAST, self._budget / once)))))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Read and copy bandwidth over memory that no cache holds, and the rate of a large dense product."""
+    clock = Clock(device)
+    read, copy = _bandwidths(clock)
+    found = Ceilings(read, _operations(clock, dtype), copy)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _bandwidths(clock: Clock) -> tuple[float, float]:
+    """Bytes/s read, and read and written."""
+    is_gpu = clock.device.type == "cuda"
+    source = torch.randint(0, 1 << 30, ((1 << 30) if is_gpu else (1 << 24),), dtype=torch.int32, device=clock.device)
+    target = torch.empty_like(source)
+    size = source.numel() * source.element_size()
+    read = clock.time([lambda: source.sum(dtype=torch.int32) if is_gpu else source.max()])
+    copied = clock.time([lambda: target.copy_(source)], graph=False)  # a graph would leave the copy to a slower engine
+    return size / read.seconds, 2 * size / copied.seconds
+
+
+def _operations(clock: Clock, dtype: torch.dtype) -> float:
+    """Operations/s of square products, of the size that suits the device best."""
+    found = 0.0
+    for width in (4096, 8192, 16384) if clock.device.type == "cuda" else (1024,):
+        left, right = (torch.randn(width, width, device=clock.device, dtype=dtype) for _ in range(2))
+        found = max(found, 2 * width**3 / clock.time([partial(torch.matmul, left, right)]).seconds)
+    return found

@@ -1,0 +1,106 @@
+"""Times MoE runners on one layer's experts, beside the least that the machine could take.
+
+The floor is the time to read the weights of the experts that a batch touches once, or that of the products. Runners are reached through the
+registry, weights are plain; routing is drawn, a new one for each call, so that weights come from memory and not from a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frame.core.errors import ConfigError
+from frame.core.interfaces.moe import Dispatched, MoENeeds
+from frame.entrypoints.tools.bench.attention import figures
+from frame.entrypoints.tools.bench.clock import Clock
+from frame.testing.attention_batch import build_context
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.plugin import PluginRecord
+    from frame.entrypoints.tools.bench.floors import Ceilings
+    from frame.plugins.registry import Registry
+
+PLAIN = "none"  # the method for plain weights
+ROUTINGS = 8  # drawn for each number of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """One layer: `experts` of which a token uses `active`, each [hidden -> inner -> hidden] with a gate."""
+
+    experts: int
+    active: int
+    hidden: int
+    inner: int
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> ExpertShape:
+        """A model's. Raises ConfigError for one without experts."""
+        config = facts.config
+        inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
+        if not facts.num_experts or not inner:
+            raise ConfigError(f"{facts.architecture} has no experts; name a model that has, or give --experts and sizes.")
+        return cls(facts.num_experts, int(config.get("num_experts_per_tok") or 1), facts.hidden_size, int(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBench:
+    """What does not change from batch to batch."""
+
+    registry: Registry
+    shape: ExpertShape
+    clock: Clock
+    ceilings: Ceilings
+    dtype: torch.dtype
+
+    def records(self, names: tuple[str, ...]) -> list[PluginRecord]:
+        """The runners by name; without names all that can be loaded."""
+        if names:
+            return [self.registry.get("moe_runner", name) for name in names]
+        return [record for record in self.registry.records("moe_runner") if not record.problems]
+
+    def layer(self) -> nn.Module:
+        """Random plain experts, as the method for plain weights keeps them."""
+        shape, layer = self.shape, nn.Module()
+        method = self.registry.load(self.registry.get("quantization_method", PLAIN))(None).experts("")
+        with self.clock.device:
+            method.create(layer, shape.experts, shape.hidden, shape.inner, self.dtype)
+            for parameter in layer.parameters():
+                parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        with torch.inference_mode():
+            method.finish(layer)
+        return layer
+
+    def rows(self, record: PluginRecord, layer: nn.Module, counts: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each number of tokens with its figures, or with the sentence why this runner does not compute it."""
+        device = self.clock.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        need = MoENeeds(device.type, capability, str(self.dtype).removeprefix("torch."), "standard")
+        refused = "; ".join(map(str, record.capabilities.unsupported(need)))
+        runner = None if refused else self._runner(record)
+        for count in counts:
+            yield count, {"refused": refused} if runner is None else self._measure(runner, layer, count)
+
+    def _runner(self, record: PluginRecord) -> Any:
+        return self.registry.load(record)(build_context(self.clock.device, self.dtype, 16), self.registry.options(record, {}))
+
+    @torch.inference_mode()
+    def _measure(self, runner: Any, layer: nn.Module, count: int) -> dict[str, Any]:
+        shape, device = self.shape, self.clock.device
+        generator = torch.Generator().manual_seed(count)
+        routings = [torch.rand(count, shape.experts, generator=generator).topk(shape.active, dim=1).indices for _ in range(ROUTINGS)]
+        x = torch.randn(count, shape.hidden, generator=generator).to(device, self.dtype)
+        weights = torch.softmax(torch.rand(count, shape.active, generator=generator), -1).to(device)
+        batches = [Dispatched(x, ids.to(device), weights) for ids in routings]
+        timed = self.clock.time([partial(runner.run, batch, layer) for batch in batches])
+        touched = sum(ids.unique().numel() for ids in routings) / len(routings)
+        matrices = 3 * shape.hidden * shape.inner
+        read = int((touched * matrices + 2 * x.numel()) * self.dtype.itemsize)
+        found = figures(timed.seconds, timed.how, read, 2 * count * shape.active * matrices, self.ceilings)
+        return found | {"experts_touched": round(touched, 1)}

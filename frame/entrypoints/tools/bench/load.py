@@ -1,0 +1,143 @@
+"""An open-loop client: requests leave when they are due, whether or not earlier ones were answered. Speaks `/v1/completions` with token
+ids, which other servers of this API take too. Its own reader, since a general client spends more time on an event than a server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from frame.entrypoints.tools.bench.summary import Timing
+from frame.entrypoints.tools.bench.workload import Job
+
+DONE = b"[DONE]"
+LONGEST = 600.0  # seconds that an answer may take
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go. `extra` is merged into each body."""
+
+    base_url: str
+    model: str
+    api_key: str | None = None
+    extra: dict[str, Any] | None = None
+
+    def body(self, job: Job) -> bytes:
+        """A streamed completion of exactly `job.output` tokens, with its usage in the end."""
+        return msgspec.json.encode(
+            {
+                "model": self.model,
+                "prompt": job.prompt,
+                "max_tokens": job.output,
+                "temperature": job.temperature,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **(self.extra or {}),
+            }
+        )
+
+
+class EventReader(asyncio.Protocol):
+    """One response: notes when events arrive, and the usage of the last. `done` is set when it is over, whatever became of it."""
+
+    def __init__(self, timing: Timing) -> None:
+        self.done = asyncio.get_running_loop().create_future()
+        self._timing = timing
+        self._parser = httptools.HttpResponseParser(self)
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"the response is no HTTP: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("the connection ended before the answer did")
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body, from the parser."""
+        now = time.perf_counter()
+        parts = (self._rest + body).split(b"\n\n")
+        self._rest = parts.pop()
+        if self._parser.get_status_code() == 200:
+            for part in parts:
+                self._event(part.removeprefix(b"data:").strip(), now)
+
+    def on_message_complete(self) -> None:
+        """The end of the response, from the parser."""
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._end(f"{status}: {self._rest[:300].decode(errors='replace')}")
+        else:
+            self._end("" if self._timing.tokens else "the answer has no usage, so its tokens are not known")
+
+    def _event(self, data: bytes, now: float) -> None:
+        if not data or data == DONE:
+            return
+        event = msgspec.json.decode(data)
+        if "error" in event:
+            self._end(str(event["error"].get("message", event["error"])))
+        elif event.get("choices"):
+            self._timing.events.append(now)
+        if event.get("usage"):
+            self._timing.tokens = event["usage"]["completion_tokens"]
+
+    def _end(self, error: str) -> None:
+        if not self.done.done():
+            self._timing.error = error or ("" if self._timing.events else "the answer is empty")
+            self.done.set_result(None)
+
+
+async def run(target: Target, jobs: Sequence[Job], most_at_once: int | None = None) -> list[Timing]:
+    """Send every job when it is due, `most_at_once` at a time (None: no bound); one timing a job."""
+    start = time.perf_counter()
+    gate = asyncio.Semaphore(most_at_once or len(jobs))
+    timings = [Timing(start + job.at, len(job.prompt)) for job in jobs]
+
+    async def one(job: Job, timing: Timing, request: bytes) -> None:
+        await asyncio.sleep(max(0.0, timing.due - time.perf_counter()))
+        async with gate:
+            try:
+                async with asyncio.timeout(LONGEST):
+                    await _send(target, timing, request)
+            except TimeoutError:
+                timing.error = f"no answer within {LONGEST:g} s"
+            except OSError as error:
+                timing.error = f"cannot connect: {error.strerror or error}"
+
+    requests = [_request(target, job) for job in jobs]
+    await asyncio.gather(*map(one, jobs, timings, requests))
+    return timings
+
+
+def _request(target: Target, job: Job) -> bytes:
+    url, body = urlsplit(target.base_url), target.body(job)
+    key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+    path = url.path.rstrip("/").removesuffix("/v1")
+    head = f"POST {path}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n{key}"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+async def _send(target: Target, timing: Timing, request: bytes) -> None:
+    url = urlsplit(target.base_url)
+    is_https = url.scheme == "https"
+    loop = asyncio.get_running_loop()
+    timing.sent = time.perf_counter()
+    connection, reader = await loop.create_connection(
+        lambda: EventReader(timing), url.hostname or "", url.port or (443 if is_https else 80), ssl=is_https or None
+    )
+    try:
+        connection.write(request)
+        await reader.done
+    finally:
+        connection.close()

@@ -1,0 +1,76 @@
+"""Runs a workload on an engine of this process, and sets its time beside the least that the machine could take. Knows no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floor_seconds
+
+if TYPE_CHECKING:
+    from frame.core.config.schema import FrameConfig
+    from frame.entrypoints.tools.bench.reference import Chosen
+    from frame.entrypoints.tools.bench.workload import Job
+
+PLAIN = "none"  # the method for plain weights
+
+
+def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
+    """One run: seconds from the first request to the last token, and rates."""
+    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
+    started = time.perf_counter()
+    outputs = engine.generate([job.prompt for job in wanted], params)
+    seconds = time.perf_counter() - started
+    tokens, prompts = sum(len(output.token_ids) for output in outputs), sum(len(job.prompt) for job in wanted)
+    return {
+        "requests": len(wanted),
+        "seconds": round(seconds, 4),
+        "output_tokens_per_s": round(tokens / seconds, 1),
+        "prompt_tokens_per_s": round(prompts / seconds, 1),
+        "output_tokens": tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """What a model's workloads take at least under these ceilings."""
+
+    ceilings: Ceilings
+    source: str
+    cost: ModelCost
+
+    def row(self, workload: Chosen, vocabulary: int, seconds: float) -> dict[str, float]:
+        """The figures to add to a workload's row."""
+        wanted = workload.jobs(vocabulary, 0)
+        floor = floor_seconds(
+            self.cost, self.ceilings, [len(job.prompt) for job in wanted], [job.output for job in wanted], workload.shared
+        )
+        return {"floor_seconds": round(floor, 4), "share_of_floor": round(floor / seconds, 4)}
+
+    def about(self) -> dict[str, Any]:
+        return {"ceilings": {"source": self.source, **asdict(self.ceilings)}}
+
+
+def floors(config: FrameConfig, source: str) -> Floors | None:
+    """For the model and devices of a configuration; None for a model whose arithmetic is not known, or whose weights are quantized.
+    `source`: h200, or measured (now, while the device's memory is free)."""
+    from frame.entrypoints.configuration.prepare import prepare
+
+    resolved = prepare(config).resolved
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+    cost = ModelCost.of(resolved.facts, sizes[resolved.dtype], sizes.get(resolved.kv_dtype, 1))
+    if cost is None or resolved.choice("quantization_method").name != PLAIN:
+        return None
+    if source == "h200":
+        one = H200
+    else:
+        import torch
+
+        from frame.entrypoints.tools.bench.clock import measured_ceilings
+
+        one = measured_ceilings(torch.device(resolved.device), getattr(torch, resolved.dtype))
+    ranks = resolved.user.parallel.tp if resolved.device == "cuda" else 1  # on the CPU they share one memory
+    return Floors(Ceilings(one.read * ranks, one.operations * ranks, one.copy * ranks), source, cost)

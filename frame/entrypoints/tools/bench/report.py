@@ -1,0 +1,162 @@
+"""Reports: JSON with where the figures were taken, a table of them, and two reports side by side. Runs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from rich.table import Table
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.configuration.hardware_probe import probe
+
+OWN = "frame-serve"
+# Figures of a table: path in a row -> title
+FIGURES: Mapping[str, str] = {
+    "requests": "requests",
+    "failed": "failed",
+    "seconds": "seconds",
+    "output_tokens_per_s": "output tokens/s",
+    "prompt_tokens_per_s": "prompt tokens/s",
+    "first_token_ms.p50": "TTFT p50, ms",
+    "first_token_ms.p99": "TTFT p99, ms",
+    "between_tokens_ms.p50": "ITL p50, ms",
+    "between_tokens_ms.p99": "ITL p99, ms",
+    "end_to_end_ms.p99": "E2E p99, ms",
+    "goodput_per_s": "goodput, requests/s",
+    "floor_seconds": "floor, seconds",
+    "share_of_floor": "share of the floor",
+}
+FORMAT = 1
+KERNELS = ("attention", "moe")  # kinds of reports whose rows are a plugin's figures on a batch
+
+
+def report(kind: str, rows: Mapping[str, dict[str, Any]], **about: Any) -> dict[str, Any]:
+    """The whole result of one `frame bench`."""
+    return {"format": FORMAT, "kind": kind, "machine": machine(), **about, "rows": dict(rows)}
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what figures are taken."""
+    hardware = probe()
+    return {
+        "system": platform.platform(),
+        "cores": hardware.cpu_cores,
+        "cpu_features": sorted(hardware.cpu_features),
+        "accelerators": [accelerator.name for accelerator in hardware.accelerators],
+        "load_before": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Our own version, and those of the packages that we can use and that are there."""
+    try:
+        names = sorted({OWN, *(Requirement(line).name for line in requires(OWN) or ())})
+    except PackageNotFoundError:  # run from a folder
+        return
+    for name in names:
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """A column a row of the report, a line a figure that any of them has. Of kernels a line a batch and a column a plugin; of a start a
+    line a phase."""
+    rows = found["rows"]
+    if found["kind"] in KERNELS:
+        return _kernels(found["kind"], rows)
+    if found["kind"] == "startup":
+        drawn = _empty("frame bench startup", ["seconds"])
+        for name, row in rows.items():
+            drawn.add_row(name, _shown(row["seconds"]))
+        return drawn
+    drawn = _empty(f"frame bench {found['kind']}", rows)
+    for path, title in FIGURES.items():
+        figures = [figure(row, path) for row in rows.values()]
+        if any(value is not None for value in figures):
+            drawn.add_row(title, *map(_shown, figures))
+    return drawn
+
+
+def _kernels(kind: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Microseconds, and the share of the floor."""
+    names = list(dict.fromkeys(row["plugin"] for row in rows.values()))
+    drawn = _empty(f"frame bench {kind}: µs (share of the floor)", ["floor, µs", *names])
+    for batch in dict.fromkeys(row["batch"] for row in rows.values()):
+        found = {row["plugin"]: row for row in rows.values() if row["batch"] == batch}
+        floor = next((row["floor_microseconds"] for row in found.values() if "floor_microseconds" in row), None)
+        drawn.add_row(batch, _shown(floor), *(_kernel_cell(found.get(name, {})) for name in names))
+    for name, sentence in {row["plugin"]: row["refused"] for row in rows.values() if "refused" in row}.items():
+        drawn.caption = f"{drawn.caption or ''}{name}: {sentence}\n"
+    return drawn
+
+
+def _kernel_cell(row: Mapping[str, Any]) -> str:
+    return f"{_shown(row['microseconds'])} ({row['share_of_floor']:.2f})" if "microseconds" in row else "–"
+
+
+def _comparison_by_line(first: Mapping[str, Any], second: Mapping[str, Any], names: Iterable[str], figure_name: str) -> Table:
+    drawn = _empty(figure_name, ["the first", "the second", "ratio"])
+    for name in names:
+        before, after = figure(first["rows"][name], figure_name), figure(second["rows"][name], figure_name)
+        if before is not None and after is not None:
+            drawn.add_row(name, _shown(before), _shown(after), f"{after / before:.2f}×" if before else "")
+    return drawn
+
+
+def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
+    """For each row that both have: the second's figures, and how they stand to the first's. Raises ConfigError when there is none."""
+    names = [name for name in first["rows"] if name in second["rows"]]
+    if not names:
+        raise ConfigError("The two reports have no row in common; compare runs of the same workloads.")
+    if (kind := second.get("kind")) in KERNELS or kind == "startup":
+        return _comparison_by_line(first, second, names, "microseconds" if kind in KERNELS else "seconds")
+    drawn = _empty("the second, and its ratio to the first", names)
+    for path, title in FIGURES.items():
+        pairs = [(figure(first["rows"][name], path), figure(second["rows"][name], path)) for name in names]
+        if any(after is not None for _, after in pairs):
+            drawn.add_row(title, *(f"{_shown(b)} ({b / a:.2f}×)" if a and b else _shown(b) for a, b in pairs))
+    return drawn
+
+
+def _empty(title: str, columns: Iterable[str]) -> Table:
+    drawn = Table(title=title, title_justify="left")
+    drawn.add_column("")
+    for name in columns:
+        drawn.add_column(name, justify="right")
+    return drawn
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report from its file. Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
+    except ValueError:
+        raise ConfigError(f"{path} is no JSON; give a file that `frame bench … --json FILE` wrote.") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no report of this version of `frame bench`.")
+    return found
+
+
+def figure(row: Mapping[str, Any], path: str) -> float | None:
+    """A figure by its dotted path; None when the row has none."""
+    value: Any = row
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.2f}"

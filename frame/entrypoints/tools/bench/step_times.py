@@ -1,0 +1,162 @@
+"""Where a step's time went, from a trace: kernels, gaps between them, and the host. Knows neither files nor terminals.
+
+Steps of one kind (decode, extend, mixed) are one row. What is said of gaps holds for steps that follow each other and are of one size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from frame.entrypoints.tools.bench.trace import Span, Step, Trace
+
+MOST = 40  # lines of a table; the rest is summed up
+_LONGEST_NAME = 90
+_ARGUMENTS = re.compile(r"\(.*|<.*", re.DOTALL)
+
+
+def step_times(trace: Trace) -> dict[str, dict[str, Any]]:
+    """A row a kind of step: how long it takes, how much of that the device is idle and where, kernels and host functions by time."""
+    rows: dict[str, dict[str, Any]] = {}
+    for kind in ("decode", "mixed", "extend"):
+        steps = [step for step in trace.steps if step.kind == kind and step.device]
+        if steps:
+            rows[kind] = {
+                "steps": len(steps),
+                "rows": _mean(step.rows for step in steps),
+                "tokens": _mean(step.tokens for step in steps),
+                **_times(steps, list(_followed(trace.steps, kind))),
+                "kernels": _kernels(steps, trace.has_gpu),
+                "host": _host(steps),
+            }
+    return rows
+
+
+def _followed(steps: Sequence[Step], kind: str) -> Iterator[tuple[Step, Step]]:
+    """Steps with their successors, of one kind and size."""
+    for step, after in itertools.pairwise(steps):
+        is_next = after.number == step.number + 1 and step.kind == after.kind == kind and step.tokens == after.tokens
+        if is_next and step.device and after.device:
+            yield step, after
+
+
+def _times(steps: Sequence[Step], pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
+    """Medians in milliseconds. `period` is from the first kernel of a step to the first of the next."""
+    found: dict[str, Any] = {
+        "launch_ms": _median(step.end - step.start for step in steps),
+        "device_ms": _median(_last(step) - step.device[0].start for step in steps),
+        "busy_ms": _median(sum(own for _, own in own_times(step.device)) for step in steps),
+        "kernels_per_step": _mean(len(step.device) for step in steps),
+    }
+    if pairs:
+        found["period_ms"] = _median(after.device[0].start - step.device[0].start for step, after in pairs)
+        found["gaps_inside_ms"] = _median(
+            _last(step) - step.device[0].start - sum(own for _, own in own_times(step.device)) for step, _ in pairs
+        )
+        found["gap_after_ms"] = _median(max(0.0, after.device[0].start - _last(step)) for step, after in pairs)
+        found["between_launches_ms"] = _median(after.start - step.end for step, after in pairs)
+        if found["period_ms"]:
+            found["idle_share"] = round((found["gaps_inside_ms"] + found["gap_after_ms"]) / found["period_ms"], 4)
+    return found
+
+
+def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+    """Of spans in order of their start, the microseconds that each had the device to itself: one that began while another ran (a
+    programmatic dependent launch waits for it) counts from that one's end."""
+    end = float("-inf")
+    for span in spans:
+        yield span, max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+
+
+def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
+    """By their own time: share of the steps' busy time, launches a step, mean, and mean with the wait for the kernel before."""
+    own: dict[str, float] = defaultdict(float)
+    whole: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for step in steps:
+        # operators nest: their own time is what their parts leave. Kernels overlap at most
+        spans = own_times(step.device) if has_gpu else self_times(step.host)
+        for span, time in spans:
+            name = short_name(span.name)
+            own[name] += time
+            whole[name] += span.end - span.start
+            counts[name] += 1
+    total = sum(own.values()) or 1.0
+    ordered = sorted(own, key=own.__getitem__, reverse=True)
+    found = [
+        {
+            "name": name,
+            "share": round(own[name] / total, 4),
+            "per_step": round(counts[name] / len(steps), 2),
+            "mean_us": round(own[name] / counts[name], 2),
+            "with_waiting_us": round(whole[name] / counts[name], 2),
+            "us_per_step": round(own[name] / len(steps), 2),
+        }
+        for name in ordered[:MOST]
+    ]
+    if rest := ordered[MOST:]:
+        left = sum(own[name] for name in rest)
+        found.append({"name": f"{len(rest)} others", "share": round(left / total, 4), "us_per_step": round(left / len(steps), 2)})
+    return found
+
+
+def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """The launching thread inside of its launches: operators and calls of CUDA by self time, and what is neither (Python)."""
+    own: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for step in steps:
+        for span, time in self_times(step.host):
+            own[span.name] += time
+            counts[span.name] += 1
+    launching = sum(step.end - step.start for step in steps)
+    own["Python and all that is not traced"] = launching - sum(own.values())
+    ordered = sorted(own, key=own.__getitem__, reverse=True)[:MOST]
+    return [
+        {
+            "name": name,
+            "share": round(own[name] / launching, 4) if launching else 0.0,
+            "per_step": round(counts[name] / len(steps), 2),
+            "us_per_step": round(own[name] / len(steps), 2),
+        }
+        for name in ordered
+    ]
+
+
+def self_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+    """Of spans that nest and come in order of their start, each with the microseconds that no span within it takes."""
+    open_spans: list[list[Any]] = []  # [span, its own time so far]
+    for span in spans:
+        while open_spans and open_spans[-1][0].end <= span.start:
+            yield tuple(open_spans.pop())  # type: ignore[misc]
+        if open_spans:
+            open_spans[-1][1] -= span.end - span.start
+        open_spans.append([span, span.end - span.start])
+    while open_spans:
+        yield tuple(open_spans.pop())  # type: ignore[misc]
+
+
+def short_name(name: str) -> str:
+    """A kernel without its template's arguments and parameters, as far as something remains."""
+    name = name.removeprefix("void ")
+    bare = _ARGUMENTS.sub("", name)
+    if "elementwise" in bare or "reduce" in bare or "vectorized" in bare:  # all of torch's own have these names: the functor tells
+        functor = re.search(r"(\w*(?:Functor|Ops|_kernel_cuda|kernel_impl)\w*)", name[len(bare) :])
+        bare = f"{bare} {functor.group(1)}" if functor else bare
+    return (bare or name)[:_LONGEST_NAME]
+
+
+def _last(step: Step) -> float:
+    return max(span.end for span in step.device)
+
+
+def _median(microseconds: Iterable[float]) -> float:
+    return round(statistics.median(microseconds) / 1e3, 4)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 2)

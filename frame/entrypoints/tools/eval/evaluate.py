@@ -1,0 +1,144 @@
+"""Accuracy of any server or engine on the evaluation tasks.
+
+`evaluate` asks a backend, through two small methods, for the answers to seeded examples, with bounded concurrency, and returns a
+`Report`: score by task, and for recall by context length. It knows no HTTP, no engine and no tokenizer.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from frame.entrypoints.tools.eval.scoring import is_correct
+from frame.entrypoints.tools.eval.tasks import RECALL_BUCKETS, TASKS, Example, Message, make_examples
+
+
+class EvalBackend(Protocol):
+    """What can be evaluated. Both methods answer greedily (temperature 0) and return text without special tokens."""
+
+    async def complete_chat(self, messages: Sequence[Message], max_tokens: int) -> str:
+        """The assistant's next message."""
+        ...
+
+    async def complete(self, prompt: str, max_tokens: int) -> str:
+        """The continuation of `prompt`, without `prompt` itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One example with what the backend answered; `error` is empty unless the request failed."""
+
+    example: Example
+    answer: str
+    correct: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Right answers among all of one kind."""
+
+    name: str
+    samples: int
+    correct: int
+    errors: int
+
+    @property
+    def rate(self) -> float:
+        """The share of right answers, 0 to 1."""
+        return self.correct / self.samples if self.samples else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of one evaluation: by task, recall by context tokens, and the wrong answers themselves."""
+
+    seed: int
+    seconds: float
+    tasks: list[Score]
+    recall_by_length: list[Score]
+    outcomes: list[Outcome] = field(repr=False)
+
+    def score(self, task: str) -> float:
+        """The share of right answers of `task`, 0 to 1."""
+        return next(score.rate for score in self.tasks if score.name == task)
+
+    def failures(self, task: str | None = None) -> list[Outcome]:
+        """What went wrong, of one task or of all."""
+        return [item for item in self.outcomes if not item.correct and task in (None, item.example.task)]
+
+    def to_json(self) -> dict[str, object]:
+        """The scores as plain data."""
+        return {
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "tasks": {score.name: {**asdict(score), "rate": score.rate} for score in self.tasks},
+            "recall_by_length": {score.name: {**asdict(score), "rate": score.rate} for score in self.recall_by_length},
+        }
+
+    def table(self) -> str:
+        """The scores as a table for people."""
+        lines = [f"{'task':<22}{'exact':>8}{'samples':>9}{'errors':>8}"]
+        for score in self.tasks:
+            lines.append(_table_line(score.name, score))
+            if score.name == "recall":
+                lines += [_table_line(f"  {part.name} tokens", part) for part in self.recall_by_length]
+        first_error = next((item.error for item in self.outcomes if item.error), "")
+        return "\n".join([*lines, *([f"first error: {first_error}"] if first_error else [])])
+
+
+def _table_line(name: str, score: Score) -> str:
+    return f"{name:<22}{100 * score.rate:>7.1f}%{score.samples:>9}{score.errors:>8}"
+
+
+def _score(name: str, outcomes: Sequence[Outcome]) -> Score:
+    return Score(name, len(outcomes), sum(item.correct for item in outcomes), sum(bool(item.error) for item in outcomes))
+
+
+def _recall_scores(outcomes: Sequence[Outcome]) -> list[Score]:
+    scores = []
+    for index, (low, high) in enumerate(RECALL_BUCKETS):
+        first, last = index == 0, index == len(RECALL_BUCKETS) - 1
+        inside = [
+            item
+            for item in outcomes
+            if item.example.task == "recall"
+            and (first or item.example.context_tokens >= low)
+            and (last or item.example.context_tokens < high)
+        ]
+        scores.append(_score(f"{low}-{high}", inside))
+    return scores
+
+
+async def _answer(backend: EvalBackend, example: Example, gate: asyncio.Semaphore) -> Outcome:
+    async with gate:
+        try:
+            if example.messages:
+                answer = await backend.complete_chat(example.messages, example.max_tokens)
+            else:
+                answer = await backend.complete(example.prompt, example.max_tokens)
+        except Exception as error:  # noqa: BLE001 — whatever a backend raises is a failed request, counted and shown
+            return Outcome(example, "", False, f"{type(error).__name__}: {error}")
+    return Outcome(example, answer, is_correct(example, answer))
+
+
+async def evaluate(
+    backend: EvalBackend,
+    tasks: Sequence[str] = TASKS,
+    samples: int = 100,
+    seed: int = 0,
+    concurrency: int = 32,
+) -> Report:
+    """Ask `samples` examples of each task, at most `concurrency` at a time, and score the answers.
+
+    The same tasks, samples and seed are the same questions on every machine. A request that raises counts as wrong.
+    """
+    examples = [example for task in tasks for example in make_examples(task, samples, seed)]
+    gate = asyncio.Semaphore(concurrency)
+    begun = time.perf_counter()
+    outcomes = list(await asyncio.gather(*(_answer(backend, example, gate) for example in examples)))
+    seconds = time.perf_counter() - begun
+    by_task = [_score(task, [item for item in outcomes if item.example.task == task]) for task in tasks]
+    return Report(seed, seconds, by_task, _recall_scores(outcomes) if "recall" in tasks else [], outcomes)

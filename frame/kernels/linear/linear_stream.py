@@ -1,0 +1,235 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
+"""Products of up to 64 rows with large weights, on multiprocessors that copy boxes by themselves (compute capability 9.0).
+
+Programs have equal slices of the outputs, and end together. One warp of each keeps shared memory full of weights on their way, the first
+of them before it waits for the kernel ahead; the others multiply what has come, weights on the left, so that eight rows are no waste.
+Slices lie behind one another without a gap: the product of one also reads what follows it, and those results are dropped. Written in
+Gluon, as Triton's loops begin no copy before the wait; not for its interpreter. Knows no layer, and no choice of sizes (`linear_plan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
+from frame.kernels.linear.linear_plan import PROCESSORS, Plan
+from frame.kernels.pipeline import barriers, view
+
+_LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # that the tensor cores multiply at once
+_COLUMNS = 64  # of a box
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_FEW_REGISTERS, _MANY_REGISTERS = 96, 168  # of a thread; the fewer, the more small kernels find room beside this one
+
+
+@gluon.jit
+def fetch_box(box, w, barrier, place, row, column, SHARE: gl.constexpr):
+    """Begin to copy the rows of a slice that are in one box: the powers of two that make up the share follow one another, largest first."""
+    HEIGHT: gl.constexpr = box.block_shape[0]
+    ABOVE: gl.constexpr = SHARE // (2 * HEIGHT) * (2 * HEIGHT)
+    tma.async_copy_global_to_shared(box, [row + ABOVE, column], barrier, view(w, place + ABOVE // 8, HEIGHT, 64))
+
+
+@gluon.jit
+def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SHARE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr):
+    """Begin to copy an item's weights, and let its barrier wait for them and for its inputs."""
+    STAGES: gl.constexpr = ready.shape[0]
+    CHUNKS: gl.constexpr = x.shape[0] // STAGES
+    stage = item % STAGES
+    barrier = ready.index(stage)
+    mbarrier.expect(barrier, (PARTS * SHARE + x.shape[1]) * CHUNKS * 128)
+    for c in gl.static_range(CHUNKS):
+        for p in gl.static_range(PARTS):
+            place = ((stage * CHUNKS + c) * PARTS + p) * (SHARE // 8)
+            fetch_box(large, w, barrier, place, first + p * N, column + c * 64, SHARE)
+            if BOXES > 1:
+                fetch_box(medium, w, barrier, place, first + p * N, column + c * 64, SHARE)
+            if BOXES > 2:
+                fetch_box(small, w, barrier, place, first + p * N, column + c * 64, SHARE)
+
+
+@gluon.jit
+def fetch_inputs(inputs, x, ready, item, column):
+    STAGES: gl.constexpr = ready.shape[0]
+    CHUNKS: gl.constexpr = x.shape[0] // STAGES
+    stage = item % STAGES
+    target = view(x, stage * CHUNKS, x.shape[1], CHUNKS * 64)
+    tma.async_copy_global_to_shared(inputs, [0, column], ready.index(stage), target)
+
+
+@gluon.jit
+def fetch(
+    inputs, large, medium, small, w, x, ready, free, steps, total, N,
+    SHARE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What one warp does: all items in turn, each where there is room."""
+    STAGES: gl.constexpr = ready.shape[0]
+    WIDTH: gl.constexpr = x.shape[0] // STAGES * 64
+    for item in range(min(STAGES, total)):
+        first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SHARE
+        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SHARE, PARTS, BOXES)
+    wait_for_previous(PDL)
+    for item in range(min(STAGES, total)):
+        fetch_inputs(inputs, x, ready, item, item % steps * WIDTH)
+    for item in range(STAGES, total):
+        mbarrier.wait(free.index(item % STAGES), (item // STAGES & 1) ^ 1)
+        first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SHARE
+        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SHARE, PARTS, BOXES)
+        fetch_inputs(inputs, x, ready, item, item % steps * WIDTH)
+
+
+@gluon.jit
+def write(gate, up, bias, out, M, N, first, SHARE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """A slice's results, from output `first` on: with the bias; of two parts, SiLU(gate) * up of what a product would have stored."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gate.type.layout
+    outputs = gl.arange(0, gate.shape[0], gl.SliceLayout(1, layout))
+    rows = gl.arange(0, gate.shape[1], gl.SliceLayout(0, layout))
+    inside = outputs < SHARE
+    if HAS_BIAS:
+        gate += gl.load(bias + first + outputs, mask=inside, other=0.0).to(gl.float32)[:, None]
+    if PARTS == 2:
+        if HAS_BIAS:
+            up += gl.load(bias + N + first + outputs, mask=inside, other=0.0).to(gl.float32)[:, None]
+        gate = gate.to(dtype).to(gl.float32)
+        gate = gate / (1.0 + gl.exp(-gate)) * up.to(dtype).to(gl.float32)
+    places = out + rows[None, :] * N + (first + outputs)[:, None]
+    gl.store(places, gate.to(dtype), mask=(rows < M)[None, :] & inside[:, None])
+
+
+@gluon.jit
+def multiply(
+    w, x, ready, free, bias, out, M, N, slices, steps,
+    SHARE: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What the other warps do: the product of each item once it is there, and the results of each slice."""
+    STAGES: gl.constexpr = ready.shape[0]
+    CHUNKS: gl.constexpr = x.shape[0] // STAGES
+    ROWS: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    wait_for_previous(PDL)
+    item = 0
+    for cut in range(gl.program_id(0), slices, gl.num_programs(0)):
+        gate = gl.zeros([TILE, ROWS], gl.float32, layout)
+        up = gl.zeros([TILE, ROWS], gl.float32, layout)
+        for _ in range(steps):
+            stage = item % STAGES
+            mbarrier.wait(ready.index(stage), item // STAGES & 1)
+            gates = warpgroup_mma_init(gate)
+            ups = warpgroup_mma_init(up)
+            for c in gl.static_range(CHUNKS):
+                right = x.index(stage * CHUNKS + c).permute((1, 0))
+                place = (stage * CHUNKS + c) * PARTS * (SHARE // 8)
+                gates = warpgroup_mma(view(w, place, TILE, 64), right, gates, is_async=True)
+                if PARTS == 2:
+                    ups = warpgroup_mma(view(w, place + SHARE // 8, TILE, 64), right, ups, is_async=True)
+            gate, up = warpgroup_mma_wait(0, deps=(gates, ups))
+            mbarrier.arrive(free.index(stage), count=1)
+            item += 1
+        write(gate, up, bias, out, M, N, cut * SHARE, SHARE, PARTS, HAS_BIAS)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "slices", "steps"])
+def stream_kernel(
+    inputs,  # boxes of [M, K]: [ROWS, CHUNKS * 64]
+    large,  # boxes of weights [PARTS * N, K]: [a power of two, 64]
+    medium,
+    small,
+    bias,  # [PARTS * N]
+    out,  # [M, N]
+    M,
+    N,
+    slices,
+    steps,  # items over K
+    ROWS: gl.constexpr,  # at least M
+    SHARE: gl.constexpr,  # outputs of a slice
+    TILE: gl.constexpr,  # a power of two, at least that
+    CHUNKS: gl.constexpr,  # of 64 inputs, an item
+    PARTS: gl.constexpr,  # 2: gate and up
+    BOXES: gl.constexpr,  # over a slice
+    STAGES: gl.constexpr,  # items under way
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    BEYOND: gl.constexpr = (TILE - SHARE) // 8  # what the last slice's product reads
+    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SHARE // 8 + BEYOND, 8, 64], large.layout)
+    x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, 64], large.layout)
+    ready, free = barriers(STAGES, 1, 1)
+    fence_async_shared()
+    total = gl.cdiv(slices - gl.program_id(0), gl.num_programs(0)) * steps
+    begin(PDL)
+    gl.warp_specialize(
+        [
+            (multiply, (w, x, ready, free, bias, out, M, N, slices, steps, SHARE, TILE, PARTS, HAS_BIAS, PDL, num_warps)),
+            (fetch, (inputs, large, medium, small, w, x, ready, free, steps, total, N, SHARE, PARTS, BOXES, PDL)),
+        ],
+        [1],
+        [40],
+    )
+
+
+def stream_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
+    """As `linear.skinny_linear`, for a plan of the kernel `stream`, whose `outputs` divide those of the result.
+
+    Rows of both begin at multiples of 16 bytes.
+    """
+    rows, inner = x.shape
+    parts = 2 if gated else 1
+    outputs = weight.shape[0] // parts
+    slices = outputs // plan.outputs
+    shape = _Shape(power_of_2(max(rows, _LEAST_ROWS)), parts, bias is not None, x.dtype)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    tensors = (*_boxes(x, weight, shape.rows, plan), weight if bias is None else bias, out)
+    programs = blocks_of(slices, blocks_of(slices, PROCESSORS))
+    _prepared(shape, plan, x.device)((programs, 1, 1), tensors, (rows, outputs, slices, blocks_of(inner, 32 * plan.chunks)))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a kernel is compiled for, besides its plan."""
+
+    rows: int  # of a box
+    parts: int
+    has_bias: bool
+    dtype: torch.dtype
+
+
+def _heights(share: int) -> list[int]:
+    return [1 << bit for bit in range(share.bit_length(), 2, -1) if share >> bit & 1]
+
+
+def _boxes(x: torch.Tensor, weight: torch.Tensor, rows: int, plan: Plan) -> tuple[TensorDescriptor, ...]:
+    """Of the rows, and three of the weights, the tallest first; what a slice does not need is there all the same."""
+    size, strides = list(weight.shape), [weight.stride(0), 1]
+    heights = (_heights(plan.outputs) * 3)[:3]
+    return (
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, 32 * plan.chunks], _LAYOUT),
+        *(TensorDescriptor(weight, size, strides, [height, _COLUMNS], _LAYOUT) for height in heights),
+    )
+
+
+@lru_cache(maxsize=256)
+def _prepared(shape: _Shape, plan: Plan, device: torch.device) -> Prepared:
+    x = torch.empty((shape.rows, 32 * plan.chunks), dtype=shape.dtype, device=device)
+    example = (*_boxes(x, x.new_empty((plan.outputs, _COLUMNS)), shape.rows, plan), shape.dtype, shape.dtype, 0, 0, 0, 0)
+    tile = power_of_2(max(plan.outputs, _LEAST_OUTPUTS))
+    sums = shape.rows * tile * shape.parts // (32 * plan.warps)
+    constants = {"ROWS": shape.rows, "SHARE": plan.outputs, "TILE": tile, "CHUNKS": plan.chunks // 2, "PARTS": shape.parts}
+    constants |= {"BOXES": len(_heights(plan.outputs)), "STAGES": plan.depth, "HAS_BIAS": shape.has_bias}
+    constants |= {"maxnreg": _MANY_REGISTERS if sums > 24 else _FEW_REGISTERS}
+    return Prepared(stream_kernel, example, constants, device, plan.warps)

@@ -1,0 +1,1 @@
+"""Products of mixtures of experts, and their routing."""

@@ -1,0 +1,407 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Kernels that multiply tokens with their experts: [SiLU(gate) * up], then the weighted way down.
+
+`experts_kernel` takes blocks of rows of one expert, sorted beforehand, to the tensor cores. The `vector` kernels take one pair each to
+the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128 or for each output; then
+rows are float8 with a scale for every 128 columns. Knows neither routing nor the choice of tiles (`expert_tiles`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from frame.kernels.launch import begin, wait_for_previous
+from frame.kernels.linear.fp8_quantize import rounded
+
+SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
+
+
+@triton.jit
+def _weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):
+    """[BN, BK] of one expert's weights: row `first` on of a descriptor, or `rows` from a pointer."""
+    if TMA:
+        tile = w.load([first, k])
+    else:
+        columns = k + tl.arange(0, BK)
+        if K % BK == 0:
+            tile = tl.load(w + rows[:, None] * w_row + columns[None, :])
+        else:
+            tile = tl.load(w + rows[:, None] * w_row + columns[None, :], mask=(columns < K)[None, :], other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr):
+    """acc + x times tile, [BM, BN], or [BN, BM] if `SWAP`: then few rows are no waste, as the weights fill the tall side."""
+    if SWAP:
+        left, right = tile, tl.trans(x)
+    else:
+        left, right = x, tl.trans(tile)
+    if SCALED:
+        part = tl.dot(left, right, input_precision="ieee") * scale
+        part *= x_scale[None, :] if SWAP else x_scale[:, None]
+        acc += part
+    else:
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr):
+    """Of the weights, of the ups, and of the rows [BM], for one block of inputs; numbers without meaning where there are none."""
+    scale, up_scale, row_scale = 1.0, 1.0, 0.0
+    if SCALED:
+        row_scale = tl.load(x_scale + step * stride + source)
+        if not BY_OUTPUT:
+            scale = tl.load(scales + step)
+            if GATED:
+                up_scale = tl.load(scales + up_offset + step)
+    return scale, up_scale, row_scale
+
+
+@triton.jit
+def _by_output(acc, scales, rows, SWAP: tl.constexpr):
+    """A product [BM, BN], or [BN, BM] if `SWAP`, times the scales of its outputs."""
+    scale = tl.load(scales + rows)
+    return acc * (scale[:, None] if SWAP else scale[None, :])
+
+
+@triton.jit
+def _scaled(values, places, column, out_scale, stride):
+    """[BM, BN] by a scale a row, which is stored: all BN columns share it."""
+    step = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, 1e-12)
+    tl.store(out_scale + column * stride + places, step)
+    return values * (1.0 / step)[:, None]
+
+
+@triton.jit
+def _block(
+    x,
+    w,
+    out,
+    pair_weights,
+    pairs_of,
+    x_scale,
+    w_scale,
+    out_scale,
+    expert,
+    start,
+    first,
+    num_pairs,
+    x_stride,
+    x_scale_stride,
+    out_scale_stride,
+    w_expert,
+    w_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """BM rows from `start` on, of one expert, times BN of its outputs from `first` on."""
+    places = start + tl.arange(0, BM)
+    pairs = tl.load(pairs_of + places)
+    valid = pairs < num_pairs
+    source = places
+    if GATED:
+        source = tl.where(valid, pairs, 0) // TOP  # rows that pad read some token: nothing of it is kept
+    x_rows = x + source.to(tl.int64)[:, None] * x_stride
+    columns = first + tl.arange(0, BN)
+    rows = tl.minimum(columns, N - 1)
+    WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
+    ups = w
+    if not TMA:
+        w += expert.to(tl.int64) * w_expert
+        if GATED:
+            ups = w + N * w_row
+    row = expert * WEIGHT_ROWS + first
+    SCALES: tl.constexpr = (K + SCALE_BLOCK - 1) // SCALE_BLOCK
+    SCALE_ROWS: tl.constexpr = (N + SCALE_BLOCK - 1) // SCALE_BLOCK
+    scales = w_scale + (expert.to(tl.int64) * (2 * SCALE_ROWS if GATED else SCALE_ROWS) + first // SCALE_BLOCK) * SCALES
+    shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
+    acc = tl.zeros(shape, tl.float32)
+    up_acc = tl.zeros(shape, tl.float32)
+    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
+    for k in range(0, K, BK):
+        ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK  # scales are read a step early: nothing else hides how long that takes
+        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
+        inputs = k + tl.arange(0, BK)
+        if K % BK == 0:
+            tile = tl.load(x_rows + inputs[None, :])
+        else:
+            tile = tl.load(x_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0.0)
+        if UPCAST:
+            tile = tile.to(tl.float32)
+        weights = _weights(w, row, k, rows, w_row, K, BN, BK, TMA, UPCAST)
+        acc = _product(tile, weights, acc, row_scale, scale, SWAP, SCALED)
+        if GATED:
+            weights = _weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
+            up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED)
+        scale, up_scale, row_scale = following
+    inside = (columns < N)[None, :]
+    if BY_OUTPUT:
+        output_scales = w_scale + expert.to(tl.int64) * WEIGHT_ROWS
+        acc = _by_output(acc, output_scales, rows, SWAP)
+        if GATED:
+            up_acc = _by_output(up_acc, output_scales + N, rows, SWAP)
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up_acc
+    else:
+        weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
+        acc *= weight[None, :] if SWAP else weight[:, None]
+        places = pairs
+        inside = inside & valid[:, None]
+    if SWAP:
+        acc = tl.trans(acc)
+    if GATED and SCALED and out.dtype.element_ty == tl.float8e4nv:
+        result = rounded(_scaled(acc, places, first // SCALE_BLOCK, out_scale, out_scale_stride), UPCAST)
+    else:
+        result = acc.to(out.dtype.element_ty)
+    tl.store(out + places.to(tl.int64)[:, None] * N + columns[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "x_scale_stride", "out_scale_stride"])
+def experts_kernel(
+    x,  # [tokens, K], or from the first product [rows, K]
+    w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
+    out,  # of the first product [rows, N], of the second [pairs, N]
+    pair_weights,
+    pairs_of,
+    experts_of,
+    used,
+    x_scale,  # float32 [K / 128, tokens or rows]
+    w_scale,  # float32 [experts, blocks of weight rows, K / 128], or if BY_OUTPUT [experts, rows of weights]
+    out_scale,  # float32 [N / 128, rows]
+    num_pairs,
+    x_scale_stride,
+    out_scale_stride,
+    x_stride,
+    w_expert,
+    w_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP: tl.constexpr,
+    GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
+    SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
+    BY_OUTPUT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    HALVES: tl.constexpr,  # an expert's last block is half as large if that is enough
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: blocks of rows times blocks of N, the latter fastest."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    blocks: tl.constexpr = (N + BN - 1) // BN
+    block = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BN
+    if block >= tl.load(used):
+        return
+    expert = tl.load(experts_of + block)
+    start = block * BM
+    is_half = False
+    if HALVES:
+        is_half = tl.load(pairs_of + start + BM // 2) >= num_pairs
+    if is_half:
+        _block(
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
+            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+        )  # fmt: skip
+    else:
+        _block(
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
+            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def lasting_down_kernel(
+    x,  # a descriptor of [rows, K]
+    w,  # a descriptor of [experts * N, K]
+    out,  # [pairs, N]
+    pair_weights,
+    pairs_of,
+    experts_of,
+    used,
+    num_pairs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: PROGRAMS. The second product by programs that stay for one block after the other, so that the first tiles of the next are
+    read while the last one's results are written: with K as short as here that is much of the time. Nothing may be carried from block to
+    block: of two loops that it makes one, Triton 3.6 gives the inner steps of this block what was meant for the next one."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    blocks: tl.constexpr = (N + BN - 1) // BN
+    total = tl.load(used) * blocks
+    for number in tl.range(tl.program_id(0), total, PROGRAMS, flatten=True):
+        start = number // blocks * BM
+        first = number % blocks * BN
+        expert = tl.load(experts_of + number // blocks)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, K, BK):
+            rows = x.load([start, k])
+            weights = w.load([expert * N + first, k])
+            if UPCAST:
+                rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+            acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+        pairs = tl.load(pairs_of + start + tl.arange(0, BM))
+        valid = pairs < num_pairs
+        acc *= tl.load(pair_weights + pairs, mask=valid, other=0.0)[:, None]
+        columns = first + tl.arange(0, BN)
+        inside = valid[:, None] & (columns < N)[None, :]
+        tl.store(out + pairs.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def combine_kernel(
+    rows,
+    out,
+    places,  # int64 [tokens * TOP]: the row of each pair
+    pair_weights,
+    tokens,
+    N: tl.constexpr,
+    TOP: tl.constexpr,
+    PLACED: tl.constexpr,  # rows lie at `places`, and are weighed here; else they are in the order of pairs, and weighed
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """[rows, N] -> [tokens, N]: sums over each token's pairs, in float32."""
+    wait_for_previous(PDL)
+    begin(PDL)
+    token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (token < tokens)[:, None] & (columns < N)[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for place in tl.static_range(TOP):
+        pair = token * TOP + place
+        row = tl.load(places + pair, mask=token < tokens, other=0) if PLACED else pair
+        part = tl.load(rows + row[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if PLACED:
+            part *= tl.load(pair_weights + pair, mask=token < tokens, other=0.0)[:, None]
+        total += part
+    tl.store(out + token[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _partial(tile, row, LANES: tl.constexpr):
+    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over what a thread holds of a row."""
+    products = tile.to(tl.float32) * row[None, :]
+    return tl.sum(tl.reshape(products, [tile.shape[0], tile.shape[1] // LANES, LANES]), 2)
+
+
+@triton.jit
+def vector_gate_up_kernel(
+    x,
+    w,
+    act,  # [pairs, INNER], times the pairs' weights
+    ids,
+    pair_weights,
+    x_stride,
+    w_expert,
+    w_row,
+    INNER: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (blocks of INNER, pairs)."""
+    LANES: tl.constexpr = 8
+    wait_for_previous(PDL)
+    begin(PDL)
+    pair = tl.program_id(1)
+    first = tl.program_id(0) * BN
+    expert = tl.load(ids + pair)
+    columns = first + tl.arange(0, BN)
+    x += (pair // TOP).to(tl.int64) * x_stride
+    gates = w + expert * w_expert + tl.minimum(columns, INNER - 1)[:, None] * w_row
+    gate = tl.zeros([BN, BK // LANES], tl.float32)
+    up = tl.zeros([BN, BK // LANES], tl.float32)
+    for k in tl.static_range(0, HIDDEN, BK):
+        inputs = k + tl.arange(0, BK)
+        mask = inputs < HIDDEN
+        gate_tile = tl.load(gates + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+        up_tile = tl.load(gates + INNER * w_row + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+        row = tl.load(x + inputs, mask=mask, other=0.0).to(tl.float32)
+        up += _partial(up_tile, row, LANES)
+        gate += _partial(gate_tile, row, LANES)
+    gate_sum = tl.sum(gate, 1)
+    result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1) * tl.load(pair_weights + pair)
+    tl.store(act + pair * INNER + columns, result.to(act.dtype.element_ty), mask=columns < INNER)
+
+
+@triton.jit
+def _expert_rows(w, ids, place, k, rows, w_expert, INNER: tl.constexpr, PLACES: tl.constexpr, BK: tl.constexpr):
+    """[PLACES, BN, BK]: inner values k on, of `rows`, of PLACES experts of a token."""
+    expert = tl.load(ids + place + tl.arange(0, PLACES), cache_modifier=".cg")
+    inputs = (k + tl.arange(0, BK))[None, None, :]
+    tile = w + (expert * w_expert)[:, None, None] + rows[None, :, None] + inputs
+    if INNER % BK == 0:
+        return tl.load(tile, eviction_policy="evict_first")
+    return tl.load(tile, mask=inputs < INNER, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def vector_down_kernel(
+    act,  # [pairs, INNER], already times the pairs' weights
+    w,
+    out,  # [tokens, HIDDEN]
+    ids,
+    w_expert,
+    w_row,
+    INNER: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP: tl.constexpr,
+    PLACES: tl.constexpr,  # experts at a time
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (blocks of HIDDEN, tokens); a program adds up its token's experts. The first weights are read while the kernel ahead is at
+    work: the ids are older than that one, which let this one begin after its own wait."""
+    LANES: tl.constexpr = 8
+    STEPS: tl.constexpr = (INNER + BK - 1) // BK
+    token = tl.program_id(1)
+    first = tl.program_id(0) * BN
+    columns = first + tl.arange(0, BN)
+    rows = tl.minimum(columns, HIDDEN - 1) * w_row
+    ids += token * TOP
+    following = _expert_rows(w, ids, 0, 0, rows, w_expert, INNER, PLACES, BK)
+    wait_for_previous(PDL)
+    begin(PDL)
+    acc = tl.zeros([PLACES, BN, BK // LANES], tl.float32)
+    for step in tl.static_range(TOP // PLACES * STEPS):
+        tile = following
+        if step + 1 < TOP // PLACES * STEPS:
+            following = _expert_rows(w, ids, (step + 1) // STEPS * PLACES, (step + 1) % STEPS * BK, rows, w_expert, INNER, PLACES, BK)
+        places = step // STEPS * PLACES + tl.arange(0, PLACES)
+        inputs = (step % STEPS * BK + tl.arange(0, BK))[None, None, :]
+        row = tl.load(act + ((token * TOP + places) * INNER)[:, None, None] + inputs, mask=inputs < INNER, other=0.0).to(tl.float32)
+        products = tile.to(tl.float32) * row
+        acc += tl.sum(tl.reshape(products, [PLACES, BN, BK // LANES, LANES]), 3)
+    total = tl.sum(tl.sum(acc, 2), 0)
+    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=columns < HIDDEN)

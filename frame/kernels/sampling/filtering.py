@@ -1,0 +1,480 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Top-k, top-p and min-p without sorting: what a row keeps is every column from a limit on, which all rows search for at once.
+
+Top-k's limit is the k-th greatest logit; top-p's is the least above which lies less than p of the weight (of exactly k columns).
+Few columns are candidates for it: the greatest values of groups of columns say from where on there are enough of them. A row with
+too many (a flat distribution, a very large k) is searched whole. Sums whose order is not fixed are of whole numbers, so a row's
+token depends on the row alone. Knows no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
+from frame.kernels.sampling.sampling import (
+    BLOCK,
+    INTERPRETED,
+    NEVER,
+    NOWHERE,
+    Survey,
+    crossing,
+    draw,
+    load_logits,
+    scale_of,
+    store_token,
+    survey,
+)
+
+CANDIDATES = 2048  # of a row, at most
+_FEW = 256  # candidates that are compared for less
+TILE = 8192  # columns at once where a row is searched whole
+LOWEST = tl.constexpr(-115.0)  # powers of 2 below this are taken for 0
+UNIT = tl.constexpr(float(2**40))  # weights as whole numbers: the greatest logit's
+_MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks in which one program gathers: more where rows keep the device busy
+_STEPS = 10  # halvings of the range in which candidates begin
+_LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that are 0 in values of the type
+_WARPS, _SEARCH_WARPS = 4, 32
+
+
+@triton.jit
+def order_of(values, LOW_BITS: tl.constexpr):
+    """float32 -> int32 of the same order; equal for equal values."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS
+
+
+@triton.jit
+def value_of(order, LOW_BITS: tl.constexpr):
+    """The least float32 of an order."""
+    order = order << LOW_BITS
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def wanted_filters(top_k, top_p, temperature, top, row, vocab):
+    """-> (k, 0: off; p, 1.0: off; whether a row that is drawn has one of them)."""
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    k = tl.where(k < vocab, k, 0)
+    is_drawn = (tl.load(temperature + row) > 0) & (tl.abs(top) < float("inf"))
+    return k, p, is_drawn & ((k > 0) | (p < 1.0)), is_drawn
+
+
+@triton.jit
+def whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS: tl.constexpr):
+    """float64 sum of a row's weights; the greatest logit's is 1."""
+    blocks = tl.arange(0, BLOCKS)
+    heights = tl.load(tops + row * num_blocks + blocks, mask=blocks < num_blocks, other=NEVER)
+    weights = tl.load(masses + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    return tl.sum((weights * tl.exp2((heights - top) * scale)).to(tl.float64), 0)
+
+
+@triton.jit
+def bound_kernel(
+    temperature,
+    top_k,  # int32 [rows]
+    top_p,  # float32 [rows]
+    log_min_p,  # float32 [rows], to base 2; minus infinity: off
+    best,  # float32 [rows]
+    tops,
+    masses,
+    peaks,
+    bounds,  # float32 [rows]: columns from here on are candidates; infinity: there are none
+    counts,  # int32 [rows], set to 0
+    vocab,
+    num_blocks,
+    num_peaks,
+    BLOCKS: tl.constexpr,
+    PEAKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """From which logit on a row has what its filters keep: surely for top-k and min-p, for top-p if it keeps few columns."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    top = tl.load(best + row)
+    k, p, is_filtered, is_drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    min_p = tl.load(log_min_p + row)
+    bound = float("inf")
+    scale = scale_of(temperature, row)
+    if is_filtered:
+        groups = tl.arange(0, PEAKS)
+        heights = tl.load(peaks + row * num_peaks + groups, mask=groups < num_peaks, other=NEVER)
+        most = 0.75 * num_peaks  # so many groups' columns from their peaks on are, where they lie anywhere, as many again
+        weights, goal = tl.full([PEAKS], 1.0, tl.float32), k.to(tl.float32)
+        if k == 0:
+            weights = tl.exp2((heights - top) * scale)
+            goal = p * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS).to(tl.float32)
+        low, high = top + LOWEST / scale, top
+        for _step in range(STEPS):
+            middle = 0.5 * (low + high)
+            is_from = heights >= middle
+            is_enough = tl.sum(tl.where(is_from, weights, 0.0), 0) >= goal
+            is_enough |= (k == 0) & (tl.sum(is_from.to(tl.float32), 0) >= most)
+            low = tl.where(is_enough, middle, low)
+            high = tl.where(is_enough, high, middle)
+        bound = low
+    elif is_drawn & (min_p > NEVER):
+        bound = top + (min_p - 0.001) / scale  # a little less: what is kept is decided by distances
+    tl.store(bounds + row, bound)
+    tl.store(counts + row, 0)
+
+
+@triton.jit(do_not_specialize=["span"])
+def gather_kernel(
+    logits,
+    stride,
+    tops,
+    bounds,
+    counts,  # int32 [rows]: candidates found, more than there is room for included
+    values_out,  # float32 [rows, CANDIDATES]
+    columns_out,  # int32 [rows, CANDIDATES]
+    vocab,
+    num_blocks,
+    span,
+    BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The candidates of `span` blocks of one row, in whatever order."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    first, row = tl.program_id(0) * span, tl.program_id(1)
+    bound = tl.load(bounds + row)
+    for block in range(first, tl.minimum(first + span, num_blocks)):
+        if tl.load(tops + row * num_blocks + block) >= bound:
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            values = load_logits(logits, row, stride, columns, vocab)
+            taken = values >= bound
+            ranks = tl.cumsum(taken.to(tl.int32), 0)
+            places = tl.atomic_add(counts + row, tl.max(ranks, 0)) + ranks - 1
+            taken &= places < CANDIDATES
+            tl.store(values_out + row * CANDIDATES + places, values, mask=taken)
+            tl.store(columns_out + row * CANDIDATES + places, columns, mask=taken)
+
+
+@triton.jit
+def _add(a1, a2, a3, b1, b2, b3):
+    return a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def sums(values1, values2, values3):
+    """Three sums for little more than the time of one."""
+    if INTERPRETED:
+        return tl.sum(values1, 0), tl.sum(values2, 0), tl.sum(values3, 0)
+    else:
+        return tl.reduce((values1, values2, values3), 0, _add)
+
+
+@triton.jit
+def mean(low, high):
+    """Rounded down; cannot overflow."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def limit_among(orders, weights, low, high, goal):
+    """The greatest order from which on the weights sum up to the goal; it does for `low` and not for `high`."""
+    while low + 1 < high:
+        second = mean(low, high)
+        first, third = mean(low, second), mean(second, high)
+        sum1, sum2, sum3 = sums(
+            tl.where(orders >= first, weights, 0), tl.where(orders >= second, weights, 0), tl.where(orders >= third, weights, 0)
+        )
+        if sum2 >= goal:
+            low, high = tl.where(sum3 >= goal, third, second), tl.where(sum3 >= goal, high, third)
+        else:
+            low, high = tl.where(sum1 >= goal, first, low), tl.where(sum1 >= goal, second, first)
+    return low
+
+
+@triton.jit
+def token_among(
+    values_in, columns_in, count, bound, top, scale, k, p, min_p, whole, uniform, vocab, ROOM: tl.constexpr, LOW_BITS: tl.constexpr
+):
+    """The token of a row whose `count` candidates have their room; -1 where its filters keep more than these."""
+    places = tl.arange(0, ROOM)
+    there = places < count
+    values = tl.where(there, tl.load(values_in + places), NEVER)  # without a mask: wide loads
+    columns = tl.where(there, tl.load(columns_in + places), NOWHERE)
+    distances = (values - top) * scale
+    weights = (tl.exp2(distances) * UNIT).to(tl.int64)
+    orders = order_of(values, LOW_BITS)
+    low, high = order_of(bound, LOW_BITS), order_of(top, LOW_BITS) + 1
+    if k > 0:
+        low = limit_among(orders, there.to(tl.int32), low, high, k)
+        above = orders > low
+        least = tl.max(tl.where(orders == low, weights, 0), 0)
+        rest = k - tl.sum(above.to(tl.int32), 0)
+        whole = (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
+    goal = tl.where(p < 1.0, p.to(tl.float64) * whole, 0.0)
+    token = -1
+    if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
+        if p < 1.0:
+            low = limit_among(orders, weights, low, high, goal)
+        weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
+        total = tl.sum(weights, 0)
+        share = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
+        # the running sum in column order passes the share at the greatest column from which on there is as much left
+        token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab + tl.zeros([], tl.int32), total - share)
+    return token
+
+
+@triton.jit
+def pick_kernel(
+    temperature,
+    uniform,
+    top_k,
+    top_p,
+    log_min_p,
+    best,
+    tops,
+    masses,
+    bounds,
+    counts,
+    values_in,
+    columns_in,
+    pending,  # int32 [rows]: 1 where the row has to be searched whole
+    token_ids,  # int64 [rows]
+    table,
+    slots,
+    vocab,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,  # candidates that most rows do not have more than
+    LOW_BITS: tl.constexpr,
+    REMEMBERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of a row from its candidates."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    top = tl.load(best + row)
+    k, p, is_filtered, is_drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    min_p = tl.load(log_min_p + row)
+    left = (is_filtered | (is_drawn & (min_p > NEVER))).to(tl.int32)
+    bound, count = tl.load(bounds + row), tl.load(counts + row)
+    if (left > 0) & (count <= CANDIDATES):
+        scale = scale_of(temperature, row)
+        whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
+        share = tl.load(uniform + row).to(tl.float64)
+        values, columns = values_in + row * CANDIDATES, columns_in + row * CANDIDATES
+        if count <= FEW:
+            token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, FEW, LOW_BITS)
+        else:
+            token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, CANDIDATES, LOW_BITS)
+        if token >= 0:
+            store_token(token, row, token_ids, table, slots, REMEMBERED)
+            left = 0
+    tl.store(pending + row, left)
+
+
+@triton.jit
+def sums_from(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr):
+    """How much lies at each of three values and above: columns, or their weight."""
+    sum1, sum2, sum3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    for start in range(0, vocab, TILE):
+        values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
+        weights = tl.full([TILE], 1.0, tl.float32)
+        if not COUNT:
+            weights = tl.exp2((values - top) * scale)
+        sum1 += tl.where(values >= first, weights, 0.0)
+        sum2 += tl.where(values >= second, weights, 0.0)
+        sum3 += tl.where(values >= third, weights, 0.0)
+    return sums(sum1, sum2, sum3)
+
+
+@triton.jit
+def between(value, low, high, LOW_BITS: tl.constexpr):
+    """The order of a value, if it is in low … high, else the nearer of these."""
+    return tl.minimum(tl.maximum(order_of(value, LOW_BITS).to(tl.int64), low), high)
+
+
+@triton.jit
+def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, low, high, goal, TILE: tl.constexpr, LOW_BITS: tl.constexpr):
+    """`limit_among` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64.
+
+    Wide ranges are cut by value every other time: most orders are of values next to 0.
+    """
+    is_by_value = True
+    while low + 1 < high:
+        quarter = tl.maximum((high - low) >> 2, 1)
+        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        if is_by_value & (quarter > 64):
+            least = value_of(low.to(tl.int32), LOW_BITS)
+            step = 0.25 * (value_of((high - 1).to(tl.int32), LOW_BITS) - least)
+            first = between(least + step, low + 1, high - 3, LOW_BITS)
+            second = between(least + 2 * step, first + 1, high - 2, LOW_BITS)
+            third = between(least + 3 * step, second + 1, high - 1, LOW_BITS)
+        is_by_value = not is_by_value
+        sum1, sum2, sum3 = sums_from(
+            logits, row, stride, vocab, top, scale, COUNT,
+            value_of(first.to(tl.int32), LOW_BITS), value_of(second.to(tl.int32), LOW_BITS), value_of(third.to(tl.int32), LOW_BITS), TILE,
+        )  # fmt: skip
+        if sum2 >= goal:
+            low, high = tl.where(sum3 >= goal, third, second), tl.where(sum3 >= goal, high, tl.minimum(third, high))
+        else:
+            low, high = tl.where(sum1 >= goal, first, low), tl.where(sum1 >= goal, tl.minimum(second, high), first)
+    return low
+
+
+@triton.jit
+def kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr):
+    """Weights of one tile's columns; 0 where a filter cuts."""
+    values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
+    distances = (values - top) * scale
+    return tl.where((values >= limit) & (distances >= min_p), tl.exp2(distances), 0.0)
+
+
+@triton.jit
+def search_kernel(
+    logits,
+    stride,
+    temperature,
+    uniform,
+    top_k,
+    top_p,
+    log_min_p,
+    best,
+    tops,
+    masses,
+    pending,
+    token_ids,
+    table,
+    slots,
+    vocab,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    REMEMBERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of a row that is left, by passes over all of its columns."""
+    begin(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    if tl.load(pending + row) > 0:
+        top = tl.load(best + row)
+        scale = scale_of(temperature, row)
+        k, p, _filtered, _drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+        low = order_of(top + LOWEST / scale, LOW_BITS).to(tl.int64)
+        high = order_of(top, LOW_BITS).to(tl.int64) + 1
+        whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS)
+        if k > 0:
+            low = limit_of_row(logits, row, stride, vocab, top, scale, True, low, high, k, TILE, LOW_BITS)
+            if p < 1.0:
+                above, at = value_of((low + 1).to(tl.int32), LOW_BITS), value_of(low.to(tl.int32), LOW_BITS)
+                number, number_at, _c = sums_from(logits, row, stride, vocab, top, scale, True, above, at, at, TILE)
+                weight, least, _c = sums_from(logits, row, stride, vocab, top, scale, False, above, at, at, TILE)
+                each = (least - weight) / tl.maximum(number_at - number, 1.0)
+                whole = (weight + (k - number) * each).to(tl.float64)
+        if p < 1.0:
+            goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0, which nothing at all would do for
+            if k == 0:  # all columns together weigh less than what may be cut, if each is as light as this
+                lightest = tl.maximum(tl.log2(((1.0 - p) * whole.to(tl.float32)) / vocab) - 0.01, LOWEST)
+                low = tl.maximum(order_of(top + lightest / scale, LOW_BITS).to(tl.int64), low)
+            low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
+        limit, min_p = value_of(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
+        total = tl.zeros([], tl.float64)
+        for start in range(0, vocab, TILE):
+            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
+            total += tl.sum(weights, 0).to(tl.float64)
+        goal = total * tl.load(uniform + row).to(tl.float64)
+        passed, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+        tile, start = 0, 0
+        while (start < vocab) & (passed <= goal):
+            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
+            weight = tl.sum(weights, 0).to(tl.float64)
+            if weight > 0:  # the goal lies in this tile or behind it
+                tile, before = start, passed
+            passed += weight
+            start += TILE
+        weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
+        index, _before = crossing(weights.to(tl.float64), goal - before)
+        store_token(tile + index, row, token_ids, table, slots, REMEMBERED)
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Filters of each row, and the draw: what it is drawn with."""
+
+    temperature: torch.Tensor  # float32 [rows], times ln 2; 0: greedy, which no filter changes
+    uniform: torch.Tensor  # float64 [rows] in (0, 1)
+    top_k: torch.Tensor  # int32 [rows]; 0: off
+    top_p: torch.Tensor  # float32 [rows]; 1: off
+    log_min_p: torch.Tensor  # float32 [rows], to base 2; minus infinity: off
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Columns that may pass, in no order, of rows that have few of them."""
+
+    bounds: torch.Tensor  # float32 [rows]; infinity: the row has no candidates
+    counts: torch.Tensor  # int32 [rows]; more than there is room for: they are not all here
+    values: torch.Tensor  # float32 [rows, CANDIDATES]
+    columns: torch.Tensor  # int32 [rows, CANDIDATES]
+
+
+def candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, seen: Survey) -> Candidates:
+    """What may pass the rows' filters, of logits [rows, vocab] that were surveyed with their peaks."""
+    if seen.peaks is None:
+        raise ValueError("candidates are looked for among peaks; survey with them")
+    rows, vocab = logits.shape
+    device = logits.device
+    launch = options(device, _WARPS)
+    bounds = torch.empty(rows, dtype=torch.float32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    num_peaks = seen.peaks.shape[1]
+    bound_kernel[(rows,)](
+        filters.temperature, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses, seen.peaks, bounds, counts,
+        vocab, seen.num_blocks, num_peaks, power_of_2(seen.num_blocks), power_of_2(num_peaks), _STEPS, **launch,
+    )  # fmt: skip
+    values = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
+    columns = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
+    span = min(_MOST_BLOCKS, 1 + rows // _ROWS_PER_SPAN)
+    gather_kernel[(blocks_of(seen.num_blocks, span), rows)](
+        logits, logits.stride(0), seen.tops, bounds, counts, values, columns,
+        vocab, seen.num_blocks, span, BLOCK, CANDIDATES, **launch,
+    )  # fmt: skip
+    return Candidates(bounds, counts, values, columns)
+
+
+def sample_filtered(
+    logits: torch.Tensor,
+    filters: Filters,
+    simple: tuple[torch.Tensor, torch.Tensor] | None = None,
+    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_simple` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type.
+
+    `simple` is what `sample_simple` gave for the same logits, where that is known; token ids of rows with filters are written over,
+    and where both are given the same `last_tokens`, so are those.
+    """
+    rows, vocab = logits.shape
+    device = logits.device
+    seen = survey(logits, filters.temperature, with_peaks=True)
+    token_ids, best = simple or draw(logits, filters.temperature, filters.uniform, seen, last_tokens)
+    remembered = last_tokens or (token_ids, token_ids)
+    found = candidates(logits, filters, best, seen)
+    pending = torch.empty(rows, dtype=torch.int32, device=device)
+    blocks, low_bits = power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]
+    pick_kernel[(rows,)](
+        filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses,
+        found.bounds, found.counts, found.values, found.columns, pending, token_ids, *remembered, vocab, seen.num_blocks,
+        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, last_tokens is not None, **options(device, _WARPS),
+    )  # fmt: skip
+    search_kernel[(rows,)](
+        logits, logits.stride(0), filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best,
+        seen.tops, seen.masses, pending, token_ids, *remembered, vocab, seen.num_blocks,
+        blocks, TILE, low_bits, last_tokens is not None, **options(device, _SEARCH_WARPS),
+    )  # fmt: skip
+    return token_ids, best

@@ -1,0 +1,105 @@
+"""Which steps run as graphs: what stands in the way is said, what the user wants is kept or refused, and sizes follow from the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from frame.core.config.hardware import Accelerator, Hardware
+from frame.core.config.resolve import ResolveError, resolve
+from frame.core.config.resolve_graphs import MOST_PROMPT_TOKENS, launch_bound_tokens
+from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_RUNNING
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.model import ModelFacts
+from frame.core.loading.model_config import EMBEDDED
+from frame.plugins.loader import load_registry
+
+LLAMA_8B = ModelFacts(
+    architecture="LlamaForCausalLM",
+    num_layers=32,
+    hidden_size=4096,
+    vocab_size=128256,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    kind="mha",
+    latent=None,
+    max_context=8192,
+    dtype="bfloat16",
+    config={"intermediate_size": 14336},
+)
+H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 << 30),) * 2)
+
+
+def resolved(facts: ModelFacts = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
+    records = load_registry(installed=False).all_records()
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "execution": execution})
+    return resolve(config, H200, facts, records)
+
+
+def test_few_tokens_of_large_layers_and_many_of_small_ones() -> None:
+    small = dataclasses.replace(LLAMA_8B, hidden_size=1024, num_heads=16, config={"intermediate_size": 3072})
+    sparse = {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    experts = dataclasses.replace(LLAMA_8B, hidden_size=2048, num_kv_heads=4, num_experts=128, config=sparse)
+    latent = dataclasses.replace(
+        LLAMA_8B, hidden_size=7168, num_heads=128, kind="mla", latent=(512, 64), head_dim=192,
+        config={"intermediate_size": 18432, "q_lora_rank": 1536},
+    )  # fmt: skip
+    assert [launch_bound_tokens(facts) for facts in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
+
+
+def test_what_is_left_open_follows_from_model_and_machine() -> None:
+    found = resolved(device="cuda")
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
+    assert "launch" in found.reasons["execution.prompt_graph_max_tokens"]
+    assert resolved(device="cuda", prompt_graph_max_tokens=0).prompt_graph_max_tokens == 0
+    assert resolved(device="cuda", prompt_graph_max_tokens=777).prompt_graph_max_tokens == 777
+
+
+def test_steps_of_several_ranks_are_captured_too() -> None:
+    found = resolved(device="cuda", tp=2)
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
+
+
+@pytest.mark.parametrize(
+    ("execution", "why"), [({"device": "cpu"}, "need a CUDA device"), ({"device": "cuda", "torch_compile": True}, "graphs of its own")]
+)
+def test_what_cannot_be_captured_is_not_and_refused_where_it_is_wanted(execution: dict[str, Any], why: str) -> None:
+    found = resolved(**execution)
+    assert found.prompt_graph_max_tokens == 0
+    assert why in found.reasons["execution.prompt_graph_max_tokens"]
+    with pytest.raises(ResolveError, match=why):
+        resolved(**execution, prompt_graph_max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("gib", "tp", "cache", "running"),
+    [
+        (140, 1, {}, MOST_RUNNING),
+        (80, 1, {}, 448),  # 72 GiB but for 16 of weights, at 128 KiB a token
+        (80, 2, {}, MOST_RUNNING),
+        (24, 1, {}, LEAST_RUNNING),
+        (140, 1, {"mem_fraction": 0.4}, 320),
+        (140, 1, {"kv_dtype": "fp8_e4m3", "mem_fraction": 0.4}, MOST_RUNNING),
+        (140, 1, {"max_total_tokens": 8192}, LEAST_RUNNING),
+    ],
+)
+def test_how_many_requests_run_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
+    machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * 2)
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "cache": cache})
+    found = resolve(config, machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert found.max_running_requests == running
+    assert "KV cache holds about" in found.reasons["scheduler.max_running_requests"]
+    assert found.cuda_graph_max_bs == running  # every batch of decodes has a graph
+
+
+@pytest.mark.parametrize("running", [100, 777, 1024])
+def test_graphs_cover_as_many_as_the_user_lets_run(running: int) -> None:
+    records = load_registry(installed=False).all_records()
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "scheduler": {"max_running_requests": running}})
+    found = resolve(config, H200, LLAMA_8B, records)
+    assert found.max_running_requests == running
+    assert found.cuda_graph_max_bs == running

@@ -1,0 +1,167 @@
+"""Captured steps give the tokens that plain steps give, whatever the batch's size and what its rows want. On a CPU the captured step is
+computed anew, from the same fixed inputs; tests/gpu/test_graphs.py captures it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.execution import model_runner
+from frame.core.execution.collectives import LocalGroup
+from frame.core.execution.decode_graphs import StepInputs, graph_sizes, uncollected
+from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.kv_cache.capacity import Capacity
+from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
+from frame.core.kv_cache.no_cache import NoCache
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.sampling.logits_pipeline import Processors
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.plugins.loader import load_registry
+from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
+from frame.testing.local_loop import LocalLoop
+from frame.testing.scheduler_rig import OldestFirst
+
+VOCAB, ROWS, PAGES = 97, 12, 300
+CPU = torch.device("cpu")
+PROMPTS = [[(7 * row + place) % VOCAB for place in range(1 + row * 3)] for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 31, 64, 200, 256, 1000])
+def test_sizes_hold_every_batch_and_waste_little(most):
+    sizes = graph_sizes(most)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most and sizes[0] == 1
+    for rows in range(5, most + 1):
+        assert next(size for size in sizes if size >= rows) - rows < max(8, rows / 3 + 1)
+
+
+def test_inputs_are_padded_and_stay_where_they_are():
+    inputs = StepInputs(8, CPU, {"a": np.int64(-1), "b": np.float32(0.5)})
+    addresses = {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
+    for rows in (5, 2, 8, 1):
+        arrays = {"a": np.arange(rows), "b": np.arange(rows, dtype=np.float32)}
+        padded = inputs.write(arrays, 8)
+        assert inputs.tensors["a"].tolist() == [*range(rows), *[-1] * (8 - rows)] == padded["a"].tolist()
+        assert inputs.tensors["b"].tolist() == [*range(rows), *[0.5] * (8 - rows)]
+    assert addresses == {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
+
+
+def make_loop(captured, *, overlap=True, eos=(), cache=None):
+    facts = fake_facts(VOCAB, 128, eos)
+    context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
+    context = dataclasses.replace(context, attention=FakeAttention(context))
+    registry = load_registry(installed=False)
+    built = [registry.load(record)(VOCAB, ROWS, CPU, None) for record in registry.records("logits_processor")]
+    pool = KVPool(kv_geometry(facts, 1, 4, "float32"), PAGES, CPU)
+    runner = TorchModelRunner(FakeModel(facts, context), facts, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12))
+    if captured:
+        runner.capture(captured)
+    config = SchedulerConfig(
+        page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
+    )
+    return LocalLoop(Scheduler(config, cache or NoCache(4), PagedAllocator(PAGES), Fcfs()), runner)
+
+
+@pytest.mark.parametrize("captured", [1, 5, ROWS])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_greedy(captured, overlap):
+    loop = make_loop(captured, overlap=overlap)
+    params = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * row, ignore_eos=True) for row in range(ROWS)]
+    expected = [continuation(prompt, 4 + 3 * row, VOCAB) for row, prompt in enumerate(PROMPTS)]
+    assert loop.generate(PROMPTS, params) == expected
+
+
+@pytest.mark.parametrize("wants", ["temperature", "filters", "everything"])
+def test_sampling(wants):
+    def params(row):
+        more = {"temperature": (0.0, 0.7, 1.5)[row % 3], "seed": row, "max_tokens": 5 + row, "ignore_eos": True}
+        if wants != "temperature":
+            more |= {"top_k": (-1, 5)[row % 2], "top_p": (1.0, 0.8)[row // 2 % 2], "min_p": (0.0, 0.05)[row // 4 % 2]}
+        if wants == "everything":
+            more |= {"frequency_penalty": 0.5 * (row % 2), "logprobs": (None, 2)[row % 2], "logit_bias": {3: 4.0} if row % 4 == 0 else {}}
+        return SamplingParams(**more)
+
+    each = [params(row) for row in range(ROWS)]
+    assert make_loop(ROWS).generate(PROMPTS, each) == make_loop(0).generate(PROMPTS, each)
+
+
+def watch(loop):
+    """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
+    steps, replay, first = [], loop.runner.graphs.replay, loop.runner.builder.table.first_given
+
+    def watched(tokens, draws):
+        steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))
+        return replay(tokens, draws)
+
+    loop.runner.graphs.replay = watched
+    return steps
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_short_prompts_are_decodes_whose_tokens_are_known(overlap, temperature):
+    prompts = [[(11 * row + place) % VOCAB for place in range(1 + 5 * row)] for row in range(10)]
+    params = [SamplingParams(temperature=temperature, seed=row, max_tokens=3 + 2 * row, ignore_eos=True) for row in range(10)]
+    loop = make_loop(128, overlap=overlap)
+    steps = watch(loop)
+    assert loop.generate(prompts, params) == make_loop(0, overlap=overlap).generate(prompts, params)
+    kinds = {(sampled > 0, sampled < rows, given > 0) for rows, sampled, given in steps}
+    assert (True, True, True) in kinds and (True, False, False) in kinds
+    assert max(given for *_, given in steps) <= 64
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_is_wholly_cached_is_one_decode(overlap):
+    loop = make_loop(8, overlap=overlap, cache=RadixCache(4, OldestFirst()))
+    prompts = [[(7 * row + place) % VOCAB for place in range(40)] for row in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    expected = [continuation(prompt, 6, VOCAB) for prompt in prompts]
+    assert loop.generate(prompts, params) == expected
+    steps = watch(loop)
+    assert loop.generate([*prompts, prompts[0]], params) == [*expected, expected[0]]
+    assert steps[0] == (4, 4, 4)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_prompts_over_many_keys_are_decodes_where_these_are_read_once(monkeypatch, shared):
+    monkeypatch.setattr(model_runner, "_MOST_KEYS", 100)
+    monkeypatch.setattr(FakeAttention, "capabilities", dataclasses.replace(FakeAttention.capabilities, shared_prefixes=shared))
+    loop = make_loop(64)
+    steps = watch(loop)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    assert loop.generate([PROMPTS[3], PROMPTS[10]], params) == [continuation(PROMPTS[row], 2, VOCAB) for row in (3, 10)]
+    assert any(given for *_, given in steps) == shared
+
+
+def test_a_chunk_that_is_not_the_last_samples_nothing():
+    loop = make_loop(64)
+    steps = watch(loop)
+    prompt = [place % VOCAB for place in range(100)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert loop.generate([prompt], params) == [continuation(prompt, 4, VOCAB)]
+    assert steps[:2] == [(64, 0, 64), (36, 1, 36)]
+
+
+def test_what_cannot_be_captured_is_said_with_its_remedy(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(FakeAttention, "capture_plan", fails)
+    with pytest.raises(ConfigurationError, match=r"\(operation not permitted when stream is capturing\); set --cuda-graph-max-bs 0$"):
+        make_loop(ROWS)
+
+
+def test_garbage_waits_while_steps_are_captured() -> None:
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="a capture that fails"), uncollected():
+        assert not gc.isenabled()
+        raise RuntimeError("a capture that fails")
+    assert gc.isenabled()

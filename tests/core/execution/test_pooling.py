@@ -1,0 +1,244 @@
+"""Vectors equal those of transformers in float32, however the batches came about; what does not fit is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.config.resolve import pinned
+from frame.core.config.schema import FrameConfig
+from frame.core.config.selection import ResolveError
+from frame.core.errors import CheckpointError, ConfigurationError
+from frame.core.interfaces.model import Pooling
+from frame.core.loading.model_config import read_facts
+from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.testing.local_loop import LocalLoop
+
+LENGTHS = (1, 2, 40, 41, 17, 100, 3, 64, 9, 33)
+MODULES = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]
+POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken"}
+
+
+def prompts(lengths=LENGTHS) -> list[list[int]]:
+    numbers = random.Random(3)
+    return [[numbers.randrange(6, 384) for _ in range(length)] for length in lengths]
+
+
+def prepared(folder: Path, **sections: dict[str, Any]) -> Prepared:
+    config: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "float32"},
+        "cache": {"max_total_tokens": 4096},
+        "scheduler": {"max_running_requests": 4},
+        "execution": {"device": "cpu", "threads": 1},
+    }
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section}
+    return prepare(FrameConfig.model_validate(config))
+
+
+def make_loop(folder: Path, **sections: dict[str, Any]) -> LocalLoop:
+    found = prepared(folder, **sections)
+    runner = build_rank(found.resolved, found.registry)
+    return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.num_pages), runner)
+
+
+def as_sentence_folder(folder: Path, mode: str, *more: dict[str, Any], longest: int = 128) -> Path:
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{name}": key == mode for key, name in MODES.items()}))
+    (folder / "modules.json").write_text(json.dumps([*MODULES, POOLING, *more]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest}))
+    return folder
+
+
+@torch.no_grad()
+def wanted(model: Any, prompt: list[int], mode: str, types: list[int] | None = None) -> np.ndarray:
+    arguments = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    hidden = model(torch.tensor([prompt]), **arguments).last_hidden_state[0]
+    pooled = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0), "max": hidden.max(0).values}[mode]
+    return pooled.numpy()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [("BertModel", "mean"), ("BertModel", "cls"), ("RobertaModel", "max"), ("Qwen3Model", "mean"), ("LlamaModel", "last")]
+)
+def test_vectors_of_a_sentence_folder(architecture: str, mode: str, tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint(architecture, tmp_path), mode)
+    loop, model = make_loop(folder), load_reference(folder)
+    each = prompts()
+    got = loop.pool(each)
+    loop.scheduler.check_integrity()
+    for vector, prompt in zip(got, each, strict=True):
+        np.testing.assert_allclose(vector, wanted(model, prompt, mode), atol=1e-5)
+    assert loop.stats["decode"] == loop.stats["mixed"] == 0
+
+
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_a_language_model_embeds_by_its_last_token(name: str, tmp_path: Path) -> None:
+    """Chunks, a prefix cache, and no head; the vectors have length 1."""
+    folder = make_checkpoint(name, tmp_path)
+    loop = make_loop(folder, model={"task": "embed"}, scheduler={"chunked_prefill_size": 32})
+    model, each = load_reference(folder).model, prompts()
+    for _ in range(2):
+        for vector, prompt in zip(loop.pool(each), each, strict=True):
+            truth = wanted(model, prompt, "last")
+            np.testing.assert_allclose(vector, truth / np.linalg.norm(truth), atol=1e-5)
+    loop.scheduler.check_integrity()
+    assert loop.stats["cached"] > 0
+
+
+def test_an_embedding_model_saved_as_a_body_under_its_language_models_name(tmp_path: Path) -> None:
+    """As Qwen3-Embedding is; with steps in flight, chunks, and a pool that is too small for all."""
+    folder = as_sentence_folder(make_checkpoint("Qwen3Model", tmp_path), "last", NORMALIZE, longest=256)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    loop = make_loop(folder, cache={"max_total_tokens": 256}, scheduler={"overlap": True, "chunked_prefill_size": 32})
+    each, model = prompts(), load_reference(make_checkpoint("Qwen3Model", tmp_path / "same"))
+    for vector, prompt in zip(loop.pool(each), each, strict=True):
+        truth = wanted(model, prompt, "last")
+        np.testing.assert_allclose(vector, truth / np.linalg.norm(truth), atol=1e-5)
+    loop.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification", "Qwen3ForSequenceClassification"])
+@pytest.mark.parametrize("labels", [1, 3])
+def test_classes(name: str, labels: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, num_labels=labels)
+    loop, model, each = make_loop(folder), load_reference(folder), prompts()
+    got = loop.pool(each)
+    assert got.shape == (len(each), labels)
+    with torch.no_grad():
+        for scores, prompt in zip(got, each, strict=True):
+            logits = model(torch.tensor([prompt])).logits[0]
+            truth = torch.sigmoid(logits) if labels == 1 else torch.softmax(logits, -1)
+            np.testing.assert_allclose(scores, truth.numpy(), atol=1e-5)
+
+
+def test_pairs_have_token_types(tmp_path: Path) -> None:
+    folder = make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=1)
+    loop, model, each = make_loop(folder), load_reference(folder), prompts()
+    segments = [length // 2 for length in LENGTHS]
+    got = loop.pool(each, segments)
+    assert np.abs(got - loop.pool(each)).max() > 1e-4
+    with torch.no_grad():
+        for score, prompt, segment in zip(got[:, 0], each, segments, strict=True):
+            types = [int(segment and i >= segment) for i in range(len(prompt))]
+            logits = model(torch.tensor([prompt]), token_type_ids=torch.tensor([types])).logits
+            assert abs(float(torch.sigmoid(logits)) - score) < 1e-5
+
+
+def test_label_tokens_of_a_language_model(tmp_path: Path) -> None:
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    loop = make_loop(folder, model={"label_tokens": ["n", "y"]})
+    model, each = load_reference(folder), prompts()
+    no, yes = (prepared_id(folder, text) for text in "ny")
+    with torch.no_grad():
+        for scores, prompt in zip(loop.pool(each), each, strict=True):
+            logits = model(torch.tensor([prompt])).logits[0, -1, [no, yes]]
+            np.testing.assert_allclose(scores, torch.softmax(logits, -1).numpy(), atol=1e-5)
+    with pytest.raises(ConfigurationError, match="each must be one"):
+        make_loop(folder, model={"label_tokens": ["no way", "y"]})
+
+
+def prepared_id(folder: Path, text: str) -> int:
+    from frame.core.text.tokenizer import Tokenizer
+
+    (found,) = Tokenizer.load(folder).encode(text, False)
+    return found
+
+
+def test_many_prompts_share_steps_and_long_ones_wait_for_a_whole_step(tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean", NORMALIZE)
+    loop = make_loop(folder, scheduler={"chunked_prefill_size": 128, "max_running_requests": 16, "overlap": True})
+    each = prompts([128, 1, 127, 100, 30, 128, 8, 8, 8, 128])
+    alone = [make_loop(folder).pool([prompt])[0] for prompt in each[:2]]
+    got = loop.pool(each)
+    np.testing.assert_allclose(got[:2], alone, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1.0, atol=1e-5)
+    assert loop.stats["steps"] < len(each)
+    with pytest.raises(RuntimeError, match="the input has 129 tokens, and the model takes 128"):
+        loop.pool(prompts([129]))
+
+
+def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
+    from frame.core.execution.model_runner import build_runner
+    from frame.entrypoints.processes.build_engine import load_parts
+    from tests.models.ranks import on_ranks
+
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean")
+    found = prepared(folder, parallel={"tp": 2})
+    each = prompts()
+    want = make_loop(folder).pool(each)
+
+    def act(group):
+        runner = build_runner(found.resolved, load_parts(found.resolved, found.registry), group)
+        return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.num_pages), runner).pool(each)
+
+    for got in on_ranks(2, act):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_broken_numbers_end_their_own_request_only(tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean")
+    loop = make_loop(folder)
+    loop.runner.model.words.weight.data[7] = torch.nan
+    assert np.isfinite(loop.pool([[8, 9], [10]])).all()
+    with pytest.raises(RuntimeError, match="not finite"):
+        loop.pool([[8, 9], [7]])
+    assert np.isfinite(loop.pool([[8, 9]])).all()
+
+
+# what is chosen, and what is refused -----------------------------------------------------------------------------------
+
+
+def test_what_resolve_chooses(tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean", NORMALIZE)
+    resolved = prepared(folder).resolved
+    assert (resolved.task, resolved.pooling, resolved.max_context) == ("embed", Pooling("mean", normalize=True), 128)
+    assert resolved.reasons["model.task"] == "the folder is one of sentence-transformers"
+    assert "not used" in resolved.reasons["cache.prefix"]
+    assert prepared(folder, model={"pooling": "cls", "max_context": 200}).resolved.pooling == Pooling("cls", normalize=True)
+    again = prepare(pinned(resolved)).resolved
+    assert (again.task, again.pooling, again.max_context) == (resolved.task, resolved.pooling, resolved.max_context)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "sentence"),
+    [
+        ("BertModel", {"model": {"task": "generate"}}, "can only embed"),
+        ("LlamaForCausalLM", {"model": {"task": "classify"}}, "model.label_tokens"),
+        ("LlamaForCausalLM", {"model": {"pooling": "cls"}}, "model.pooling is cls, which means nothing"),
+        ("BertModel", {"model": {"label_tokens": ["no", "yes"]}}, "model.label_tokens is no,yes, which means nothing"),
+        ("BertModel", {"scheduler": {"chunked_prefill_size": 64}}, "in one step"),
+        ("BertModel", {"attention": {"backend": "triton"}}, "attends backwards only"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path)
+    with pytest.raises(ResolveError, match=sentence):
+        prepared(folder, **sections)
+
+
+def test_modules_that_are_not_known(tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean", {"idx": 2, "path": "2_Dense", "type": "x.Dense"})
+    with pytest.raises(CheckpointError, match="has a module 'Dense'"):
+        read_facts(folder)
+    (folder / "modules.json").write_text(json.dumps([*MODULES, POOLING]))
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true}')
+    with pytest.raises(CheckpointError, match="pooling_mode_weightedmean_tokens"):
+        read_facts(folder)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    facts = read_facts(folder)
+    assert facts.sentence is not None
+    assert facts.sentence.mode == "last"
+

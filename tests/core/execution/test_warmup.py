@@ -1,0 +1,81 @@
+"""Steps that nobody asked for: within the limits, and without a trace."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frame.core.config.schema import FrameConfig
+from frame.core.execution.warmup import idle_decodes, idle_prompts
+from frame.core.interfaces.build import Limits
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.sampling.logits_pipeline import Processors
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.plugins.loader import load_registry
+from frame.testing.local_loop import LocalLoop
+
+sizes = partial(st.integers, 1)
+
+
+@given(st.builds(Limits, sizes(300), sizes(9000), sizes(9000), sizes(64)), st.booleans(), st.booleans())
+def test_prompts_are_within_the_limits(limits: Limits, few: bool, fresh: bool) -> None:
+    for batch in idle_prompts(limits, few=few, fresh=fresh):
+        assert len(batch.slots) <= limits.max_running_requests
+        assert len(batch.token_ids) == batch.num_scheduled.sum() <= limits.max_tokens_per_step
+        assert (batch.num_computed + batch.num_scheduled).max() <= limits.max_context
+        assert not (fresh and batch.num_computed.any())
+        assert not len(batch.new_pages) and not batch.num_decodes
+
+
+def test_limits_leave_prompts_of_every_kind() -> None:
+    found = list(idle_prompts(Limits(256, 8192, 4096, 16)))
+    assert {len(batch.slots) for batch in found} >= {1, 2, 64}
+    assert any(batch.num_computed.any() and batch.num_scheduled.max() > 1024 for batch in found)
+    assert list(idle_prompts(Limits(1, 1, 1, 1), few=True))
+
+
+@pytest.mark.parametrize("limits", [Limits(1, 1, 1, 1), Limits(256, 8192, 4096, 16)])
+def test_every_logits_processor_is_called_and_left_empty(limits: Limits) -> None:
+    registry = load_registry(installed=False)
+    processors = {}
+    for record in registry.records("logits_processor"):
+        processors[record.name] = registry.load(record)(384, limits.max_running_requests, torch.device("cpu"), None)
+        processors[record.name].eos_token_ids = (1,)
+    called = Processors(list(processors.values()), limits.max_running_requests)
+    planned: set[int] = set()
+    for batch in idle_prompts(limits):
+        called.update(batch.setups, batch.released)
+        plan = called.plan(batch.slots, batch.num_computed + batch.num_scheduled)
+        planned |= set(plan.indices) if plan else set()
+    assert [name for index, name in enumerate(processors) if index in planned] == list(processors)
+    assert called.plan(np.zeros(1, np.int64), np.ones(1, np.int64)) is None
+    assert all(processor._state.capacity == 0 for processor in processors.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_after_idle_steps_have_the_tokens_that_they_have_without(overlap: bool) -> None:
+    config = {
+        "model": {"path": str(find_model(EMBEDDED)), "dtype": "float32"},
+        "cache": {"page_size": 4, "max_total_tokens": 2048},
+        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 128, "overlap": overlap},
+        "execution": {"device": "cpu"},
+    }
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(6, 384, size=length).tolist() for length in (1, 5, 40, 90, 200)]
+    outputs = []
+    for is_idle_first in (False, True):
+        prepared = prepare(FrameConfig.model_validate(config))
+        runner = build_rank(prepared.resolved, prepared.registry)
+        if is_idle_first:
+            for batch in (*idle_decodes(runner.builder.table.padding_slot), *idle_prompts(runner.context.limits)):
+                runner.launch(batch).wait()
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+        outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,358 @@
+"""Transports: order, batches, waiting; the codec of scheduled batches; the private directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frame.core.execution.tp_follower import LeadingRunner, follow
+from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, StepResult
+from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc import transport
+from frame.core.ipc.transport import (
+    BatchReceiver,
+    BatchSender,
+    InProcessTransport,
+    Profile,
+    SocketDirectory,
+    Traced,
+    ZmqSender,
+    ZmqTransport,
+    decode_batch,
+    encode_batch,
+)
+from frame.core.messages import Abort, Heartbeat, Tokens
+
+
+def test_in_process_keeps_order_and_wakes() -> None:
+    near, far = InProcessTransport.pair()
+    assert far.receive() == []
+    near.send_all([Abort(rids=[str(i)]) for i in range(3)])
+    near.send(Abort(rids=["3"]))
+    assert [m.rids for m in far.receive(None) if isinstance(m, Abort)] == [["0"], ["1"], ["2"], ["3"]]
+    started = time.perf_counter()
+    assert far.receive(0.05) == []
+    assert time.perf_counter() - started >= 0.04
+    threading.Timer(0.02, near.send, [Abort()]).start()
+    assert far.receive(10.0) == [Abort()]
+
+
+def test_in_process_a_wake_up_is_no_message() -> None:
+    near, far = InProcessTransport.pair()
+    near.send_all([])
+    started = time.perf_counter()
+    assert far.receive(0.05) == []
+    assert time.perf_counter() - started >= 0.04
+    near.send_all([])
+    threading.Timer(0.02, near.send, [Abort()]).start()
+    assert far.receive(10.0) == [Abort()]
+
+
+def test_in_process_sink_is_called_by_the_sender() -> None:
+    seen: list[tuple[object, str]] = []
+    near, far = InProcessTransport.pair(lambda message: seen.append((message, threading.current_thread().name)))
+    far.send(Abort())
+    assert seen == [(Abort(), threading.current_thread().name)]
+    near.close()
+    assert near.receive(None) == []
+
+
+def test_zmq_routes_by_type() -> None:
+    sockets = SocketDirectory()
+    a, b, c = (sockets.address(name) for name in "abc")
+    first = ZmqTransport(a, b, {Tokens: c})
+    second, third = ZmqTransport(b, a), ZmqTransport(c, None)
+    alone = ZmqSender(b)
+    try:
+        first.send_all([Abort(rids=["x"]), Tokens(rids=["r"], token_ids=[[1, 2]]), Abort(rids=["y"])])
+        found = second.receive(10.0)
+        while len(found) < 2:
+            found += second.receive(10.0)
+        assert found == [Abort(rids=["x"]), Abort(rids=["y"])]
+        assert third.receive(10.0) == [Tokens(rids=["r"], token_ids=[[1, 2]])]
+        third.send(Heartbeat(process="p", step=1))  # nowhere to go: dropped
+        alone.send(Abort(rids=["z"]))
+        assert second.receive(10.0) == [Abort(rids=["z"])]
+        assert second.receive(0.01) == []
+        assert isinstance(first.fd, int)
+    finally:
+        alone.close()
+        for transport in (first, second, third):
+            transport.close()
+        sockets.remove()
+    assert not sockets.path.exists()
+
+
+def test_many_messages_come_in_order() -> None:
+    sockets = SocketDirectory()
+    one, two = ZmqTransport(sockets.address("1"), sockets.address("2")), ZmqTransport(sockets.address("2"), None)
+    try:
+        for i in range(2000):
+            one.send(Heartbeat(process="p", step=i))
+        steps: list[int] = []
+        while len(steps) < 2000:
+            steps += [m.step for m in two.receive(10.0) if isinstance(m, Heartbeat)]
+        assert steps == list(range(2000))
+    finally:
+        one.close()
+        two.close()
+        sockets.remove()
+
+
+def test_directory_is_private(tmp_path: Path) -> None:
+    sockets = SocketDirectory()
+    assert stat.S_IMODE(sockets.path.stat().st_mode) == 0o700
+    sockets.remove()
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionError, match="0700"):
+        SocketDirectory(str(tmp_path))
+
+
+def test_a_folder_of_sockets_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sockets = SocketDirectory()
+    handle = os.open(sockets.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles does before it removes anything
+    os.close(handle)
+    sockets.restore()  # it is there
+    near = ZmqTransport(None, None, sources=[sockets.address("out")])  # as the main process reads what its children send
+    old = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
+    old.send(Abort(rids=["old"]))
+    assert near.receive(10.0) == [Abort(rids=["old"])]
+    shutil.rmtree(sockets.path)
+    sockets.restore()
+    old.send(Abort(rids=["old"]))  # connections outlive their files
+    assert near.receive(10.0) == [Abort(rids=["old"])]
+    old.close()
+    new = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
+    try:
+        new.send(Abort(rids=["new"]))
+        assert near.receive(10.0) == [Abort(rids=["new"])]
+        shutil.rmtree(sockets.path)
+        sockets.path.mkdir(mode=0o755)
+        with pytest.raises(PermissionError):  # somebody else may have made it
+            sockets.restore()
+    finally:
+        for end in (new, near):
+            end.close()
+        sockets.remove()
+
+
+def test_a_long_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses of sockets have 107 characters at most."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    sockets = SocketDirectory()
+    try:
+        ZmqTransport(sockets.address("tokenizer-63"), None).close()
+        assert not sockets.path.is_relative_to(long)
+    finally:
+        sockets.remove()
+
+
+# batches -----------------------------------------------------------------------------------------------------------
+
+
+def make_batch(step: int = 3, rows: int = 4, seed: int = 0, full: bool = True) -> ScheduledBatch:
+    r = np.random.default_rng(seed)
+    ints = lambda *shape: r.integers(0, 99, shape, dtype=np.int32)  # noqa: E731
+    setup = SlotSetup(1, SamplingParams(stop=("x",), logit_bias={3: 0.5}), 2**63 - 1, 2, ints(5))
+    return ScheduledBatch(
+        step=step,
+        num_decodes=rows // 2,
+        slots=ints(rows),
+        num_computed=ints(rows),
+        num_scheduled=ints(rows),
+        token_ids=ints(rows * 3),
+        samples=r.random(rows) < 0.5,
+        new_pages=ints(rows, 3),
+        setups=[setup] if full else [],
+        released=[1, 2],
+        prompt_logprobs=r.random(rows) < 0.5 if full else None,
+        grammar_mask=ints(rows, 4) if full else None,
+    )
+
+
+def assert_equal(left: object, right: object) -> None:
+    if isinstance(left, np.ndarray):
+        assert isinstance(right, np.ndarray)
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert (left == right).all()
+    elif isinstance(left, msgspec.Struct):
+        for name in left.__struct_fields__:
+            assert_equal(getattr(left, name), getattr(right, name))
+    elif isinstance(left, list):
+        assert isinstance(right, list)
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b)
+    else:
+        assert left == right
+
+
+@given(rows=st.integers(0, 9), seed=st.integers(0, 99), full=st.booleans())
+def test_batches_survive_the_wire(rows: int, seed: int, full: bool) -> None:
+    batch = make_batch(rows=rows, seed=seed, full=full)
+    back = decode_batch(encode_batch(batch))
+    assert_equal(batch, back)
+    assert back.slots.flags.writeable
+
+
+def test_foreign_bytes_are_refused() -> None:
+    good = msgspec.msgpack.decode(encode_batch(make_batch()))
+    good["slots"] = ["O", [1], b"12345678"]
+    with pytest.raises((msgspec.ValidationError, TypeError), match="plain data"):
+        decode_batch(msgspec.msgpack.encode(good))
+    with pytest.raises(msgspec.ValidationError):
+        decode_batch(msgspec.msgpack.encode({"step": 1}))
+    with pytest.raises(TypeError, match="cannot cross"):
+        encode_batch(msgspec.structs.replace(make_batch(), released=[object()]))  # type: ignore[list-item]
+
+
+class Recorder(ModelRunner):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+
+    def launch(self, batch: ScheduledBatch) -> Recorder:
+        self.steps.append(batch.step)
+        return self
+
+    def wait(self) -> StepResult:
+        return StepResult(step=self.steps[-1], token_ids=np.empty(0, np.int32))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_followers_run_what_rank_0_runs() -> None:
+    sockets = SocketDirectory()
+    addresses = [sockets.address(f"batches-{i}") for i in (1, 2)]
+    runners = [Recorder(), Recorder()]
+    replies = sockets.address("replies")
+    receivers = [BatchReceiver(address, rank, replies) for rank, address in enumerate(addresses, 1)]
+    watched: list[Any] = []
+    observer = SimpleNamespace(on_launch=lambda batch: watched.append(batch.step), on_end=watched.append)
+    threads = [threading.Thread(target=follow, args=each) for each in zip(runners, receivers, (None, observer), strict=True)]
+    for thread in threads:
+        thread.start()
+    own = Recorder()
+    sender = BatchSender(addresses, replies)
+    leader = LeadingRunner(own, sender)
+    for step in range(20):
+        leader.launch(make_batch(step)).wait()
+    sender.send_order(Traced("mine", "00-a-b-01"))
+    leader.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert own.steps == runners[0].steps == runners[1].steps == list(range(20))
+    assert watched == [*range(20), Traced("mine", "00-a-b-01")]
+    assert own.closed
+    assert all(runner.closed for runner in runners)
+    sockets.remove()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[tuple[BatchSender, BatchReceiver, str]]:
+    """Rank 0's end, rank 1's, and the address of the latter."""
+    address, replies = f"ipc://{tmp_path}/batches", f"ipc://{tmp_path}/replies"
+    receiver = BatchReceiver(address, 1, replies)
+    sender = BatchSender([address], replies)
+    yield sender, receiver, address
+    receiver.close()
+    sender.close()
+
+
+def test_a_batch_that_cannot_be_decoded_ends_the_follower(
+    ranks: tuple[BatchSender, BatchReceiver, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it rank 0 waits in a collective operation for a rank that never comes."""
+    sender, receiver, _ = ranks
+    runner = Recorder()
+    sender.send(make_batch(0))
+    monkeypatch.setattr(transport, "encode_batch", lambda batch: encode_batch(batch)[:-9])
+    sender.send(make_batch(1))
+    with pytest.raises(RuntimeError, match="cannot be decoded"):
+        follow(runner, receiver)
+    assert runner.steps == [0]
+    assert runner.closed
+
+
+def test_bytes_of_others_are_dropped(ranks: tuple[BatchSender, BatchReceiver, str], caplog: pytest.LogCaptureFixture) -> None:
+    sender, receiver, address = ranks
+    stranger = ZmqSender(address)
+    stranger._socket.send(b"junk")
+    stranger._socket.send_multipart([b"junk", b"junk"])
+    stranger.close()
+    sender.send(make_batch(3))
+    batch = receiver.receive()
+    assert isinstance(batch, ScheduledBatch)
+    assert batch.step == 3
+
+
+class Profiled(Recorder):
+    """Records when it is let."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__()
+        self.may, self.requests, self.error = threading.Event(), [], error
+
+    def profile(self, request: ProfileRequest | None) -> str:
+        assert self.may.wait(10)
+        if self.error:
+            raise ProfileError(self.error)
+        self.requests.append(request)
+        return "trace"
+
+
+@pytest.mark.parametrize("error", ["", "the disk is full"])
+def test_a_profile_is_answered_when_all_ranks_have_begun(ranks: tuple[BatchSender, BatchReceiver, str], error: str) -> None:
+    sender, receiver, _ = ranks
+    own, other = Profiled(), Profiled(error)
+    own.may.set()
+    leader = LeadingRunner(own, sender)
+    follower = threading.Thread(target=follow, args=(other, receiver), daemon=True)
+    follower.start()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(leader.profile, ProfileRequest())
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        other.may.set()
+        if error:
+            with pytest.raises(ProfileError, match="rank 1: the disk is full"):
+                answer.result(10)
+        else:
+            assert answer.result(10) == "trace"
+            assert other.requests == [ProfileRequest()]
+    leader.launch(make_batch(0)).wait()
+    sender._send_all(b"")
+    follower.join(10)
+    assert other.steps == [0]
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks: tuple[BatchSender, BatchReceiver, str]) -> None:
+    sender, receiver, _ = ranks
+    assert sender.ask(Profile(None), timeout=0.05) == ["rank 1 did not answer within 0.05 s"]
+    receiver.receive()
+    receiver.reply("late")  # is no answer to the next
+    threading.Thread(target=lambda: (receiver.receive(), receiver.reply())).start()
+    assert sender.ask(Profile(None), timeout=10) == []

@@ -1,0 +1,98 @@
+"""Pools: shapes by model kind and rank, what is stored is what is read, page 0, and the slots' table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.build import Limits
+from frame.core.kv_cache.kv_pool import DTYPES, GIVEN_TOKENS, DeviceTable, KVPool, kv_geometry
+from frame.testing.fake_model import fake_facts
+
+CPU = torch.device("cpu")
+
+
+def spec(layer):
+    return AttentionSpec(layer, 8, 4, 16, 8, 0.25)
+
+
+MHA = dataclasses.replace(fake_facts(), num_layers=3, num_kv_heads=4, num_heads=8, head_dim=16, v_head_dim=8)
+MLA = dataclasses.replace(MHA, kind="mla", latent=(32, 8))
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_geometry_of_heads_by_rank(tp, heads):
+    geometry = kv_geometry(MHA, tp, 16, "bfloat16")
+    assert (geometry.layout, geometry.shapes) == ("paged_nhd", ((heads, 16), (heads, 8)))
+    assert geometry.bytes_per_token == 3 * heads * (16 + 8) * 2
+
+
+def test_geometry_of_a_latent_is_whole_on_every_rank():
+    for tp in (1, 4):
+        geometry = kv_geometry(MLA, tp, 16, "fp8_e4m3")
+        assert (geometry.layout, geometry.shapes, geometry.bytes_per_token) == ("paged_latent", ((40,),), 3 * 40)
+
+
+@pytest.mark.parametrize("facts", [MHA, MLA], ids=["mha", "mla"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_is_stored_is_read_back_where_it_belongs(facts, dtype, page_size):
+    geometry = kv_geometry(facts, 1, page_size, dtype)
+    pool = KVPool(geometry, 10, CPU)
+    slots = torch.tensor([page_size * 3, page_size * 9 + page_size - 1, page_size])
+    values = [torch.randn(3, *shape) for shape in geometry.shapes]
+    before = [[tensor.clone() for tensor in pool.layer(layer)] for layer in range(3)]
+    pool.store(spec(1), slots, *values)
+    for layer in range(3):
+        for part, tensor in enumerate(pool.layer(layer)):
+            assert tensor.shape == (10, page_size, *geometry.shapes[part])
+            expected = before[layer][part].float().view(-1, *geometry.shapes[part])
+            if layer == 1:
+                expected[slots] = values[part].to(DTYPES[dtype]).float()
+            torch.testing.assert_close(tensor.float().view(expected.shape), expected)
+    assert pool.num_bytes == 10 * page_size * geometry.bytes_per_token
+
+
+def test_fp8_saturates_instead_of_becoming_nan():
+    pool = KVPool(kv_geometry(MLA, 1, 1, "fp8_e4m3"), 3, CPU)
+    pool.store(spec(0), torch.tensor([1]), torch.full((1, 40), 1e6, dtype=torch.bfloat16))
+    assert pool.layer(0)[0][1].float().unique().tolist() == [448.0]
+
+
+def test_an_fp8_cache_holds_keys_and_values_divided_by_their_scales():
+    key, value = torch.full((1, 4, 16), 900.0), torch.full((1, 4, 8), 0.01)
+    for dtype, kept in (("fp8_e4m3", (225.0, 1.0)), ("float32", (900.0, 0.01))):
+        pool = KVPool(kv_geometry(MHA, 1, 1, dtype), 3, CPU)
+        pool.store(dataclasses.replace(spec(2), k_scale=4.0, v_scale=0.01), torch.tensor([1]), key, value)
+        expected = [torch.tensor(number).to(DTYPES[dtype]).item() for number in kept]
+        assert [tensor[1].float().unique().item() for tensor in pool.layer(2)] == pytest.approx(expected)
+
+
+def test_a_fresh_pool_is_zero_and_aligned():
+    pool = KVPool(kv_geometry(MHA, 1, 16, "bfloat16"), 7, CPU)
+    for tensor in pool.layer(2):
+        assert not tensor.any()
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_the_table_shares_its_mirror_on_the_cpu_and_has_room_for_one_step_more():
+    table = DeviceTable(Limits(max_running_requests=3, max_tokens_per_step=8, max_context=33, page_size=16), CPU)
+    assert table.pages.shape == (4, 4)  # ceil(33 / 16) pages, and one
+    table.write_host(np.array([[2, 0, 7], [0, 1, 5]], np.int32))
+    assert table.pages[2, 0] == 7
+    assert table.pages[0, 1] == 5
+    assert not table.pages[table.padding_slot].any()
+    assert table.first_given == 4 and len(table.last_token) == 4 + GIVEN_TOKENS
+
+
+def test_writes_reach_a_table_of_its_own_memory():
+    table = DeviceTable(Limits(max_running_requests=3, max_tokens_per_step=8, max_context=33, page_size=16), CPU)
+    table.pages = table.pages.clone()  # as on a GPU
+    writes = np.array([[2, 0, 7], [0, 1, 5], [2, 3, 9]], np.int32)
+    table.write_device(**{name: torch.from_numpy(array) for name, array in table.flat_writes(writes).items()})
+    table.write_host(writes)
+    assert table.pages.tolist() == table.host_pages.tolist()

@@ -1,0 +1,80 @@
+"""The page allocator against a set."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from frame.core.kv_cache.page_allocator import RESERVED_PAGE, PagedAllocator
+
+NUM_PAGES = 12
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PagedAllocator(NUM_PAGES)
+        self.out: list[int] = []
+
+    @rule(count=st.integers(0, NUM_PAGES + 1))
+    def alloc(self, count: int) -> None:
+        pages = self.allocator.alloc(count)
+        if count > NUM_PAGES - 1 - len(self.out):
+            assert pages is None
+        else:
+            assert pages is not None and pages.dtype == np.int32 and len(pages) == count
+            assert not set(pages.tolist()) & set(self.out)
+            assert RESERVED_PAGE not in pages
+            self.out += pages.tolist()
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.sampled_from(self.out), unique=True)) if self.out else []
+        self.allocator.free(pages)
+        self.out = [page for page in self.out if page not in pages]
+
+    @rule(page=st.integers(-1, NUM_PAGES))
+    def free_what_is_not_out(self, page: int) -> None:
+        if page not in self.out:
+            with pytest.raises(ValueError, match=f"page {page} "):
+                self.allocator.free([*self.out, page])
+
+    @rule()
+    def free_twice(self) -> None:
+        if self.out:
+            with pytest.raises(ValueError, match=f"page {self.out[0]} is freed twice"):
+                self.allocator.free([self.out[0], self.out[0]])
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.allocator.num_free + len(self.out) == self.allocator.capacity == NUM_PAGES - 1
+        assert self.allocator.pages_out().tolist() == sorted(self.out)
+        self.allocator.check_integrity([np.array(self.out, np.int32)])
+
+
+AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAllocator = AllocatorMachine.TestCase
+
+
+def test_integrity_names_what_is_wrong() -> None:
+    allocator = PagedAllocator(8)
+    pages = allocator.alloc(4)
+    assert pages is not None
+    allocator.check_integrity([pages[:2], pages[2:]])
+    with pytest.raises(RuntimeError, match="1 pages leaked"):
+        allocator.check_integrity([pages[:3]])
+    with pytest.raises(RuntimeError, match="held twice"):
+        allocator.check_integrity([pages, pages[:1]])
+    allocator.free(pages[:1])
+    with pytest.raises(RuntimeError, match=f"{pages[0]} are held but free"):
+        allocator.check_integrity([pages])
+    with pytest.raises(RuntimeError, match="pages 2000000000 are held, which there are not"):
+        allocator.check_integrity([np.array([2_000_000_000], np.int32)])
+
+
+def test_a_pool_of_one_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least 2"):
+        PagedAllocator(1)

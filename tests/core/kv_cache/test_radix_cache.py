@@ -1,0 +1,326 @@
+"""The radix tree against a dictionary of prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+from frame.core.kv_cache import radix_cache
+from frame.core.kv_cache.no_cache import NoCache
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.plugins.loader import load_registry
+
+REGISTRY = load_registry(installed=False)
+POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
+TOKENS = st.lists(st.integers(0, 2), max_size=14)
+NAMESPACES = st.sampled_from(["", "salt", "one:", "one:salt", "two:"])
+Prefix = tuple[str, tuple[int, ...]]
+
+
+def ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`model` maps every cached prefix of whole pages to its last page; `locks` counts how often each is locked."""
+
+    @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, page_size: int, policy: str) -> None:
+        self.page_size = page_size
+        self.cache = RadixCache(page_size, POLICIES[policy]())
+        self.model: dict[Prefix, int] = {}
+        self.locks: Counter[Prefix] = Counter()
+        self.locked: list[tuple[list[Prefix], Any]] = []
+        self.next_page = 1
+
+    def prefixes(self, tokens: list[int], namespace: str) -> list[Prefix]:
+        return [(namespace, tuple(tokens[:end])) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+
+    def cached(self, prefixes: list[Prefix]) -> list[Prefix]:
+        found = []
+        for prefix in prefixes:
+            if prefix not in self.model:
+                break
+            found.append(prefix)
+        return found
+
+    @rule(tokens=TOKENS, namespace=NAMESPACES, lock=st.booleans())
+    def match(self, tokens: list[int], namespace: str, lock: bool) -> None:
+        expected = self.cached(self.prefixes(tokens, namespace))
+        match = self.cache.match(ids(tokens), namespace)
+        assert match.num_tokens == len(expected) * self.page_size
+        assert match.pages.tolist() == [self.model[prefix] for prefix in expected]
+        if lock:
+            self.lock(match.handle, expected)
+
+    @rule(tokens=TOKENS, namespace=NAMESPACES, priority=st.integers(0, 2), lock=st.booleans())
+    def insert(self, tokens: list[int], namespace: str, priority: int, lock: bool) -> None:
+        prefixes = self.prefixes(tokens, namespace)
+        pages = np.arange(self.next_page, self.next_page + len(prefixes) + 1, dtype=np.int32)  # one more than whole pages
+        self.next_page += len(pages)
+        cached = len(self.cached(prefixes))
+        inserted = self.cache.insert(ids(tokens), pages, namespace, priority)
+        assert inserted.num_cached == cached * self.page_size
+        for prefix, page in list(zip(prefixes, pages.tolist(), strict=False))[cached:]:
+            self.model[prefix] = page
+        if lock:
+            self.lock(inserted.handle, prefixes)
+
+    def lock(self, handle: Any, prefixes: list[Prefix]) -> None:
+        self.cache.lock(handle)
+        self.locks.update(prefixes)
+        self.locked.append((prefixes, handle))
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        prefixes, handle = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
+        self.cache.unlock(handle)
+        self.locks.subtract(prefixes)
+
+    @rule(count=st.integers(0, 6))
+    def evict(self, count: int) -> None:
+        evictable = self.cache.num_evictable
+        self.forget(self.cache.evict(count), min(count, evictable))
+
+    @rule()
+    def reset(self) -> None:
+        self.forget(self.cache.reset(), self.cache.num_evictable)
+        assert self.cache.num_evictable == 0
+
+    def forget(self, pages: np.ndarray, at_least: int) -> None:
+        freed = set(pages.tolist())
+        assert len(freed) == len(pages) >= at_least
+        gone = [prefix for prefix, page in self.model.items() if page in freed]
+        assert len(gone) == len(freed)
+        assert not any(self.locks[prefix] for prefix in gone)
+        for prefix in gone:
+            del self.model[prefix]
+        for namespace, tokens in self.model:  # no prefix may outlive a shorter one
+            assert len(tokens) == self.page_size or (namespace, tokens[: -self.page_size]) in self.model
+
+    @rule()
+    def relock(self) -> None:
+        self.cache.relock(handle for _, handle in self.locked)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity()
+        locked = sum(1 for prefix in self.model if self.locks[prefix])
+        assert self.cache.num_locked == locked
+        assert self.cache.num_evictable == len(self.model) - locked
+        assert sorted(page for pages in self.cache.audit() for page in pages.tolist()) == sorted(self.model.values())
+
+    @invariant()
+    def is_outlined(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        runs = self.cache.outline(1_000)
+        assert sum(run.tokens for run in runs) == len(self.model) * self.page_size
+        for run in runs:
+            assert run.hidden == 0
+            assert run.start == (0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens)
+        assert [run.age for run in self.cache.outline(2)] == [run.age for run in runs[:2]]
+        for place, run in enumerate(self.cache.outline(2)):
+            assert run.hidden == sum(other.parent == place for other in runs) - (place == 0 and len(runs) > 1 and runs[1].parent == 0)
+
+
+CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCache = CacheMachine.TestCase
+
+
+def test_an_outline_of_a_large_tree_looks_at_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+    latest = radix_cache._latest
+
+    def counted(nodes: list[Any], limit: int, parent: int) -> Any:
+        looked_at.extend(nodes)
+        return latest(nodes, limit, parent)
+
+    monkeypatch.setattr(radix_cache, "_latest", counted)
+    monkeypatch.setattr(radix_cache, "_LOOKED_AT", 64)
+    cache = RadixCache(1, POLICIES["lru"]())
+    for page in range(0, 800, 2):
+        token = page // 2 % 200
+        cache.insert(ids([token, token]), ids([page, page + 1]), "" if page < 400 else "tenant")
+    cache.insert(ids([0, 0, 5]), ids([0, 1, 5000]))  # old, and used
+    runs = cache.outline(4)
+    assert len(looked_at) <= 64
+    assert [(run.first_ids, run.namespace) for run in runs] == [
+        ([0, 0], ""), ([5], ""), ([199, 199], "tenant"), ([198, 198], "tenant"),
+    ]  # fmt: skip
+
+
+BREACHES: dict[str, tuple[Callable[[radix_cache.Node], None], str]] = {
+    "child": (lambda node: node.key.__setitem__(0, 70_000), "not its parent's child"),
+    "end": (lambda node: setattr(node, "end", node.end + 1), "ends elsewhere"),
+    "tokens": (lambda node: setattr(node, "key", np.append(node.key, np.int32(1))), "do not fill"),
+    "locks": (lambda node: setattr(node, "refs", 1), "locked more often|are evictable, counted"),
+    "heap": (lambda node: setattr(node, "version", node.version + 1), "not offered"),
+    "page": (lambda node: node.pages.__setitem__(0, 3), "owned twice"),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_an_audit_looks_at_a_part_at_a_time_and_at_every_node(breach: str) -> None:
+    harm, sentence = BREACHES[breach]
+    cache = RadixCache(1, POLICIES["lru"]())
+    for page in range(0, 3_000, 3):
+        cache.insert(ids([page // 30, page, page]), ids([page + 1, page + 2, page + 3]))
+    parts = list(cache.audit())
+    assert sum(map(len, parts)) == cache.num_evictable
+    assert max(map(len, parts)) <= 2 * radix_cache._AUDITED  # pages, of nodes that hold two at most
+    leaves = [node for node in cache._nodes() if not node.children]
+    for place in (0, len(leaves) // 2, len(leaves) - 1):
+        broken = deepcopy(cache)
+        harm([node for node in broken._nodes() if not node.children][place])
+        with pytest.raises(RuntimeError, match=sentence):
+            broken.check_integrity()
+
+
+def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:
+    """One prefix a page; prefix t is one page (page t + 1), used again `uses[t]` times, in order of t."""
+    cache = RadixCache(1, policy)
+    for token in uses:
+        cache.insert(ids([token]), ids([token + 1]), priority=token % 2)
+    for token, count in uses.items():
+        for _ in range(count):
+            handle = cache.match(ids([token])).handle
+            cache.lock(handle)
+            cache.unlock(handle)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("lru", [0, 2, 1, 3]),  # 0 and 2 were not used after their insertion
+        ("mru", [3, 1, 2, 0]),
+        ("fifo", [0, 1, 2, 3]),
+        ("lfu", [0, 2, 3, 1]),
+        ("slru", [0, 2, 3, 1]),
+        ("priority", [0, 2, 1, 3]),
+    ],
+)
+def test_eviction_order(name: str, order: list[int]) -> None:
+    cache = filled(POLICIES[name](), {0: 0, 1: 3, 2: 0, 3: 1})
+    assert [int(cache.evict(1)[0]) - 1 for _ in range(4)] == order
+
+
+def test_the_end_of_a_long_prefix_goes_before_its_start() -> None:
+    cache = RadixCache(2, POLICIES["lru"]())
+    cache.insert(ids(list(range(20))), np.arange(1, 11, dtype=np.int32))
+    assert cache.evict(3).tolist() == [8, 9, 10]
+    assert cache.match(ids(list(range(20)))).num_tokens == 14
+    cache.check_integrity()
+
+
+def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    cache.insert(ids([1, 2, 3]), ids([1, 2, 3]))
+    whole, part = cache.match(ids([1, 2, 3])), cache.match(ids([1, 2]))
+    cache.evict(1)
+    with pytest.raises(RuntimeError, match="evicted before it was locked"):
+        cache.lock(whole.handle)
+    cache.lock(part.handle)
+    assert cache.num_locked == 2
+    with pytest.raises(RuntimeError, match="not locked"):
+        cache.unlock(whole.handle)
+
+
+def test_a_match_survives_a_split() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    cache.insert(ids([1, 2, 3, 4]), ids([1, 2, 3, 4]))
+    part = cache.match(ids([1]))
+    whole = cache.match(ids([1, 2, 3, 4]))
+    cache.insert(ids([1, 2, 9]), ids([5, 6, 7]))
+    cache.lock(part.handle)
+    cache.lock(whole.handle)
+    assert (cache.num_locked, cache.num_evictable) == (4, 1)
+    cache.unlock(whole.handle)
+    assert cache.num_locked == 1
+    cache.check_integrity()
+
+
+def test_the_heap_stays_small() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    for token in range(10):
+        cache.insert(ids([token]), ids([token + 1]))
+    for _ in range(2_000):
+        handle = cache.match(ids([3])).handle
+        cache.lock(handle)
+        cache.unlock(handle)
+    assert cache._num_entries() <= 2 * 10 + 64
+
+
+def test_memory_of_a_split_node_is_its_own() -> None:
+    cache = RadixCache(1, POLICIES["lru"]())
+    cache.insert(np.arange(10_000, dtype=np.int32), np.arange(1, 10_001, dtype=np.int32))
+    cache.insert(ids([0, 1, 50_000]), ids([20_001, 20_002, 20_003]))
+    cache.evict(9_998)
+    assert all(node.key.base is None and node.pages.base is None for node in cache._nodes())
+
+
+def test_the_policy_key_is_a_node() -> None:
+    class Recorder(EvictionPolicy):
+        def key(self, node: EvictableNode) -> tuple[float, ...]:
+            seen.append((node.last_access, node.created, node.hits, node.priority))
+            return (0,)
+
+    seen: list[tuple[int, int, int, int]] = []
+    cache = RadixCache(1, Recorder())
+    cache.insert(ids([1]), ids([1]), priority=4)
+    cache.insert(ids([1, 2]), ids([9, 2]), priority=2)
+    assert seen == [(1, 1, 0, 4), (2, 2, 0, 2)]
+
+
+def test_bad_insert() -> None:
+    with pytest.raises(ValueError, match="4 tokens fill 2 pages, but 1 were given"):
+        RadixCache(2, POLICIES["lru"]()).insert(ids([1, 2, 3, 4]), ids([1]))
+
+
+def test_no_cache_finds_and_keeps_nothing() -> None:
+    cache = NoCache(2)
+    inserted = cache.insert(ids([1, 2, 3, 4, 5]), ids([1, 2, 3]))
+    assert inserted.num_cached == 4
+    cache.lock(inserted.handle)
+    cache.unlock(inserted.handle)
+    assert cache.match(ids([1, 2, 3, 4])).num_tokens == 0
+    assert cache.num_evictable == cache.num_locked == len(cache.evict(3)) == len(cache.reset()) == 0
+    cache.check_integrity()
+
+
+def test_an_owner_evicts_its_own_pages_first() -> None:
+    cache, pages = RadixCache(2, POLICIES["lru"]()), iter(range(1, 10_000))
+
+    def insert(namespace: str, start: int, count: int) -> None:
+        cache.insert(ids([start + i % 50 for i in range(2 * count)]), ids([next(pages) for _ in range(count)]), namespace)
+
+    def left(namespace: str, start: int, count: int) -> int:
+        return cache.match(ids([start + i % 50 for i in range(2 * count)]), namespace).num_tokens // 2
+
+    insert("modest:", 0, 20)  # the oldest of all
+    for i in range(10):
+        insert(f"greedy:{i}", 100, 20)  # each salt another cache, all of one owner
+    freed = cache.evict(170)
+    assert len(set(freed.tolist())) == 170
+    assert left("modest:", 0, 20) == 20
+    assert sum(left(f"greedy:{i}", 100, 20) for i in range(10)) == 30
+    cache.evict(30)  # now they have as many: both give
+    cache.check_integrity()
+    assert 5 <= left("modest:", 0, 20) <= 15
+    assert cache.num_evictable == 20
+    cache.evict(100)
+    assert cache.num_evictable == 0
+    assert cache._evictable_of == {}

@@ -1,0 +1,247 @@
+"""Loading: every format gives the same model, every broken checkpoint one sentence that names the thing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from frame.core.errors import CheckpointError
+from frame.core.loading import weight_stream
+from frame.core.loading.dummy_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
+from frame.core.loading.loader import expected_shapes, finish, materialise
+from frame.core.loading.safetensors_reader import Ahead, read_weights
+from frame.core.loading.weight_stream import WeightStream, read_places
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.testing.checkpoints import make_checkpoint
+from tests.models.harness import open_session
+
+PROMPT = [(0, list(range(10, 40)))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint("Qwen2ForCausalLM", tmp_path / "model")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shard(folder: Path) -> list[Path]:
+    """Spread the tensors over three files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files, index = [], {}
+    for part in range(3):
+        file = folder / f"model-{part + 1:05}-of-00003.safetensors"
+        mine = names[part::3]
+        save_file({name: tensors[name] for name in mine}, file)
+        index |= dict.fromkeys(mine, file.name)
+        files.append(file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return files
+
+
+def test_shards_with_and_without_an_index_give_the_same_model(folder: Path) -> None:
+    want = open_session(folder).step(PROMPT)[0]
+    shard(folder)
+    assert torch.equal(open_session(folder).step(PROMPT)[0], want)
+    (folder / "model.safetensors.index.json").unlink()
+    assert torch.equal(open_session(folder).step(PROMPT)[0], want)
+
+
+def test_only_the_slice_is_read(folder: Path) -> None:
+    tensors = dict(read_weights(folder))
+    assert tensors["model.norm.weight"].shape == (64,)
+
+
+def test_reading_ahead_gives_the_same_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "PIECE", 1000)  # tensors of many pieces,
+    monkeypatch.setattr(weight_stream, "AHEAD", 5000)  # some larger than all that is read ahead
+    want = {name: tensor[...] for name, tensor in read_weights(folder)}
+    cut = slice(16, 48)
+    shard(folder)
+    rows = {name: cut if len(tensor.shape) > 1 else None for name, tensor in want.items() if name != "model.norm.weight"}
+    for name, tensor in read_weights(folder, ahead=Ahead(torch.device("cpu"), rows)):
+        assert tensor.shape == tuple(want[name].shape)
+        if len(tensor.shape) > 1:
+            assert torch.equal(tensor[cut, 3:], want[name][cut, 3:])
+            assert torch.equal(tensor[0:5], want[name][0:5])
+        else:
+            assert torch.equal(tensor[...], want[name])
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    places = read_places(file)
+    assert places is not None
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="became shorter"), WeightStream(torch.device("cpu"), 2) as stream:
+        list(stream.read(places.values()))
+
+
+def broken(folder: Path, *words: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_session(folder)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+    return text
+
+
+def test_missing_shard(folder: Path) -> None:
+    shard(folder)[1].unlink()
+    broken(folder, "model-00002-of-00003.safetensors is named in", "download the checkpoint again")
+
+
+def test_truncated_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    broken(folder, str(file), "truncated or damaged", "download it again")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10", b"nonsense" * 100])
+def test_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    broken(folder, "model.safetensors is truncated or damaged")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_pickled_weights_are_refused_unread(folder: Path, tmp_path: Path, name: str) -> None:
+    class Bad:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    want = open_session(folder).step(PROMPT)[0]
+    torch.save({"model.norm.weight": Bad()}, folder / name)
+    assert torch.equal(open_session(folder).step(PROMPT)[0], want)  # beside safetensors it is passed over
+    (folder / "model.safetensors").unlink()
+    broken(folder, str(folder / name), "pickled weights", "convert them to safetensors", "docs/security.md")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    broken(folder, str(folder), "holds no safetensors weights", "load_format: dummy")
+
+
+def test_wrong_shape(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(48, 64)
+
+    rewrite(folder, change)
+    broken(folder, "model.layers.1.self_attn.k_proj.weight has the shape [48, 64], [32, 64] is expected")
+
+
+def test_integers_where_numbers_are_expected(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)
+
+    rewrite(folder, change)
+    broken(folder, "model.layers.0.mlp.up_proj.weight is stored as int8, float32 is expected", "quantization method")
+
+
+def test_missing_parameters_are_named_and_counted(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.__delitem__("model.layers.1.self_attn.v_proj.bias"))
+    text = broken(folder, "lacks model.layers.1.self_attn.v_proj.bias:")
+    assert "q_proj" not in text  # its sisters in the merged parameter are there
+
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".mlp." in name]:
+            del tensors[name]
+
+    rewrite(folder, drop)
+    broken(folder, "lacks ", "and 3 more", "model.layers.0.mlp.gate_proj.weight")
+
+
+def test_unexpected_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.adapter.weight": torch.zeros(2)}))
+    broken(folder, "model.layers.0.adapter.weight, which the model does not have")
+
+
+def test_tensor_that_the_index_promises(folder: Path) -> None:
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.extra"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(content))
+    broken(folder, "names model.extra, which no file holds")
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "not an index"), ('{"weight_map": {"a": "../x"}}', "outside of its folder")])
+def test_bad_index(folder: Path, content: str, words: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
+    broken(folder, words)
+
+
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    folder = make_checkpoint("DeepseekV3ForCausalLM", tmp_path)
+    want = open_session(folder).step(PROMPT)[0]
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}))
+    assert torch.equal(open_session(folder).step(PROMPT)[0], want)
+
+
+def test_second_load_updates_the_model(folder: Path) -> None:
+    """`finish` may run again: DeepSeek's derived weights follow new numbers."""
+    from frame.core.loading.loader import WeightSource, fill
+
+    first = make_checkpoint("DeepseekV3ForCausalLM", folder / "a", seed=1)
+    second = make_checkpoint("DeepseekV3ForCausalLM", folder / "b", seed=2)
+    want = open_session(second).step(PROMPT)[0]
+    session = open_session(first)
+    assert not torch.allclose(session.step(PROMPT)[0], want)
+    assert isinstance(session.model, nn.Module)
+    fill(session.model, WeightSource(second))
+    finish(session.model)
+    session.computed.clear()
+    assert torch.equal(session.step(PROMPT)[0], want)
+    finish(session.model)  # without new numbers: no change
+    session.computed.clear()
+    assert torch.equal(session.step(PROMPT)[0], want)
+
+
+def test_materialise_keeps_sharing_and_what_parameters_know() -> None:
+    with torch.device("meta"):
+        first, second = nn.Linear(3, 2, bias=False), nn.Linear(3, 2)
+        first.weight = second.weight = ShardedParameter(torch.empty(2, 3))
+        second.weight.bind("here")
+    both = nn.ModuleList((first, second))
+    materialise(both, torch.device("cpu"))
+    assert first.weight is second.weight
+    assert not first.weight.is_meta
+    assert isinstance(second.bias, nn.Parameter)
+    assert expected_shapes(both) == {"here": (2, 3), "1.bias": (2,)}
+
+
+def test_what_a_checkpoint_leaves_open_is_zero() -> None:
+    with torch.device("meta"):
+        module = nn.Module()
+        module.padded = ShardedParameter(torch.empty(4, 3), ShardRule(output=0))
+        module.padded.bind("a", output=Range.whole(3))
+    materialise(module, torch.device("cpu"))
+    module.padded.load("a", torch.ones(3, 3))
+    assert module.padded.tolist() == [[1.0] * 3] * 3 + [[0.0] * 3]
+
+
+def test_random_tensors_depend_on_seed_name_and_shape_alone() -> None:
+    shape, zero, one = (1100, 1000), *(RandomNumbers(seed, torch.device("cpu"), torch.float32) for seed in (0, 1))
+    assert shape[0] * shape[1] > PERIOD
+    whole = RandomTensor("a", shape, zero)[...]
+    assert torch.equal(RandomTensor("a", shape, zero)[100:200, 5:], whole[100:200, 5:])
+    assert not torch.equal(RandomTensor("b", shape, zero)[...], whole)
+    assert not torch.equal(RandomTensor("a", shape, one)[...], whole)
+    assert abs(whole.std().item() * 1000**0.5 - 1) < 0.01
+    assert torch.linalg.matrix_rank(whole[:100] @ whole[-100:].t()) == 100
+    half = dict(random_weights({"a": shape, "norm": (5,), "bias": (5,)}, 0, dtype=torch.bfloat16))
+    assert torch.equal(half["a"][...], whole.bfloat16())
+    assert (half["norm"][...].tolist(), half["bias"][...].tolist()) == ([1.0] * 5, [0.0] * 5)

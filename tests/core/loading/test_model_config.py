@@ -1,0 +1,178 @@
+"""read_facts(): every architecture as transformers itself saves it, real-life configurations, and one sentence for each that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.errors import CheckpointError
+from frame.core.loading.model_config import EMBEDDED, find_model, read_facts
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+
+
+def write(folder: Path, config: object, generation: object = None) -> Path:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "intermediate_size": 96,
+}
+MOE = SMALL | {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+MLA = MOE | {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_key_value_heads": 4,
+}
+SAVED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Llama", SMALL | {"max_position_embeddings": 256}, {"max_context": 256, "head_dim": 16}),
+    ("Llama", SMALL | {"head_dim": 32}, {"head_dim": 32, "v_head_dim": 32}),
+    ("Mistral", SMALL, {"sliding_window": 4096}),
+    ("Mistral", SMALL | {"sliding_window": None}, {"sliding_window": None}),
+    ("Qwen2", SMALL, {"sliding_window": None}),
+    ("Qwen3", SMALL | {"head_dim": 16}, {"sliding_window": None, "head_dim": 16}),
+    ("Mixtral", SMALL | {"num_local_experts": 4}, {"num_experts": 4, "sliding_window": None}),
+    ("Qwen2Moe", MOE | {"num_experts": 6}, {"num_experts": 6, "sliding_window": None}),
+    ("Qwen3Moe", MOE | {"num_experts": 6, "head_dim": 16}, {"num_experts": 6}),
+    ("DeepseekV2", MLA, {"kind": "mla", "latent": (32, 8), "head_dim": 24, "v_head_dim": 12, "num_experts": 8, "num_kv_heads": 4}),
+    ("DeepseekV3", MLA, {"kind": "mla", "latent": (32, 8), "head_dim": 24, "v_head_dim": 12, "num_experts": 8, "num_kv_heads": 4}),
+    ("Gemma2", SMALL | {"head_dim": 16, "sliding_window": 64}, {"sliding_window": 64, "head_dim": 16}),
+    (
+        "GPT2",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 99},
+        {"num_layers": 3, "num_kv_heads": 4, "max_context": 99},
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "expected"), SAVED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_transformers_saves_is_read(tmp_path: Path, family: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{family}Config")(**values, architectures=[f"{family}{head}"], dtype="bfloat16", eos_token_id=2)
+    config.save_pretrained(tmp_path)
+    facts = read_facts(tmp_path)
+    common = {"architecture": f"{family}{head}", "num_layers": 2, "hidden_size": 64, "vocab_size": 128, "num_heads": 4, "dtype": "bfloat16"}
+    if family != "GPT2":
+        common["num_kv_heads"] = 2
+    for name, value in (common | {"kind": "mha", "quantization": None, "eos_token_ids": (2,)} | expected).items():
+        assert getattr(facts, name) == value, name
+    assert facts.config == json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"dtype": "float16"}, {"dtype": "float16"}),
+        ({"torch_dtype": "torch.float16"}, {"dtype": "float16"}),
+        ({"torch_dtype": "float8_e4m3fn"}, {"dtype": "bfloat16"}),
+        ({}, {"dtype": "float32", "num_experts": 0, "eos_token_ids": (), "num_kv_heads": 2}),
+        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, {"quantization": "fp8"}),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, {"max_context": 2048}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"max_context": 1024}),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}, {"max_context": 512}),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 3, "rope_theta": 1e4}}, {"max_context": 1536}),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8}, "sliding_attention": {}}}, {"max_context": 4096}),
+        ({"sliding_window": 32, "layer_types": ["full_attention", "full_attention"]}, {"sliding_window": None}),
+        ({"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": 32}),
+        ({"sliding_window": 32, "use_sliding_window": False}, {"sliding_window": None}),
+        ({"model_type": "qwen2", "sliding_window": 32}, {"sliding_window": None}),
+        ({"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}, {"sliding_window": 32}),
+        ({"multi_query": True}, {"num_kv_heads": 1}),
+    ],
+)
+def test_real_life_spellings(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    facts = read_facts(write(tmp_path, BASE | changes))
+    for name, value in expected.items():
+        assert getattr(facts, name) == value, name
+    for rope in ("rope_scaling", "rope_parameters"):
+        assert facts.config.get(rope) == changes.get(rope), "kept as it is"
+
+
+def test_a_nested_text_part_inherits_what_stands_outside(tmp_path: Path) -> None:
+    text = {key: value for key, value in BASE.items() if key != "architectures"} | {"dtype": None}
+    outer = {
+        "architectures": ["SomeVLForConditionalGeneration"],
+        "text_config": text,
+        "dtype": "bfloat16",
+        "eos_token_id": 7,
+        "vision_config": {},
+    }
+    facts = read_facts(write(tmp_path, outer))
+    assert (facts.architecture, facts.hidden_size, facts.dtype, facts.eos_token_ids) == (
+        "SomeVLForConditionalGeneration",
+        64,
+        "bfloat16",
+        (7,),
+    )
+    assert "vision_config" not in facts.config
+
+
+def test_the_ends_of_both_files_count(tmp_path: Path) -> None:
+    facts = read_facts(write(tmp_path, BASE | {"eos_token_id": 5}, {"eos_token_id": [9, 5, 11]}))
+    assert facts.eos_token_ids == (9, 5, 11)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "holds a list, not a JSON object"),
+        ({key: value for key, value in BASE.items() if key != "architectures"}, "names no architecture"),
+        (BASE | {"architectures": []}, "names no architecture"),
+        ({key: value for key, value in BASE.items() if key != "vocab_size"}, "has no vocab_size"),
+        (BASE | {"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
+        (BASE | {"hidden_size": 65}, "65 is not a multiple of 4 heads"),
+        (BASE | {"quantization_config": {"bits": 4}}, "has no quant_method"),
+    ],
+)
+def test_wrong_files_are_one_sentence(tmp_path: Path, config: object, words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_facts(write(tmp_path, config))
+    text = str(caught.value)
+    assert words in text
+    assert str(tmp_path) in text
+    assert "\n" not in text
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        read_facts(tmp_path)
+    with pytest.raises(CheckpointError, match="no-such' is no folder"):
+        read_facts(tmp_path / "no-such")
+    with pytest.raises(CheckpointError, match="download it first"):
+        read_facts("org/model")
+
+
+def test_the_embedded_model_is_found_by_name() -> None:
+    assert find_model(EMBEDDED).name == "frame_tiny"
+    assert find_model("~/x").is_absolute()
+    facts = read_facts(EMBEDDED)
+    assert (facts.architecture, facts.kind) == ("DeepseekV3ForCausalLM", "mla")
+    assert facts.max_context >= 4096

@@ -1,0 +1,224 @@
+"""Who waits for whom: short prompts beside long ones, priorities that push others back, policies that pass nobody over for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.interfaces.scheduling import PATIENCE, SchedulerView
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.plugins.loader import load_registry
+from frame.testing.scheduler_rig import SchedulerRig
+
+REGISTRY = load_registry(installed=False)
+VOCAB = 101
+
+
+def rig(policy: str = "fcfs", **changes: Any) -> SchedulerRig:
+    values: dict[str, Any] = {
+        "page_size": 16, "num_pages": 1025, "max_running": 16, "token_budget": 64, "max_context": 8192, "vocab_size": VOCAB,
+    }  # fmt: skip
+    return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))())
+
+
+def params(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+
+
+def prompt(length: int, start: int) -> list[int]:
+    return [(start + 7 * i) % VOCAB for i in range(length)]
+
+
+def steps_to_first_token(found: SchedulerRig, rid: str, most: int = 1000) -> int:
+    for step in range(1, most):
+        found.step()
+        if found.requests[rid].got:
+            return step
+    raise AssertionError(f"{rid} got no token in {most} steps")
+
+
+def short_beside_long(share: float, long: int, count: int, **changes: Any) -> list[int]:
+    """Steps until the first token of ten short prompts, which come one after the other while `count` long ones are computed."""
+    found = rig(short_prompt_share=share, **changes)
+    for i in range(count):
+        found.add(prompt(long, i), params(2))
+    found.step()
+    waits = [steps_to_first_token(found, found.add(prompt(16, 40 + i), params(2))) for i in range(10)]
+    found.run()
+    return waits
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_short_prompts_do_not_wait_for_long_ones(overlap: bool) -> None:
+    waits = short_beside_long(0.5, 3000, 4, overlap=overlap)
+    assert max(waits) <= 2 + overlap
+    assert short_beside_long(0.0, 3000, 4, overlap=overlap)[0] > 100  # without the share: behind all four
+
+
+@pytest.mark.soak
+def test_short_prompts_beside_100k() -> None:
+    size = {"max_context": 102_400, "num_pages": 32_768, "token_budget": 2048}
+    kept, none = short_beside_long(0.5, 100_000, 4, **size), short_beside_long(0.0, 100_000, 4, **size)
+    print(f"steps until the first token of ten short prompts beside four of 100,000 tokens: {kept}, without a share {none}")
+    assert max(kept) <= 2
+
+
+def test_a_cached_history_counts_as_short() -> None:
+    found = rig()
+    history = prompt(2048, 0)
+    steps_to_first_token(found, found.add(history, params(2)))
+    while found.step():
+        pass
+    found.add(prompt(3000, 1), params(2))
+    found.step()
+    assert steps_to_first_token(found, found.add([*history, *prompt(16, 5)], params(2))) <= 2
+    found.run()
+
+
+def test_a_long_prompt_keeps_its_half() -> None:
+    found = rig()
+    rid = found.add(prompt(640, 0), params(1))  # ten whole steps
+    steps = 0
+    while found.requests[rid].finish is None:
+        for i in range(4):  # more short ones than fit in their half
+            found.add(prompt(16, steps * 4 + i), params(1))
+        found.step()
+        steps += 1
+    assert steps <= 22
+    found.run()
+
+
+def test_a_long_prompt_alone_gets_all() -> None:
+    found = rig()
+    assert steps_to_first_token(found, found.add(prompt(640, 0), params(1))) == 10
+    found.add(prompt(640, 1), params(1))
+    found.add(prompt(640, 2), params(1))
+    steps = 0
+    while found.step():
+        steps += 1
+    assert steps == 20  # two long ones take turns, not halves
+    found.check()
+
+
+def test_long_ones_that_were_passed_over_come_in_order() -> None:
+    found = rig(max_running=4)
+    first, second, third = (found.add(prompt(1000, i), params(1)) for i in range(3))
+    for i in range(40):
+        found.add(prompt(16, 50 + i), params(3))
+    ends: list[str] = []
+    while found.step():
+        ends += [rid for rid in (first, second, third) if found.requests[rid].finish is not None and rid not in ends]
+    assert ends == [first, second, third]
+    found.check()
+
+
+# priorities --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("preemption", [False, True])
+def test_high_priority_pushes_low_back_and_they_end_as_if_nothing_had_been(preemption: bool, overlap: bool) -> None:
+    found = rig("priority", max_running=4, preemption=preemption, overlap=overlap)
+    low = [found.add(prompt(20, i), params(60)) for i in range(4)]
+    for _ in range(5):
+        found.step()
+    high = [found.add(prompt(20, 50 + i), params(5), priority=5) for i in range(2)]
+    waits = steps_to_first_token(found, high[0])
+    assert (waits <= 4) == preemption
+    assert (found.scheduler.load()["retracted"] > 0) == preemption
+    found.run()  # every token is what an undisturbed run yields
+    assert all(len(found.requests[rid].got) == 60 for rid in low)
+
+
+def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway() -> None:
+    found = rig("priority", page_size=16, num_pages=101, max_running=8, token_budget=2048, max_context=4096, growth_reserve=1)
+    found.add([1] * 900, params(400))  # the oldest, which is never preempted
+    found.step()
+    small = [found.add([token] * 64, params(100)) for token in (2, 3)]
+    found.step()
+    large = found.add([4] * 1200, params(10), priority=10)
+    for _ in range(120):
+        found.step()
+    assert found.scheduler.load()["retracted"] == 0
+    assert all(len(found.requests[rid].got) == 100 for rid in small)
+    assert not found.requests[large].got
+    found.run()
+
+
+def test_no_more_are_preempted_than_are_needed() -> None:
+    found = rig("priority", page_size=4, num_pages=41, token_budget=256, growth_reserve=0)
+    for i in range(4):
+        found.add(prompt(28, 10 * i), params(8))
+    found.step()
+    found.add(prompt(48, 90), params(3), priority=1)
+    found.run()
+    assert found.scheduler.load()["retracted"] == 1
+
+
+def test_pages_that_others_hold_too_make_no_room() -> None:
+    found = rig("priority", page_size=4, num_pages=40, max_running=8, token_budget=256, max_context=160)
+    shared = prompt(96, 0)
+    for i in range(3):  # 24 pages in common, and one or two of each one's own
+        found.add([*shared, i], params(6))
+        found.step()
+    found.add(prompt(60, 50), params(2), priority=1)  # 15 pages, where 9 are free and 4 would be with two gone
+    for _ in range(3):
+        found.step()
+        assert found.scheduler.load()["retracted"] == 0
+    found.run()
+
+
+def test_a_preemption_for_priority_is_no_sign_of_a_shortage() -> None:
+    found = rig("priority", max_running=2, growth_reserve=8)
+    for i in range(2):
+        found.add(prompt(20, i), params(30))
+    found.step()
+    found.add(prompt(20, 7), params(2), priority=1)
+    found.step()
+    assert found.scheduler.load()["retracted"] == 1
+    assert found.scheduler._planner._ahead == 8
+
+
+def test_equal_priorities_push_nobody() -> None:
+    found = rig("priority", max_running=2)
+    for i in range(4):
+        found.add(prompt(20, i), params(30), priority=3)
+    found.run()
+    assert found.scheduler.load()["retracted"] == 0
+
+
+# ageing ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof"])
+def test_nobody_is_passed_over_for_ever(policy: str) -> None:
+    found = rig(policy, max_running=1, token_budget=64)
+    stem = prompt(64, 0)
+    found.add(stem, params(2))
+    while found.step():
+        pass
+    unlucky = found.add(prompt(40, 77), params(1))  # no cached prefix, short output: last by all three
+    for i in range(200):
+        found.add([*stem, i % VOCAB], params(4))
+        found.now += 0.5
+        found.step()
+        if found.requests[unlucky].got:
+            break
+    assert found.requests[unlucky].got
+    assert found.now <= 2 * PATIENCE
+    found.run()
+
+
+def test_policies_are_left_alone_while_nobody_is_late() -> None:
+    from frame.core.interfaces.scheduling import late_first
+    from frame.core.scheduling.request import Request
+
+    def request(index: int, arrival: float) -> Request:
+        return Request(str(index), None, params(1), 0, index, arrival, 100.0, 10)  # type: ignore[arg-type]
+
+    view = SchedulerView(now=20.0, num_running=0, token_budget=1, free_pages=1, evictable_pages=0, page_size=1)
+    fresh, late, later = request(2, 15.0), request(1, 1.0), request(0, 0.5)
+    assert late_first([fresh], view) == [fresh]
+    assert late_first([fresh, late, later], view) == [later, late, fresh]

@@ -1,0 +1,213 @@
+"""Grammars are compiled once for all who want them, kept within a bound, and turned down for one request only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Finish, Generate
+from frame.core.scheduling.grammar_compiler import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
+
+
+class Free:
+    """Allows everything."""
+
+    def fill(self, mask: np.ndarray) -> bool:
+        return False
+
+    def accept(self, token_id: int) -> bool:
+        return token_id != 7
+
+    def is_finished(self) -> bool:
+        return False
+
+
+class Compiled:
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def start(self) -> Grammar:
+        return Free()
+
+
+class Counting(GrammarBackend):
+    """Counts; a grammar is as large as its source's length in kilobytes."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
+        self.sources.append(source)
+        assert self.gate.wait(20)
+        if source.startswith("bad"):
+            raise ValueError("it is bad")
+        if source == "fault":
+            raise RuntimeError("the disk is full")
+        return Compiled(len(source) << 10)
+
+
+def ask(rid: str, **grammar: Any) -> Generate:
+    return Generate(rid=rid, token_ids=[1], params=SamplingParams(**grammar))
+
+
+def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish]:
+    found: dict[str, Grammar | Finish] = {}
+    ready = threading.Event()
+    for _ in range(2000):
+        found |= {message.rid: outcome for message, outcome, _ in compiler.ready()}
+        if len(found) >= count:
+            return found
+        ready.wait(0.005)
+    raise AssertionError(f"only {sorted(found)} became ready")
+
+
+def test_a_grammar_is_compiled_once_for_all() -> None:
+    backend = Counting()
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend)
+    assert not compiler.hold(ask("plain"))
+    for i in range(5):
+        assert compiler.hold(ask(str(i), regex="x"))
+    assert compiler.ready() == [] and len(compiler) == 5
+    backend.gate.set()
+    found = collect(compiler, 5)
+    assert len({id(grammar) for grammar in found.values()}) == 5  # each its own state
+    assert compiler.hold(ask("again", regex="x"))
+    assert [message.rid for message, *_ in compiler.ready()] == ["again"]  # at once
+    assert backend.sources == ["x"] and len(compiler) == 0
+    compiler.close()
+
+
+def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
+    backend = Counting()
+    compiler = GrammarCompiler(lambda: backend)
+    for source in ("bad", "bad", "fault", "fault"):
+        compiler.hold(ask("r", regex=source))
+        finish = collect(compiler, 1)["r"]
+        assert isinstance(finish, Finish) and finish.reason == "error"
+        assert finish.error in ("invalid grammar: it is bad", "the grammar backend failed: RuntimeError: the disk is full")
+    assert backend.sources == ["bad", "fault", "fault"]
+    kept = compiler._cache.get(("regex", "bad"))
+    assert isinstance(kept, ValueError) and kept.__traceback__ is None and kept.__cause__ is None  # whose frames would be kept with it
+    compiler.close()
+
+
+def test_a_kind_that_the_backend_has_not_is_refused() -> None:
+    backend = Counting()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(kinds=("regex", "choice")))
+    compiler.hold(ask("r", structural_tag="{}"))
+    finish = collect(compiler, 1)["r"]
+    assert isinstance(finish, Finish) and finish.error is not None
+    assert finish.error.startswith("invalid grammar: ") and "no structural_tag; use one of regex, choice" in finish.error
+    assert backend.sources == []
+    compiler.close()
+
+
+def test_who_waits_behind_grammars_that_take_too_long_is_told_to_come_back() -> None:
+    class Slow:
+        cpu_seconds = 0.0
+
+        def compile(self, kind: str, source: str) -> bytes:
+            assert backend.gate.wait(20)
+            if source == "bomb":
+                raise TooLongError("it takes too long")
+            return b""
+
+        def close(self) -> None:
+            pass
+
+    backend = Counting()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(patience=0.0), Slow)
+    for source in "abc":  # a queue alone is no reason
+        compiler.hold(ask(source, regex=source))
+    assert not any(isinstance(outcome, Finish) for outcome in collect(compiler, 3).values())
+    backend.gate.clear()
+    for source in ("bomb", "x"):
+        compiler.hold(ask(source, regex=source))
+    backend.gate.set()
+    found = collect(compiler, 2)
+    errors = [finish.error for finish in (found["bomb"], found["x"]) if isinstance(finish, Finish)]
+    assert errors == ["invalid grammar: it takes too long", "queue full: other grammars keep the compilers busy; try again later"]
+    compiler.close()
+
+
+def test_requests_that_leave_take_their_grammar_along() -> None:
+    backend = Counting()
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend)
+    for rid, source in (("a", "first"), ("b", "second"), ("c", "second"), ("d", "third")):
+        compiler.hold(ask(rid, regex=source))
+    gone = compiler.drop(["b", "d", "unknown"], "abort")
+    assert gone is not None and gone.rids == ["b", "d"]
+    backend.gate.set()
+    assert set(collect(compiler, 2)) == {"a", "c"}
+    assert "third" not in backend.sources
+    assert compiler.drop([], "abort") is None
+    compiler.close()
+
+
+def test_deadlines_run_while_a_grammar_compiles() -> None:
+    backend, now = Counting(), [100.0]
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(request_timeout=50.0), clock=lambda: now[0])
+    message = ask("mine", regex="x")
+    compiler.hold(ask("default", regex="x"))
+    compiler.hold(msgspec.structs.replace(message, deadline=2.0))
+    compiler.hold(msgspec.structs.replace(message, rid="patient", deadline=1000.0))
+    now[0] = 101.9
+    assert compiler.ready() == []
+    for late, rid, deadline in ((102.1, "mine", "2 s"), (150.1, "default", "50 s")):
+        now[0] = late
+        ((ended, finish, _),) = compiler.ready()
+        assert ended.rid == rid and isinstance(finish, Finish)
+        assert finish.error == f"deadline exceeded: the request took longer than its {deadline}; allow it more time"
+    backend.gate.set()
+    while not (ready := compiler.ready()):
+        threading.Event().wait(0.005)
+    assert [(found.rid, arrival) for found, _, arrival in ready] == [("patient", 100.0)]
+    compiler.close()
+
+
+def test_the_cache_holds_the_most_recently_used() -> None:
+    cache = GrammarCache(10_000)
+    for source in "abc":
+        cache.put(("regex", source), Compiled(2000))
+    assert cache.get(("regex", "a")) is not None
+    cache.put(("regex", "d"), ValueError("small"))
+    assert cache.get(("regex", "b")) is None and cache.get(("regex", "a")) is not None
+    cache.put(("regex", "huge"), Compiled(1 << 30))
+    assert cache.get(("regex", "huge")) is None and cache.get(("regex", "d")) is not None
+
+
+def test_processes_compile_and_the_backend_loads() -> None:
+    class Process:
+        closed = 0
+        cpu_seconds = 0.0
+
+        def compile(self, kind: str, source: str) -> bytes:
+            return source.upper().encode()
+
+        def close(self) -> None:
+            Process.closed += 1
+
+    class Loading(Counting):
+        def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
+            self.sources.append(data.decode())
+            return Compiled(1)
+
+    backend = Loading()
+    start: Callable[[], Process] = Process
+    compiler = GrammarCompiler(lambda: backend, start_process=start)
+    compiler.hold(ask("r", regex="x"))
+    collect(compiler, 1)
+    assert backend.sources == ["X"]
+    compiler.close()
+    assert Process.closed == 1

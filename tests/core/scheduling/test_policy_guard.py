@@ -1,0 +1,173 @@
+"""A scheduling policy at fault: it is named in the log, and requests are served all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.scheduling.policy_guard import QUIET, GuardedPolicy
+from frame.core.scheduling.request import Request
+from frame.testing.conformance_policies import VIEW, example_requests
+from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.small_rig import config, params, prompt
+
+
+class Faulty(SchedulingPolicy):
+    """Does as it was told."""
+
+    def __init__(self, answer: Callable[[Sequence[Request]], Any]) -> None:
+        self._answer = answer
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        found: Iterable[Request] = self._answer(waiting)
+        return found
+
+
+def raises(waiting: Sequence[Request]) -> Any:
+    raise KeyError("no such weight")
+
+
+def breaks_off(waiting: Sequence[Request]) -> Iterator[Request]:
+    yield waiting[-1]
+    raise KeyError("no such weight")
+
+
+def empties(waiting: Any) -> Any:
+    waiting.clear()
+    raise KeyError("no such weight")
+
+
+FOREIGN = example_requests(1, seed=9)[0]
+FAILING: dict[str, Callable[[Any], Any]] = {
+    "raises": raises,
+    "breaks off": breaks_off,
+    "empties": empties,
+    "returns none": lambda waiting: None,
+    "a number": lambda waiting: 3,
+}
+EXCESSIVE: dict[str, Callable[[Any], Any]] = {
+    "doubled": lambda waiting: [*waiting, *waiting],
+    "foreign": lambda waiting: [FOREIGN, *waiting],
+    "no requests": lambda waiting: [None, 7, *waiting, "x", []],
+}
+
+
+def view(now: float) -> SchedulerView:
+    return SchedulerView(now=now, num_running=0, token_budget=32, free_pages=9, evictable_pages=0, page_size=4)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = example_requests(5)
+    expected = [waiting[-1], *waiting[:-1]] if name == "breaks off" else waiting  # what it ordered before it failed counts
+    assert list(GuardedPolicy(Faulty(FAILING[name])).order(list(waiting), VIEW)) == expected
+    (record,) = caplog.records
+    assert "tests.core.scheduling.test_policy_guard.Faulty" in record.getMessage() and "Error" in record.getMessage()
+    assert record.levelno == logging.ERROR and record.exc_info is not None and record.exc_info[2] is not None
+
+
+@pytest.mark.parametrize("name", EXCESSIVE)
+def test_requests_are_left_out_that_the_policy_was_not_given(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = example_requests(5)
+    assert list(GuardedPolicy(Faulty(EXCESSIVE[name])).order(list(waiting), VIEW)) == waiting
+    assert ["left out" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_part_of_what_waits_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = example_requests(5)
+    assert list(GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).order(waiting, VIEW)) == [waiting[3], waiting[0]]
+    assert not caplog.records
+
+
+def test_a_lazy_order_is_read_as_far_as_it_is_needed() -> None:
+    waiting, read = example_requests(5), []
+
+    def lazily(given: Sequence[Request]) -> Iterator[Request]:
+        for request in given:
+            read.append(request)
+            yield request
+
+    ordered = GuardedPolicy(Faulty(lazily)).order(waiting, VIEW)
+    assert [next(ordered), next(ordered)] == waiting[:2]
+    assert read == waiting[:2]
+
+
+def test_an_order_without_end_ends() -> None:
+    waiting = example_requests(5)
+    assert list(GuardedPolicy(Faulty(lambda given: repeat(FOREIGN))).order(waiting, VIEW)) == []
+
+
+def test_a_policy_that_goes_on_failing_is_named_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    policy = GuardedPolicy(Faulty(raises))
+    for step in range(1000):
+        list(policy.order([], view(step * QUIET / 400)))
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize("name", [*FAILING, *EXCESSIVE])
+def test_requests_are_served_under_a_policy_at_fault(name: str) -> None:
+    made = SchedulerRig(config(max_running=2), Faulty((FAILING | EXCESSIVE)[name]))
+    for i in range(8):
+        made.add(prompt(9, i), params(max_tokens=5))
+    made.run()
+
+
+class FaultyInChoice(SchedulingPolicy):
+    """Raises when it is asked who gives way."""
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return waiting
+
+    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        raise KeyError("no such weight")
+
+    def preempts(self, waiting: Request, running: Request) -> bool:
+        raise KeyError("no such weight")
+
+
+def names_the_oldest(running: Sequence[Request]) -> Request | None:
+    return running[0]
+
+
+def names_a_stranger(running: Sequence[Request]) -> Request | None:
+    return FOREIGN
+
+
+@pytest.mark.parametrize("choose", [names_the_oldest, names_a_stranger, raises])
+def test_nobody_is_retracted_whom_the_policy_may_not_name(choose: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+    class Chooses(FaultyInChoice):
+        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+            found: Request | None = choose(running)
+            return found
+
+    assert GuardedPolicy(Chooses()).victim(example_requests(5), VIEW) is None
+    (record,) = caplog.records
+    assert "asked for a victim" in record.getMessage()
+
+
+def test_the_policy_s_own_choice_counts() -> None:
+    class Second(FaultyInChoice):
+        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+            return running[1]
+
+        def preempts(self, waiting: Request, running: Request) -> bool:
+            return waiting is not running
+
+    running = example_requests(5)
+    policy = GuardedPolicy(Second())
+    assert policy.victim(running, VIEW) is running[1]
+    assert policy.may_preempt and policy.preempts(FOREIGN, running[0], 0.0) and not policy.preempts(FOREIGN, FOREIGN, 0.0)
+
+
+def test_requests_are_served_when_pages_run_out_and_the_choice_of_who_gives_way_fails(caplog: pytest.LogCaptureFixture) -> None:
+    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyInChoice())
+    for i in range(6):
+        made.add(prompt(8, i), params(max_tokens=28))
+    made.run()
+    assert made.scheduler.load()["retracted"] > 0
+    assert "FaultyInChoice" in caplog.records[0].getMessage()

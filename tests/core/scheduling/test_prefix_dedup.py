@@ -1,0 +1,130 @@
+"""Prompts that begin alike and arrive together: one computes what they share, the others wait for it and find it cached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.messages import Generate
+from frame.core.scheduling.prefix_dedup import LEAST, SharedStarts
+from frame.core.scheduling.request import Request
+from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.plugins.eviction_policies.lru import Lru
+from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.fake_runner import FakeRunner, continuation
+from frame.testing.local_loop import LocalLoop
+
+VOCAB, PAGE = 97, 4
+SHARED = [(3 * place) % VOCAB for place in range(2 * LEAST)]
+
+
+def request(tokens, namespace=""):
+    prompt = np.array(tokens, np.int32)
+    made = Request("r", prompt, SamplingParams(), 0, 0, 0.0, 0.0, len(tokens) + 8, namespace=namespace)
+    made.tokens = prompt
+    return made
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (SHARED, SHARED, len(SHARED)),
+        (SHARED, [*SHARED, 1, 2], len(SHARED)),
+        ([*SHARED, 5, 6], [*SHARED, 5, 7], len(SHARED) + 1),
+        ([*SHARED[:LEAST], 90, 1], [*SHARED[:LEAST], 91, 1], LEAST),
+        ([1, *SHARED], SHARED, 0),
+        (SHARED[:LEAST], SHARED, 0),
+        ([], SHARED, 0),
+    ],
+)
+def test_common_tokens(one, other, shared):
+    running = request(one)
+    assert SharedStarts([running]).find(request(other)) == ((running, shared) if shared else (None, 0))
+
+
+def test_tenants_share_nothing():
+    assert SharedStarts([request(SHARED, "a")]).find(request(SHARED, "b")) == (None, 0)
+
+
+def test_waiting_must_save_half_of_the_work():
+    starts = SharedStarts([])
+    assert starts.is_worth_waiting(4096, 0, 4160)
+    assert not starts.is_worth_waiting(4096, 4000, 4160)
+    assert not starts.is_worth_waiting(LEAST, 0, 4 * LEAST)
+
+
+def make_loop(overlap, budget=2048, page=PAGE):
+    config = SchedulerConfig(
+        page_size=page, num_pages=4000, max_running=16, token_budget=budget, max_context=4096, vocab_size=VOCAB, overlap=overlap
+    )
+    scheduler = Scheduler(config, RadixCache(page, Lru()), PagedAllocator(4000), Fcfs())
+    return LocalLoop(scheduler, FakeRunner(4000, page, 16, 4096 // page, VOCAB))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_prompts_share_is_computed_once(overlap):
+    prompts = [[*SHARED, *range(row + 1)] for row in range(8)] + [[7, 8, 9]]
+    loop = make_loop(overlap)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    assert loop.generate(prompts, params) == [continuation(prompt, params, 0, VOCAB, 6) for prompt in prompts]
+    assert loop.stats["cached"] == 7 * len(SHARED)
+    loop.scheduler.check_integrity()
+
+
+def first_tokens(loop, limit=200):
+    """By request, the step that brings its first token."""
+    scheduler, found, step = loop.scheduler, {}, 0
+    while not scheduler.is_idle and step < limit:
+        batch = scheduler.next_batch()
+        tokens = scheduler.commit(batch, loop.runner.launch(batch).wait())
+        scheduler.check_integrity()
+        step += 1
+        for rid in tokens.rids:
+            found.setdefault(rid, step)
+    return found
+
+
+def add(loop, rid, tokens, output=0, max_tokens=8):
+    params = SamplingParams(temperature=0.0, max_tokens=output + max_tokens, ignore_eos=True)
+    assert loop.scheduler.add(Generate(rid=rid, token_ids=[*tokens, *[5] * output], params=params, output_len=output)) is None
+
+
+def test_recovered_requests_do_not_wait_for_each_other_s_end():
+    """A request that comes back with output is prefilled past its prompt; what it shares is cached when its prefill is done."""
+    loop = make_loop(False, budget=520)
+    for number in range(6):
+        add(loop, f"r{number}", [*SHARED, number, 2, 3, 4], output=300, max_tokens=300)
+    found = first_tokens(loop)
+    assert len(found) == 6
+    assert max(found.values()) <= 20
+
+
+def test_a_new_request_does_not_wait_for_the_end_of_a_preempted_one():
+    loop = make_loop(False, budget=512)
+    scheduler = loop.scheduler
+    add(loop, "old", [*SHARED, 1, 2, 3, 4], max_tokens=1500)
+    for _ in range(600):
+        batch = scheduler.next_batch()
+        scheduler.commit(batch, loop.runner.launch(batch).wait())
+    scheduler._planner.retract(scheduler._requests["old"])
+    scheduler.flush_cache()
+    add(loop, "new", [*SHARED, 9, 8, 7, 6])
+    assert first_tokens(loop, limit=20)["new"] <= 6
+
+
+def test_nobody_waits_behind_a_prefill_that_is_long_beside_what_it_saves():
+    loop = make_loop(False, budget=640)
+    add(loop, "long", [*SHARED[:300], *[7] * 3700])
+    add(loop, "short", SHARED[:310])
+    found = first_tokens(loop)
+    assert found == {"short": 2, "long": 7}
+
+
+def test_nobody_waits_for_less_than_a_page():
+    loop = make_loop(False, page=1024)
+    for number in range(2):
+        add(loop, f"r{number}", [*SHARED, number])
+    assert first_tokens(loop) == {"r0": 1, "r1": 1}

@@ -1,0 +1,175 @@
+"""Refusals, deadlines, aborts, failures: whom they end, and whom they leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frame.core.messages import Finish, Generate
+from frame.core.scheduling.request import NOT_FINITE, QUEUE_FULL, TIMED_OUT
+from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.small_rig import GREEDY, VOCAB, config, params, policy, prompt, rig
+
+
+def refusal(message: Generate, **changes: Any) -> str:
+    made = rig(**changes)
+    finish = made.scheduler.add(message)
+    assert finish is not None
+    assert finish.reason == "error"
+    assert made.scheduler.is_idle
+    assert finish.error is not None
+    return finish.error
+
+
+def test_refusals_do_the_arithmetic() -> None:
+    one = Generate(rid="a", token_ids=prompt(90), params=params(max_tokens=20))
+    assert refusal(one) == (
+        "the prompt has 90 tokens and max_tokens is 20: 110 together, above the context of 100; "
+        "lower max_tokens to 10 or shorten the prompt"
+    )
+    assert refusal(Generate(rid="a", token_ids=prompt(100), params=params())).startswith("the prompt has 100 tokens, the context holds 100")
+    assert refusal(Generate(rid="a", token_ids=prompt(30), params=params(max_tokens=12)), num_pages=11) == (
+        "the request needs 11 pages of 4 tokens (30 of prompt plus 12 of output), the KV cache has 10; "
+        "lower max_tokens, shorten the prompt or enlarge cache.max_total_tokens"
+    )
+    assert refusal(Generate(rid="a", token_ids=prompt(41), params=params(max_tokens=None)), num_pages=11).startswith(
+        "the request needs 11 pages"
+    )
+    assert refusal(Generate(rid="a", token_ids=[], params=params())) == "the prompt is empty; it needs at least one token"
+    assert "outside the vocabulary (0 to 100)" in refusal(Generate(rid="a", token_ids=[1, VOCAB], params=params()))
+    assert "outside the vocabulary" in refusal(Generate(rid="a", token_ids=[-1], params=params()))
+    assert "it may have 64" in refusal(Generate(rid="a", token_ids=[1], params=params(stop_token_ids=tuple(range(65)))))
+
+
+def test_what_just_fits_runs_alone() -> None:
+    for overlap in (False, True):
+        made = rig(num_pages=11, overlap=overlap)
+        made.add(prompt(30), params(max_tokens=11))
+        made.add(prompt(30, 5), params(max_tokens=11))
+        made.run()
+
+
+def test_queue_is_bounded_and_ids_are_unique() -> None:
+    made = rig(max_queued=2)
+    for i in range(2):
+        made.add(prompt(4, i), GREEDY)
+    full = made.scheduler.add(Generate(rid="third", token_ids=[1], params=GREEDY))
+    assert full is not None
+    assert full.error is not None
+    assert full.error.startswith(QUEUE_FULL)
+    made.step()  # both are on the device now
+    twin = made.scheduler.add(Generate(rid="request-0", token_ids=[1], params=GREEDY))
+    assert twin is not None
+    assert twin.error == "request id request-0 is in use; choose another"
+    made.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_deadlines_end_waiting_and_running_requests(overlap: bool) -> None:
+    made = rig(overlap=overlap, max_running=1, request_timeout=50.0)
+    runs = made.add(prompt(4), params(max_tokens=60), deadline=5.0)
+    waits = made.add(prompt(4), params(max_tokens=60), deadline=3.0)
+    last = made.add(prompt(4), params(max_tokens=30))
+    for _ in range(80):
+        made.step()
+        made.now += 1.0
+    for rid, seconds in ((runs, 5), (waits, 3)):
+        finish = made.requests[rid].finish
+        assert finish is not None
+        assert finish.error == f"{TIMED_OUT}: the request took longer than its {seconds} s; allow it more time"
+    assert 0 < len(made.requests[runs].got) < 8
+    assert made.requests[waits].got == []
+    assert made.requests[last].finish == Finish("length")
+    made.run()
+
+
+def test_a_deadline_runs_from_the_arrival() -> None:
+    """Not from the moment at which the request's grammar was ready."""
+    made = rig(request_timeout=50.0)
+    made.now = 100.0
+    message = Generate(rid="late", token_ids=[1], params=params(max_tokens=60), deadline=5.0)
+    assert made.scheduler.add(message, None, 96.0) is None
+    assert made.scheduler._requests["late"].deadline == 101.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_in_every_state(overlap: bool) -> None:
+    made = rig(overlap=overlap, max_running=2, token_budget=6)
+    decoding = made.add(prompt(4), params(max_tokens=50))
+    prefilling = made.add(prompt(40, 1), params(max_tokens=50))
+    waiting = made.add(prompt(4, 2), params(max_tokens=50))
+    for _ in range(3):
+        made.step()
+    assert made.scheduler.load()["running"] == 2
+    for rid in (decoding, prefilling, waiting):
+        made.abort(rid)
+        made.abort(rid)
+        made.scheduler.check_integrity()
+        assert made.requests[rid].finish == Finish("abort")
+    made.scheduler.abort(["nobody"])
+    assert made.scheduler.drain_outputs() is None
+    assert not made.scheduler.is_idle or not overlap
+    made.run()
+
+
+def test_abort_of_all_and_with_a_reason() -> None:
+    made = rig(max_running=1)
+    for i in range(3):
+        made.add(prompt(4, i), GREEDY)
+    made.step()
+    made.scheduler.abort(["request-0"], "stop")
+    made.scheduler.abort()
+    tokens = made.scheduler.drain_outputs()
+    assert tokens is not None
+    assert tokens.finishes == {0: Finish("stop"), 1: Finish("abort"), 2: Finish("abort")}
+    assert tokens.token_ids == [[], [], []]
+    assert made.scheduler.is_idle
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_that_is_not_finite_ends_alone(overlap: bool) -> None:
+    bad = prompt(9, 3)
+    made = SchedulerRig(config(overlap=overlap), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
+    fine, broken = made.add(prompt(9), GREEDY), made.add(bad, GREEDY)
+    made.run()
+    assert made.requests[fine].finish == Finish("length")
+    finish = made.requests[broken].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert finish.error.startswith(NOT_FINITE)
+    assert len(made.requests[broken].got) == 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_step_ends_its_requests_and_no_others(overlap: bool) -> None:
+    made = rig(overlap=overlap, max_running=2)
+    for i in range(3):
+        made.add(prompt(8, i), params(max_tokens=20))
+    made.step()
+    made.commit()
+    batch = made.scheduler.next_batch(0.0)
+    assert batch is not None
+    made.runner.launch(batch).wait()
+    tokens = made.scheduler.fail(batch, "the device was lost")
+    assert sorted(tokens.rids) == ["request-0", "request-1"]
+    assert {finish.error for finish in tokens.finishes.values()} == {"the device was lost"}
+    made.scheduler.check_integrity()
+    made._receive(tokens)
+    while not made.scheduler.is_idle:
+        made.step()
+    assert made.requests["request-2"].got == made.requests["request-2"].whole
+
+
+def test_nothing_of_a_broken_step_is_cached() -> None:
+    bad = prompt(9, 3)
+    made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: len(tokens) == 13)
+    broken = made.add(bad, GREEDY)
+    while not made.scheduler.is_idle:
+        made.step()
+    assert len(made.requests[broken].got) == 4
+    again = made.add([*bad, *made.requests[broken].whole], params(max_tokens=1))
+    while not made.scheduler.is_idle:
+        made.step()
+    assert made.requests[again].cached == 8  # the prompt's pages; the third page was computed in the step that failed
+    made.check()

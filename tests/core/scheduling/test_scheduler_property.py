@@ -1,0 +1,221 @@
+"""Random life of a scheduler: adds, aborts, preemptions, steps, late commits, over tiny pools, all policies, overlap on and off.
+
+The rig checks after each step that nobody waits without need, for a prefix that no step computes above all.
+
+The fake runner's tokens are hashes of what is read back through the page table, so whatever goes wrong with a page, a slot, a
+cached prefix or a retracted request shows as another token or as a refused step.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.plugins.loader import load_registry
+from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.scripted_grammar import Script
+
+REGISTRY = load_registry(installed=False)
+SCHEDULING = {record.name: REGISTRY.load(record) for record in REGISTRY.records("scheduling_policy")}
+EVICTION = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
+VOCAB = 40
+EOS = 5
+
+
+def is_invalid(tokens: list[int]) -> bool:
+    """A rare prefix whose logits are not finite."""
+    return len(tokens) > 8 and tokens[-1] == 7 and tokens[-2] % 4 == 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        slots=st.integers(1, 5),
+        budget=st.sampled_from([1, 3, 16, 64]),
+        pool=st.sampled_from([32, 48, 96]),
+        overlap=st.booleans(),
+        policy=st.sampled_from(sorted(SCHEDULING)),
+        eviction=st.sampled_from(sorted(EVICTION)),
+        prefix_cache=st.booleans(),
+        invalid=st.booleans(),
+        growth_reserve=st.sampled_from([0, 32]),
+        share=st.sampled_from([0.0, 0.5, 0.9]),
+        preemption=st.booleans(),
+        jump_forward=st.sampled_from([0, 2, 2, 4]),
+        least_shared=st.sampled_from([2, 4, 256]),
+    )
+    def start(
+        self,
+        page_size: int,
+        slots: int,
+        budget: int,
+        pool: int,
+        overlap: bool,
+        policy: str,
+        eviction: str,
+        prefix_cache: bool,
+        invalid: bool,
+        growth_reserve: int,
+        share: float,
+        preemption: bool,
+        jump_forward: int,
+        least_shared: int,
+    ) -> None:
+        config = SchedulerConfig(
+            page_size=page_size,
+            num_pages=1 + pool // page_size,
+            max_running=slots,
+            token_budget=budget,
+            max_context=30,
+            vocab_size=VOCAB,
+            eos_ids=(EOS,),
+            overlap=overlap,
+            growth_reserve=growth_reserve,
+            short_prompt_share=share,
+            preemption=preemption,
+            jump_forward=jump_forward,
+            least_shared=least_shared,
+        )
+        self.rig = SchedulerRig(
+            config, SCHEDULING[policy](), EVICTION[eviction](), prefix_cache=prefix_cache, is_invalid=is_invalid if invalid else None
+        )
+
+    @rule(
+        stem=st.integers(0, 2),
+        stem_len=st.integers(0, 18),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+        max_tokens=st.none() | st.integers(1, 6),
+        temperature=st.sampled_from([0.0, 1.0]),
+        min_tokens=st.integers(0, 1),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        priority=st.integers(0, 2),
+        namespace=st.sampled_from(["", "", "tenant"]),
+        deadline=st.none() | st.integers(1, 20),
+        script=st.none() | st.lists(st.sampled_from([1, 1, 1, 2, 5]), min_size=1, max_size=12),
+        again=st.booleans(),
+    )
+    def add(
+        self,
+        stem: int,
+        stem_len: int,
+        tail: list[int],
+        max_tokens: int | None,
+        temperature: float,
+        min_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        priority: int,
+        namespace: str,
+        deadline: int | None,
+        script: list[int] | None,
+        again: bool,
+    ) -> None:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            seed=len(self.rig.requests),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        tokens = [(stem * 11 + i) % VOCAB for i in range(stem_len)] + tail
+        if again and self.rig.requests:  # whole pages of what may be in the cache, all of it
+            earlier = self.rig.requests[max(self.rig.requests)]
+            known, size = [*earlier.message.token_ids, *earlier.got][:23], self.rig.config.page_size
+            tokens = known[: len(known) // size * size] or tokens
+        grammar = None if script is None else lambda: Script(script, VOCAB)
+        self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline), grammar)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+            self.rig.now += 0.5
+
+    @precondition(lambda self: self.rig.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.rig.abort(data.draw(st.sampled_from(sorted(self.rig.requests))))
+        self.rig.scheduler.check_integrity()
+
+    @rule()
+    def commit_early(self) -> None:
+        self.rig.commit()
+        self.rig.scheduler.check_integrity()
+
+    @precondition(lambda self: len(self.rig.scheduler._running) > 1)
+    @rule()
+    def preempt(self) -> None:
+        planner = self.rig.scheduler._planner
+        planner.retract(planner._running.requests[-1])
+
+    @rule()
+    def flush_cache(self) -> None:
+        self.rig.scheduler.flush_cache()
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.run(max_steps=3000)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", sorted(SCHEDULING))
+def test_crowd(policy: str, overlap: bool) -> None:
+    """Many requests over a pool that holds few: retraction, eviction and preemption all the time."""
+    rng = random.Random(policy)
+    config = SchedulerConfig(
+        page_size=4,
+        num_pages=1 + 24,
+        max_running=8,
+        token_budget=10,
+        max_context=64,
+        vocab_size=VOCAB,
+        eos_ids=(EOS,),
+        overlap=overlap,
+        growth_reserve=4,
+        least_shared=4,
+    )
+    rig = SchedulerRig(config, SCHEDULING[policy]())
+    for i in range(80):
+        prompt = list(range(rng.choice((0, 4, 12)))) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        params = SamplingParams(max_tokens=rng.randint(1, 40), temperature=rng.choice((0.0, 1.0)), seed=i, ignore_eos=rng.random() < 0.8)
+        rig.add(prompt, params, priority=rng.randint(0, 3))
+        for _ in range(rng.choice((0, 0, 2))):
+            rig.step()
+    rig.run()
+    assert rig.scheduler.load()["retracted"] > 0
+    assert rig.scheduler.load()["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", sorted(SCHEDULING))
+def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
+    """Room for everybody, and requests that come back past their prompts after their prefix was evicted: the rig sees that nobody waits."""
+    rng = random.Random(policy)
+    config = SchedulerConfig(
+        page_size=2, num_pages=1000, max_running=16, token_budget=12, max_context=64, vocab_size=VOCAB, overlap=overlap, least_shared=4
+    )
+    rig = SchedulerRig(config, SCHEDULING[policy]())
+    planner = rig.scheduler._planner
+    for i in range(60):
+        params = SamplingParams(max_tokens=rng.randint(8, 40), temperature=0.0, ignore_eos=True)
+        rig.add([*range(16), i % VOCAB], params, priority=rng.randint(0, 1))
+        for _ in range(rng.choice((0, 2, 5))):
+            rig.step()
+        if rng.random() < 0.3:
+            for request in list(planner._running.requests):
+                planner.retract(request)
+            rig.scheduler.flush_cache()
+    rig.run()
+    assert rig.scheduler.load()["retracted"] > 0

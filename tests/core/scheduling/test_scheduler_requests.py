@@ -1,0 +1,97 @@
+"""What a request asks for besides tokens: log-probabilities and grammars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frame.core.messages import Finish, Generate
+from tests.core.scheduling.small_rig import GREEDY, params, prompt, rig
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logprobs_of_output_and_prompt(overlap: bool) -> None:
+    made = rig(overlap=overlap, token_budget=7, num_pages=16, max_context=50)
+    made.add(prompt(30), params(max_tokens=4))
+    while not made.scheduler.is_idle:
+        made.step()
+    asked = made.add(prompt(30), params(max_tokens=4, logprobs=2, prompt_logprobs=1))
+    plain = made.add(prompt(30, 4), params(max_tokens=20))
+    made.run()
+    found = made.requests[asked]
+    assert found.cached == 0  # logits of every prompt token are needed, so none comes from the cache
+    assert [len(each.top[0]) for each in found.logprobs] == [2] * 4
+    assert found.logprobs[0].top[0][0] == (found.got[0], found.logprobs[0].logprobs[0])
+    assert found.prompt_logprobs is not None
+    assert found.prompt_logprobs.top[0] == []
+    assert [top[0] for top in found.prompt_logprobs.top[1:]] == list(zip(prompt(30)[1:], found.prompt_logprobs.logprobs[1:], strict=True))
+    assert made.requests[plain].logprobs == []
+
+
+class Alternating:
+    """Allows even tokens, then odd ones, and so on; ends after `count`."""
+
+    def __init__(self, count: int) -> None:
+        self.taken: list[int] = []
+        self.count = count
+
+    def fill(self, mask: np.ndarray) -> bool:
+        mask[:] = 0x55555555 if len(self.taken) % 2 == 0 else np.int32(-0x55555556)
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        if token_id % 2 != len(self.taken) % 2:
+            return False
+        self.taken.append(token_id)
+        return True
+
+    def is_finished(self) -> bool:
+        return len(self.taken) == self.count
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pages", [65, 14])
+def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int) -> None:
+    made = rig(overlap=overlap, num_pages=pages, max_context=50)
+    for i in range(2):
+        made.add(prompt(5, i), params(max_tokens=30))
+    grammar = Alternating(20)
+    message = Generate(rid="constrained", token_ids=prompt(5, 30), params=params(max_tokens=40))
+    assert made.scheduler.add(message, grammar) is None
+    finishes = {}
+    in_flight: list[Any] = []
+    followed = 0
+    while not made.scheduler.is_idle:
+        batch = made.scheduler.next_batch(0.0)
+        if batch is not None:
+            in_flight.append((batch, made.runner.launch(batch)))
+        while len(in_flight) > (overlap and batch is not None):
+            done, step = in_flight.pop(0)
+            tokens = made.scheduler.commit(done, step.wait())
+            finishes.update({tokens.rids[i]: finish for i, finish in tokens.finishes.items()})
+        if batch is not None and batch.mask_follows:
+            followed += 1
+            in_flight[-1][1].sample(made.scheduler.mask(batch))
+        made.scheduler.check_integrity()
+    assert (followed > 15) == overlap
+    assert len(grammar.taken) == 20
+    assert [token % 2 for token in grammar.taken] == [0, 1] * 10
+    assert finishes["constrained"] == Finish("stop")
+    assert made.scheduler.load()["retracted"] == 0 or pages == 14
+
+
+def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
+    class Never(Alternating):
+        def accept(self, token_id: int) -> bool:
+            return False
+
+    made = rig()
+    assert made.scheduler.add(Generate(rid="a", token_ids=prompt(5), params=GREEDY), Never(3)) is None
+    batch = made.scheduler.next_batch(0.0)
+    assert batch is not None
+    tokens = made.scheduler.commit(batch, made.runner.launch(batch).wait())
+    assert tokens.finishes[0].reason == "error"
+    assert tokens.token_ids == [[]]
+    assert made.scheduler.is_idle

@@ -1,0 +1,46 @@
+"""The order of the queue, and deadlines."""
+
+from __future__ import annotations
+
+from frame.core.scheduling.request import RequestState
+from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
+from frame.testing.conformance_policies import example_requests
+
+
+def test_first_come_first_served_and_back_to_the_head() -> None:
+    queue, requests = WaitingQueue(), example_requests(6)
+    for request in requests[:5]:
+        queue.push(request)
+    queue.push_front(requests[5])
+    queue.remove(requests[2])
+    assert [request.index for request in queue] == [5, 0, 1, 3, 4]
+    assert [request.index for request in queue.head(2)] == [5, 0]
+    assert len(queue) == 5
+    for request in list(queue):
+        queue.remove(request)
+    assert len(queue) == 0
+    assert queue.head(3) == []
+
+
+def test_by_priority_the_head_is_that_of_the_level() -> None:
+    queue, requests = WaitingQueue(by_priority=True), example_requests(5)
+    for request, priority in zip(requests, (0, 7, 0, -1, 7), strict=True):
+        request.priority = priority
+    for request in requests[:4]:
+        queue.push(request)
+    queue.push_front(requests[4])
+    assert [request.index for request in queue] == [4, 1, 0, 2, 3]
+
+
+def test_deadlines_forget_who_ended() -> None:
+    deadlines, requests = Deadlines(), example_requests(300)
+    for i, request in enumerate(requests):
+        request.deadline = float(i % 10)
+        deadlines.watch(request, num_alive=10)
+        request.state = RequestState.FINISHED if i % 30 else RequestState.RUNNING
+    assert len(deadlines) <= 2 * 10 + 64
+    assert deadlines.expired(-1.0) == []
+    assert {request.index for request in deadlines.expired(0.0)} == {i for i in range(300) if i % 30 == 0}
+    assert deadlines.expired(0.0) == []
+    deadlines.expired(9.0)
+    assert len(deadlines) == 0

@@ -1,0 +1,168 @@
+"""The tokenizer against the `tokenizers` library, and the chat template against transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.loading.model_config import find_model
+from frame.core.text.chat_template import ChatTemplate, ChatTemplateError, find_template
+from frame.core.text.tokenizer import Tokenizer
+
+TINY = find_model("frame-tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(TINY)
+
+
+def test_round_trip(tokenizer: Tokenizer) -> None:
+    text = "def f(x):\n    return x  # größer 日本 😀"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(tokenizer.token_bytes(i) for i in ids).decode() == text
+    assert tokenizer.encode_batch([text, "x"], add_special_tokens=False)[0] == ids
+
+
+def test_pieces_are_what_the_library_decodes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.pieces is not None
+    for i in range(0, tokenizer.vocab_size, 7):
+        assert tokenizer.pieces[i].decode("utf-8", "replace") == tokenizer.backend.decode([i], skip_special_tokens=False)
+
+
+def test_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_ids == (tokenizer.token_id("<|eos|>"),)
+    assert tokenizer.token_id("<|eos|>") in tokenizer.special_ids
+    assert tokenizer.decode([tokenizer.eos_token_ids[0]]) == ""
+
+
+def test_bos_is_added_when_only_the_configuration_wants_it(tokenizer: Tokenizer) -> None:
+    plain = json.loads(tokenizer.backend.to_str())
+    plain["post_processor"] = None
+    from tokenizers import Tokenizer as Backend
+
+    config = {"bos_token": {"content": "<|bos|>"}, "add_bos_token": True}
+    bare = Tokenizer(Backend.from_str(json.dumps(plain)), config)
+    bos = bare.token_id("<|bos|>")
+    assert bare.encode("a")[0] == bos
+    assert bare.encode("a")[1:] == bare.encode("a", add_special_tokens=False)
+    assert bare.encode_batch(["a"])[0][0] == bos
+
+
+def test_bad_words_become_ids(tokenizer: Tokenizer) -> None:
+    params = tokenizer.with_bad_words(SamplingParams(bad_words=("import",)))
+    assert {tokenizer.decode(ids) for ids in params.bad_words_ids} == {"import", " import"}
+
+
+def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_no_torch_and_no_transformers_are_imported() -> None:
+    load = f"import sys; from frame.core.text.tokenizer import Tokenizer; Tokenizer.load({str(TINY)!r}).encode('x')"
+    code = f"{load}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+
+
+# chat templates ----------------------------------------------------------------------------------------------------
+
+FANCY = (
+    "{%- for message in messages %}\n"
+    "    {%- if loop.first and message.role == 'system' %}\n{{ bos_token }}[{{ message.content | trim }}]\n{%- continue %}{% endif %}\n"
+    "    {%- generation %}<{{ message.role }}>{{ message.content }}{% endgeneration %}\n"
+    "{%- endfor %}\n"
+    "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
+    "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+    "{%- if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": " be <kind> "}, {"role": "user", "content": "größe & <x>"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "description": "it's <b>"}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_templates_render_as_in_transformers(tools: list[dict[str, Any]] | None) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    theirs = render_jinja_template([MESSAGES], tools=tools, chat_template=FANCY, add_generation_prompt=True, bos_token="<s>")
+    theirs = theirs[0][0] if isinstance(theirs[0], list) else theirs[0]
+    assert ChatTemplate(FANCY, {"bos_token": "<s>"}).render(MESSAGES, tools) == theirs
+
+
+def test_embedded_template_equals_transformers(tokenizer: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(TINY)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.chat_text(MESSAGES) == expected
+    assert tokenizer.encode_chat(MESSAGES) == theirs(expected, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "cannot read"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ messages[5].content.x }}", "refuses"),
+    ],
+)
+def test_a_template_s_complaint_is_one_sentence(source: str, complaint: str) -> None:
+    with pytest.raises(ChatTemplateError, match=complaint):
+        ChatTemplate(source).render(MESSAGES)
+
+
+def test_developers_are_systems_where_a_template_does_not_know_them() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"
+    assert ChatTemplate("{{ messages[0].role if messages[0].role == 'developer' }}").render(messages) == "developer"
+    assert messages[0]["role"] == "developer"
+
+
+def test_a_conversation_too_deep_to_print_is_the_client_s_fault() -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ChatTemplateError, match="cannot read"):
+        ChatTemplate("{{ tools | tojson }}").render(MESSAGES, tools=nested)
+
+
+def test_a_broken_template_and_reserved_names() -> None:
+    with pytest.raises(CheckpointError, match="does not compile"):
+        ChatTemplate("{% if %}")
+    with pytest.raises(ChatTemplateError, match="may not set messages"):
+        ChatTemplate("x").render(MESSAGES, arguments={"messages": []})
+    assert ChatTemplate("{{ enable_thinking }}").render(MESSAGES, arguments={"enable_thinking": False}) == "False"
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    assert find_template(tmp_path, {}) is None
+    assert find_template(tmp_path, {"chat_template": "a"}) == "a"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert find_template(tmp_path, {"chat_template": named}) == "d"
+    (tmp_path / "chat_template.jinja").write_text("j")
+    assert find_template(tmp_path, {"chat_template": "a"}) == "j"
+    for odd in (5, {"a": "b"}, [{"template": "nameless"}], [{"name": "default", "template": None}, 5]):
+        with pytest.raises(CheckpointError, match="holds no chat template that can be read"):
+            find_template(tmp_path / "elsewhere", {"chat_template": odd})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="holds no chat template that can be read"):
+        find_template(tmp_path, {})
+
+
+def test_no_template_says_what_to_do() -> None:
+    bare = Tokenizer(Tokenizer.load(TINY).backend)
+    with pytest.raises(ChatTemplateError, match="--chat-template"):
+        bare.chat_text(MESSAGES)

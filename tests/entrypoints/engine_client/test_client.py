@@ -1,0 +1,536 @@
+"""The asyncio client over a link that the test plays: feeding, places, deaths, siblings, tokenizing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.inflight_file import mark_of
+from frame.core.loading.model_config import find_model
+from frame.core.messages import (
+    Abort,
+    Control,
+    ControlReply,
+    Fatal,
+    Finish,
+    Generate,
+    Heartbeat,
+    Message,
+    Text,
+    Tokenize,
+    Tokenized,
+    TokenLogprobs,
+    Tokens,
+    Watch,
+)
+from frame.core.scheduling.request import TIMED_OUT
+from frame.core.text.chat_template import ChatTemplateError
+from frame.core.text.detokenizer import Detokenizer
+from frame.core.text.incremental_decoder import TextStream
+from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.engine_client.client import EXPIRY_GRACE, EngineClient
+from frame.entrypoints.engine_client.limits import (
+    ClientLimits,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    check_request,
+    sibling,
+)
+from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, ProcessInput, ThreadedInput, tokenize
+
+LIMITS = ClientLimits(max_outstanding=4, max_context=32, vocab_size=100, capacity=64)
+
+
+class Link:
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.inbox: list[Any] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout: float | None = 0.0) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def close(self) -> None:
+        return
+
+
+def make(**more: Any) -> tuple[EngineClient, Link]:
+    link = Link()
+    return EngineClient(link, LIMITS, **more), link
+
+
+def submit(client: EngineClient, *params: SamplingParams, rid: str = "r") -> Any:
+    client.reserve(sum(own.n for own in params))
+    return client.submit([[1, 2, 3]] * len(params), params, rid=rid)
+
+
+def rids(link: Link) -> list[str]:
+    return [m.rid for m in link.sent if isinstance(m, Generate)]
+
+
+async def test_a_step_feeds_every_request_once() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(n=2), SamplingParams())
+    assert rids(link) == ["r-0", "r-1", "r-2"]
+    link.inbox = [
+        Text(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], cached={0: 2}),
+        Text(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
+    ]
+    client.drain()
+    changed = await asyncio.wait_for(answer.wait(), 1)
+    assert [(s.index, s.prompt_index) for s in changed] == [(0, 0), (2, 1)]
+    first = changed[0]
+    assert first.take() == ("ac", [1, 4], [TokenLogprobs([4], [-1.0], [[]])])
+    assert (first.cached, first.num_tokens, first.take()[0]) == (2, 2, "")
+    ends = {i: Finish("length") for i in range(3)}
+    link.inbox = [Text(rids=["r-0", "r-1", "r-2"], texts=["", "", ""], token_ids=[[], [], []], finishes=ends)]
+    client.drain()
+    await asyncio.wait_for(answer.complete(), 1)
+    assert client.num_outstanding == 0
+    assert client.stats.finished == {"length": 3}
+    assert client.stats.generated_tokens == 3
+
+
+async def test_places_are_bounded_and_given_back() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(n=3))
+    client.reserve(1)
+    with pytest.raises(QueueFullError, match="max_queued_requests"):
+        client.reserve(1)
+    with pytest.raises(InvalidRequestError, match="send fewer"):  # later would not help
+        client.reserve(LIMITS.max_outstanding + 1)
+    client.release(1)
+    client.abandon(answer)
+    assert client.num_outstanding == 0
+    assert link.sent[-1] == Abort(rids=["r-0", "r-1", "r-2"])
+    client.abandon(answer)  # once is enough
+    assert sum(isinstance(m, Abort) for m in link.sent) == 1
+    assert client.stats.rejected == 1
+
+
+async def test_an_answer_that_nobody_reads_is_bounded() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(n=2, logprobs=1))
+    given_up: list[str] = []
+    answer.bound(20, lambda: given_up.append("r"))
+
+    def step(count: int = 1) -> None:
+        link.inbox = [Tokens(rids=["r-0", "r-1"], token_ids=[[7] * count, [8] * count])]
+        client.drain()
+
+    for _ in range(50):  # what is read at once never counts
+        step(3)
+        answer.take_changed()
+    step()
+    for _ in range(5):
+        step()
+    assert given_up == []  # 5 steps on top, of 2 sequences, a token and a logprob each
+    step()
+    assert given_up == ["r"]
+    step()
+    assert given_up == ["r"]
+
+
+async def test_a_stop_string_is_told_to_the_engine() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(stop=("x",)))
+    link.inbox = [Text(rids=["r"], texts=["a"], token_ids=[[1]], finishes={0: Finish("stop", "x")}, stopped=[0])]
+    client.drain()
+    await asyncio.wait_for(answer.complete(), 1)
+    assert link.sent[-1] == Abort(rids=["r"], reason="stop")
+
+
+async def test_text_is_made_here_or_elsewhere_or_nowhere() -> None:
+    tokenizer = Tokenizer.load(find_model("frame-tiny"))
+    ids = tokenizer.encode("hello", add_special_tokens=False)
+    step = Tokens(rids=["r"], token_ids=[ids], finishes={0: Finish("length")})
+    for more, expected in (({"detokenizer": Detokenizer(tokenizer)}, "hello"), ({}, "")):
+        client, link = make(**more)
+        answer = submit(client, SamplingParams())
+        link.inbox = [step]
+        client.drain()
+        assert answer.sequences[0].take()[:2] == (expected, ids)
+        assert not any(isinstance(m, Watch) for m in link.sent)
+    client, link = make(remote_text=True)
+    submit(client, SamplingParams())
+    assert [type(m) for m in link.sent] == [Watch, Generate]
+
+
+async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
+    client, link = make(detokenizer=detokenizer)
+    first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
+    process = detokenizer.process
+
+    def fails_on_the_first(message: Tokens) -> Text:
+        if "a" in message.rids:
+            raise RuntimeError("boom")
+        return process(message)
+
+    monkeypatch.setattr(detokenizer, "process", fails_on_the_first)
+    link.inbox = [tokens_of(generated(link)[0], 5, finish=Finish("length")), tokens_of(generated(link)[1], 6, finish=Finish("length"))]
+    client.drain()
+    for answer in (first, second):
+        await asyncio.wait_for(answer.complete(), 1)
+    lost, fine = first.sequences[0].finish, second.sequences[0].finish
+    assert lost is not None and lost.reason == "error" and "the server's log" in (lost.error or "")
+    assert fine == Finish("length")
+    assert link.sent[-1] == Abort(rids=["a"])
+    assert client.num_outstanding == len(detokenizer) == 0
+
+
+async def test_news_that_cannot_be_handed_on_keep_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, link = make()
+    first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
+
+    def fails() -> None:
+        raise RuntimeError("boom")
+
+    first.on_news = fails
+    link.inbox = [Text(rids=["a", "b"], texts=["x", "y"], token_ids=[[5], [6]], finishes={0: Finish("length"), 1: Finish("length")})]
+    waiting = asyncio.create_task(second.wait())
+    await asyncio.sleep(0)
+    client.drain()
+    assert [stream.rid for stream in await asyncio.wait_for(waiting, 1)] == ["b"]
+
+
+async def test_what_the_engine_does_not_end_in_time_ends_here() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams())
+    client.expire()
+    answer.sequences[0].standing.expires = time.monotonic() - EXPIRY_GRACE / 2
+    client.expire()
+    assert answer.open == 1  # the engine's to say
+    answer.sequences[0].standing.expires -= EXPIRY_GRACE
+    client.expire()
+    finish = answer.sequences[0].finish
+    assert finish is not None and (finish.error or "").startswith(TIMED_OUT)
+    assert link.sent[-1] == Abort(rids=["r"])
+    assert client.num_outstanding == 0
+
+
+async def test_death_ends_everything() -> None:
+    client, link = make()
+    answer, control = submit(client, SamplingParams()), asyncio.ensure_future(client.control("ping"))
+    await asyncio.sleep(0)
+    link.inbox = [Fatal(process="engine", error="no memory")]
+    client.drain()
+    await asyncio.wait_for(answer.complete(), 1)
+    assert answer.sequences[0].finish == Finish("error", None, "engine failed: no memory")
+    with pytest.raises(EngineDeadError):
+        await control
+    with pytest.raises(EngineDeadError, match="no memory"):
+        client.reserve(1)
+
+
+async def test_controls_and_heartbeats() -> None:
+    client, link = make()
+    waiting = asyncio.ensure_future(client.control("server_info"))
+    await asyncio.sleep(0)
+    sent = link.sent[-1]
+    assert isinstance(sent, Control)
+    beat = Heartbeat(process="engine", step=3, running=2)
+    link.inbox = [ControlReply(id="other", ok=True), beat, ControlReply(id=sent.id, ok=True, data={"x": 1})]
+    client.drain()
+    assert (await waiting).data == {"x": 1}
+    assert client.load == beat
+
+
+def test_siblings_differ_and_the_first_is_alone() -> None:
+    params = SamplingParams(n=3, seed=2**63 - 1)
+    found = [sibling(params, i) for i in range(3)]
+    assert found[0] == SamplingParams(seed=2**63 - 1)
+    assert len({each.seed for each in found}) == 3
+    assert not any(each.problems() for each in found)
+    assert sibling(SamplingParams(n=2), 1).seed is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "part"),
+    [
+        ([], {}, "empty"),
+        ([1] * 32, {}, "shorten"),
+        ([1] * 30, {"max_tokens": 3}, "lower max_tokens to 2"),
+        ([100], {}, "vocabulary"),
+        ([1], {"regex": "x"}, "--grammar-backend"),
+        ([1], {"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_requests_that_cannot_be_served(prompt: list[int], params: dict[str, Any], part: str) -> None:
+    with pytest.raises(InvalidRequestError, match=part):
+        check_request(LIMITS, prompt, SamplingParams(**params))
+
+
+def test_two_running_requests_cannot_share_a_name() -> None:
+    client, _ = make()
+    submit(client, SamplingParams())
+    with pytest.raises(InvalidRequestError, match="choose another"):
+        submit(client, SamplingParams())
+
+
+def test_abort_names_whole_requests_and_nothing_else() -> None:
+    client, link = make()
+    submit(client, SamplingParams(n=2), rid="job")
+    submit(client, SamplingParams(), rid="job-7")
+    sent = len(link.sent)
+    client.abort(["nobody"])
+    assert len(link.sent) == sent  # no rids at all would end everything
+    client.abort(["job"])
+    assert link.sent[-1] == Abort(rids=["job-0", "job-1"])
+    client.abort(["job-7"])
+    assert link.sent[-1] == Abort(rids=["job-7"])
+    client.abort([])
+    assert link.sent[-1] == Abort()
+
+
+def test_a_request_that_cannot_be_sent_leaves_no_trace() -> None:
+    client, link = make()
+
+    def refuse(message: Message) -> None:
+        if isinstance(message, Generate) and message.rid == "r-1":
+            raise OverflowError("no such number on the wire")
+        link.sent.append(message)
+
+    client.link.send = refuse  # type: ignore[method-assign]
+    with pytest.raises(OverflowError):
+        submit(client, SamplingParams(n=2))
+    client.release(2)  # the caller's places
+    assert client.num_outstanding == 0
+    assert isinstance(link.sent[-1], Abort)
+    assert "r-0" in link.sent[-1].rids
+
+
+# tokenizing --------------------------------------------------------------------------------------------------------
+
+
+class Loopback:
+    """Tokenizer processes, played in place."""
+
+    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
+        self.asked: list[int] = []
+        self.input = ProcessInput(workers, self.send)
+        self._tokenizer = tokenizer
+
+    def send(self, worker: int, message: Message) -> None:
+        assert isinstance(message, Tokenize)
+        self.asked.append(worker)
+        asyncio.get_running_loop().call_soon(self.input.answer, tokenize(self._tokenizer, message))
+
+
+async def test_every_way_of_tokenizing_gives_the_same_ids() -> None:
+    tokenizer = Tokenizer.load(Path(find_model("frame-tiny")))
+    loopback = Loopback(tokenizer, 2)
+    threads = ThreadedInput(tokenizer)
+    chats: Sequence[Any] = [[{"role": "user", "content": "x" * size}] for size in (3, INLINE_CHARACTERS + 1)]
+    for text in ("short", "long " * INLINE_CHARACTERS):
+        assert await threads.encode(text) == await loopback.input.encode(text) == tokenizer.encode(text)
+    for chat in chats:
+        expected = tokenizer.encode_chat(chat)
+        assert await threads.encode_chat(chat, None, {}) == await loopback.input.encode_chat(chat, None, {}) == expected
+    assert loopback.asked == [0, 1, 0, 1]
+    for each in (threads, loopback.input):
+        with pytest.raises(ChatTemplateError, match="unknown role"):
+            await each.encode_chat([{"role": "alien", "content": "x"}], None, {})
+        each.close()
+
+
+@pytest.mark.parametrize("beside", [
+    {},
+    {"content": "x" * INLINE_CHARACTERS},
+    {"reasoning_content": "x" * INLINE_CHARACTERS},
+    {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "x" * INLINE_CHARACTERS}}}]},
+], ids=["nothing", "content", "thinking", "calls"])  # fmt: skip
+async def test_only_short_conversations_are_encoded_on_the_loop(beside: dict[str, Any]) -> None:
+    threads = []
+
+    class Watched(Tokenizer):
+        def encode_chat(self, *arguments: Any) -> list[int]:
+            threads.append(threading.current_thread())
+            return []
+
+    text_input = ThreadedInput(Watched.__new__(Watched))
+    await text_input.encode_chat([{"role": "assistant", "content": "", **beside}], None, {})
+    await text_input.encode_chat([{"role": "assistant", "content": ""}], None, {"documents": beside})
+    text_input.close()
+    assert [thread is threading.main_thread() for thread in threads] == [not beside, False]
+
+
+# restarts ----------------------------------------------------------------------------------------------------------
+
+
+def generated(link: Link) -> list[Generate]:
+    return [message for message in link.sent if isinstance(message, Generate)]
+
+
+def tokens_of(message: Generate, *ids: int, finish: Finish | None = None) -> Tokens:
+    return Tokens(rids=[message.rid], token_ids=[list(ids)], finishes={} if finish is None else {0: finish})
+
+
+async def test_after_a_death_a_request_goes_on_where_it_was() -> None:
+    client, link = make()
+    answer = submit(client, SamplingParams(max_tokens=9, temperature=1.0, prompt_logprobs=1))
+    first = generated(link)[0]
+    assert first.params.seed is not None  # or it would draw others the next time
+    scored = TokenLogprobs([1, 2, 3], [None, -1.0, -2.0], [[], [], []])
+    link.inbox = [Tokens(rids=["r"], token_ids=[[7, 8]], prompt_logprobs={0: scored})]
+    client.drain()
+    answer.take_changed()
+    assert answer.sequences[0].take()[1] == [7, 8]  # sent to the user already
+    client.suspend("it died", {})
+    assert client.away == "it died"
+    late = tokens_of(first, 99)
+    link.inbox = [late]
+    client.drain()
+    client.reserve(1)
+    waiting = client.submit([[5]], [SamplingParams()], rid="new")
+    waiting.sequences[0].standing.expires -= LIMITS.request_timeout - 10.0  # so long it waits for an engine
+    assert len(generated(link)) == 1
+    client.resume()
+    again, new = generated(link)[1:]
+    assert (again.token_ids, again.output_len, again.params.seed) == ([1, 2, 3, 7, 8], 2, first.params.seed)
+    assert again.params.prompt_logprobs is None  # they are here
+    assert again.rid != first.rid
+    assert 0 < (again.deadline or 0) <= LIMITS.request_timeout
+    assert (new.rid, new.output_len) == ("new", 0)
+    assert 0 < (new.deadline or 0) <= 10.0  # its time ran on meanwhile
+    link.inbox = [late, tokens_of(again, 9, finish=Finish("length")), tokens_of(new, finish=Finish("length"))]
+    client.drain()
+    assert answer.sequences[0].take()[1] == [9]
+    assert (answer.sequences[0].rid, answer.sequences[0].num_tokens, waiting.open) == ("r", 3, 0)
+    assert (client.num_outstanding, client.stats.readmitted) == (0, 1)
+
+
+async def test_text_goes_on_in_the_middle_of_a_character() -> None:
+    tokenizer = Tokenizer.load(find_model("frame-tiny"))
+    ids = tokenizer.encode("né\u4e2d\U0001f600!", add_special_tokens=False)
+    for cut in range(len(ids)):
+        client, link = make(detokenizer=Detokenizer(tokenizer))
+        answer = submit(client, SamplingParams())
+        link.inbox = [tokens_of(generated(link)[0], *ids[:cut])]
+        client.drain()
+        client.suspend("it died", {})
+        client.resume()
+        link.inbox = [tokens_of(generated(link)[-1], *ids[cut:], finish=Finish("length"))]
+        client.drain()
+        assert answer.sequences[0].take()[0] == "né\u4e2d\U0001f600!"
+
+
+async def test_text_that_cannot_be_made_again_ends_its_request_alone() -> None:
+    class Broken:
+        def feed(self, token_id: int) -> str:
+            raise RuntimeError("no such piece")
+
+        def flush(self) -> str:
+            return ""
+
+    detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
+    client, link = make(detokenizer=detokenizer)
+    bad, good = submit(client, SamplingParams(), rid="bad"), submit(client, SamplingParams(), rid="good")
+    link.inbox = [Tokens(rids=["bad", "good"], token_ids=[[70], [70]])]
+    client.drain()
+    client.suspend("it died", {})
+    made = detokenizer.stream
+    detokenizer.stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
+    client.resume()
+    finish = bad.sequences[0].finish
+    assert finish is not None and "the detokenizer failed on this request" in (finish.error or "")
+    first, told, second = link.sent[-3:]
+    assert isinstance(first, Generate) and isinstance(second, Generate)
+    assert told == Abort(rids=[first.rid], reason="stop")
+    link.inbox = [tokens_of(first, finish=Finish("stop")), tokens_of(second, 71, finish=Finish("length"))]
+    client.drain()
+    assert (good.open, client.num_outstanding) == (0, 0)
+
+
+async def test_what_ends_while_the_engine_is_away() -> None:
+    limits = ClientLimits(max_outstanding=8, max_context=32, vocab_size=100, capacity=64, request_timeout=0.0)
+    link = Link()
+    client = EngineClient(link, limits)
+    answers = {rid: submit(client, SamplingParams(), rid=rid) for rid in ("told", "left", "named", "late")}
+    client.abort(["told"])  # the engine dies before it hears of it
+    client.suspend("it died", {})
+    assert answers["told"].sequences[0].finish == Finish("abort")
+    client.abandon(answers["left"])
+    client.abort(["named"])
+    assert answers["named"].sequences[0].finish == Finish("abort")
+    client.expire()
+    assert "deadline exceeded" in (answers["late"].sequences[0].finish.error or "")  # type: ignore[union-attr]
+    assert client.num_outstanding == 0
+    client.resume()
+    assert len(generated(link)) == 4
+    assert client.stats.finished == {"abort": 3, "error": 1}
+
+
+async def test_a_detokenizer_that_comes_again_is_told_what_is_out() -> None:
+    client, link = make(remote_text=True)
+    answer = submit(client, SamplingParams())
+    link.inbox = [Text(rids=["r"], texts=["ab"], token_ids=[[7, 8]])]
+    client.drain()
+    client.suspend("it died")
+    assert link.sent[-1] == Abort(rids=["r"])  # the engine lives, and goes on under another name
+    link.inbox = [Text(rids=["r"], texts=["lost"], token_ids=[[9]])]
+    client.drain()
+    client.resume()
+    watch, again = link.sent[-2:]
+    assert isinstance(watch, Watch) and isinstance(again, Generate)
+    assert (watch.rid, watch.token_ids, again.token_ids) == (again.rid, [7, 8], [1, 2, 3, 7, 8])
+    assert answer.sequences[0].take() == ("ab", [7, 8], [])
+
+
+async def test_a_new_engine_stays_paused_and_old_commands_end() -> None:
+    client, link = make()
+    pausing = asyncio.ensure_future(client.control("pause"))
+    await asyncio.sleep(0)
+    link.inbox = [ControlReply(id=link.sent[-1].id, ok=True)]  # type: ignore[attr-defined]
+    client.drain()
+    await pausing
+    waiting = asyncio.ensure_future(client.control("server_info"))
+    await asyncio.sleep(0)
+    client.suspend("it died", {})
+    with pytest.raises(EngineDeadError, match="it died"):
+        await waiting
+    with pytest.raises(EngineDeadError, match="it died"):
+        await client.control("server_info")
+    client.resume()
+    assert isinstance(link.sent[-1], Control) and link.sent[-1].action == "pause"
+
+
+async def test_a_killer_is_refused_and_its_answer_told() -> None:
+    client, link = make()
+    answer, other = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
+    for _ in range(2):
+        client.suspend("it died", {mark_of(message.rid): 0 for message in generated(link)[-2:]})
+        client.resume()
+    assert len(generated(link)) == 5  # both, both, and the first alone
+    client.suspend("it died", {mark_of(generated(link)[-1].rid): 0})
+    finish = answer.sequences[0].finish
+    assert finish is not None and "ended the engine 3 times" in (finish.error or "")
+    client.resume()
+    assert (generated(link)[-1].token_ids, other.open) == ([1, 2, 3], 1)
+
+
+async def test_a_tokenizer_that_comes_again_is_asked_again() -> None:
+    asked: list[tuple[int, str]] = []
+    texts = ProcessInput(2, lambda worker, message: asked.append((worker, message.text or "")))  # type: ignore[attr-defined]
+    first, second, third = (asyncio.ensure_future(texts.encode(text)) for text in ("poison", "elsewhere", "fine"))
+    await asyncio.sleep(0)
+    texts.ask_again(0)
+    assert asked == [(0, "poison"), (1, "elsewhere"), (0, "fine"), (0, "poison"), (0, "fine")]
+    texts.ask_again(0)
+    with pytest.raises(InvalidRequestError, match="ended its tokenizer process 2 times"):
+        await first
+    assert asked[5:] == [(0, "fine")]
+    for name in ("1", "2"):
+        texts.answer(Tokenized(id=name, token_ids=[1]))
+    assert await asyncio.gather(second, third) == [[1], [1]]

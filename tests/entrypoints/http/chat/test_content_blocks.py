@@ -1,0 +1,69 @@
+"""Blocks: in whatever pieces deltas come, they are the same row, and one block is open at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
+
+ANSWER: list[tuple[str, str]] = [("reasoning", "so it is"), ("text", "Well, "), ("0", '{"a": 1}'), ("1", "{}"), ("text", "done"), ("2", "")]
+
+
+class Log:
+    """Every event, checked for order."""
+
+    def __init__(self) -> None:
+        self.open: Block | None = None
+        self.texts: list[str] = []
+
+    def opened(self, block: Block) -> bytes:
+        assert self.open is None
+        assert block.place == len(self.texts)
+        self.open = block
+        self.texts.append("")
+        return b"("
+
+    def grown(self, block: Block, piece: str) -> bytes:
+        assert self.open is block
+        self.texts[-1] += piece
+        return b"."
+
+    def closed(self, block: Block) -> bytes:
+        assert self.open is block
+        self.open = None
+        return b")"
+
+
+def deltas(chance: random.Random) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for kind, text in ANSWER:
+        cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(4)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        for place, piece in enumerate(pieces):
+            if kind.isdigit():
+                function = {"arguments": piece} | ({"name": f"f{kind}"} if place == 0 else {})
+                found.append({"tool_calls": [{"index": int(kind), "function": function} | ({"id": f"call_{kind}"} if place == 0 else {})]})
+            else:
+                found.append({"reasoning_content" if kind == "reasoning" else "content": piece})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_and_whole_are_the_same_row(seed: int) -> None:
+    log, blocks = Log(), Blocks()
+    events = b"".join(blocks.feed([delta], log) for delta in deltas(random.Random(seed))) + blocks.finish(log)
+    assert (events.count(b"("), events.count(b")"), log.open) == (len(ANSWER), len(ANSWER), None)
+    whole = Blocks()
+    whole.feed(deltas(random.Random(seed + 1)), Silent())
+    assert [(b.kind, b.name, b.call_id, b.text) for b in blocks.row] == [(b.kind, b.name, b.call_id, b.text) for b in whole.row]
+    assert log.texts == [block.text for block in whole.row] == [text for _, text in ANSWER]
+    assert blocks.calls_tools
+
+
+def test_an_empty_answer_has_no_block() -> None:
+    blocks = Blocks()
+    assert blocks.feed([{"content": ""}, {}], Silent()) + blocks.finish(Silent()) == b""
+    assert blocks.row == []

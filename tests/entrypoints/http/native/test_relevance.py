@@ -1,0 +1,200 @@
+"""`/v1/rerank`, `/v1/score`, `/v1/classify` and `/v1/moderations` over real HTTP, with a cross-encoder and with a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from tests.entrypoints.grpc.test_service import Client
+from tests.entrypoints.offline.test_vectors import DOCUMENTS, QUERY, plain, with_pairs
+from tests.entrypoints.serving import RunningServer
+
+FLAGS = ("--served-model-name", "judge", "--grpc-port", "0")
+LABELS = {0: "safe", 1: "hate", 2: "self-harm"}
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    folder = with_pairs(make_checkpoint("BertForSequenceClassification", tmp_path_factory.mktemp("judge"), num_labels=1))
+    with RunningServer(folder, *FLAGS, "--tokenizer-workers", "1", fake=False) as running:
+        yield running, folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    folder = make_checkpoint("LlamaForSequenceClassification", tmp_path_factory.mktemp("classes"), id2label=LABELS)
+    with RunningServer(folder, "--max-total-tokens", "4096", "--grpc-port", "0", fake=False) as running:
+        yield running, folder
+
+
+def expected_scores(folder: Path) -> list[float]:
+    model, tokenizer = load_reference(folder), plain(folder)
+    pairs = [tokenizer.encode(QUERY, document) for document in DOCUMENTS]
+    with torch.no_grad():
+        logits = [model(torch.tensor([pair.ids]), token_type_ids=torch.tensor([pair.type_ids])).logits for pair in pairs]
+    return [float(torch.sigmoid(value)) for value in logits]
+
+
+def ask(server: RunningServer, path: str, **body: Any) -> Any:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_rerank(judge, path: str) -> None:
+    server, folder = judge
+    want = expected_scores(folder)
+    body = ask(server, path, model="judge", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]])
+    assert [each["index"] for each in body["results"]] == np.argsort(want)[::-1].tolist()
+    for each in body["results"]:
+        assert abs(each["relevance_score"] - want[each["index"]]) < 1e-5
+        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert body["usage"]["total_tokens"] > 50
+    best = ask(server, path, query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)["results"]
+    assert [(each["index"], set(each)) for each in best] == [(body["results"][0]["index"], {"index", "relevance_score"})]
+
+
+def test_rerank_as_text_embeddings_inference(judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    server, folder = judge
+    want = expected_scores(folder)
+    found = ask(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=False, return_text=True, truncate=False)
+    assert [each["index"] for each in found] == np.argsort(want)[::-1].tolist()
+    assert [each["text"] for each in found] == [DOCUMENTS[each["index"]] for each in found]
+    np.testing.assert_allclose([each["score"] for each in found], sorted(want, reverse=True), atol=1e-5)
+    answer = litellm.rerank(model="huggingface/judge", api_base=server.url, api_key="none", query=QUERY, documents=DOCUMENTS, top_n=2)
+    assert [each["index"] for each in answer.results] == [each["index"] for each in found[:2]]
+    ranked = ask(server, "/invocations", query=QUERY, documents=DOCUMENTS)
+    assert ranked["results"][0]["index"] == found[0]["index"]
+    for body, says in (({"texts": []}, "texts is empty"), ({}, "documents is empty"), ({"texts": ["x"], "raw_scores": True}, "raw_scores")):
+        answer = server.post("/rerank", {"query": "x"} | body)
+        assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_score(judge) -> None:
+    server, folder = judge
+    want = expected_scores(folder)
+    for body in (
+        {"text_1": QUERY, "text_2": DOCUMENTS},
+        {"queries": [QUERY], "items": DOCUMENTS},
+        {"queries": [QUERY] * 4, "documents": DOCUMENTS},
+    ):
+        data = ask(server, "/v1/score", **body)["data"]
+        np.testing.assert_allclose([each["score"] for each in data], want, atol=1e-5)
+
+
+def test_ranking_and_scores_over_grpc(judge) -> None:
+    server, _ = judge
+    want = ask(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        client = Client(channel)
+        ranking = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "terms": {"id": "mine"}})
+        best = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 1})
+        scores = client.call("Score", {"queries": [QUERY], "items": DOCUMENTS})
+        for name, request, part in (
+            ("Rerank", {"query": "a"}, "documents is empty"),
+            ("Score", {"queries": ["a", "b"], "items": ["a", "b", "c"]}, "as many of each"),
+            ("Embed", {"texts": ["a"]}, "not to embed"),
+            ("Score", {"queries": ["a"], "items": ["b"], "terms": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens is 0"),
+        ):
+            with pytest.raises(grpc.RpcError, match=part) as caught:
+                client.call(name, request)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert [each.index for each in ranking.results] == [each["index"] for each in want["results"]]
+    assert ranking.results[0].relevance_score == pytest.approx(want["results"][0]["relevance_score"])
+    assert [each.index for each in best.results] == [want["results"][0]["index"]]
+    assert ranking.prompt_tokens == want["usage"]["prompt_tokens"]
+    found = {each["index"]: each["relevance_score"] for each in want["results"]}
+    assert list(scores.scores) == pytest.approx([found[index] for index in range(len(DOCUMENTS))])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b " * 5000]}, "input"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 3000}, "documents"),
+        ("/v1/rerank", {"documents": ["b"]}, "query"),
+        ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
+        ("/v1/embeddings", {"input": "a"}, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "model"),
+        ("/v1/moderations", {"input": []}, "input"),
+        ("/v1/moderations", {"input": [{"type": "image_url", "image_url": {"url": "x"}}]}, "input"),
+        ("/v1/moderations", {"input": ["a", {"type": "text", "text": "b"}]}, "input"),
+    ],
+)
+def test_bad_requests(judge, path: str, body: dict[str, Any], param: str) -> None:
+    answer = judge[0].post(path, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_classes(classifier) -> None:
+    server, folder = classifier
+    body = ask(server, "/v1/classify", input=DOCUMENTS)
+    model, tokenizer = load_reference(folder), plain(folder)
+    with torch.no_grad():
+        for each, text in zip(body["data"], DOCUMENTS, strict=True):
+            want = torch.softmax(model(torch.tensor([tokenizer.encode(text).ids])).logits[0], -1)
+            np.testing.assert_allclose(each["probs"], want.numpy(), atol=1e-5)
+            assert each["label"] == LABELS[int(want.argmax())]
+    assert body["labels"] == list(LABELS.values())
+
+
+def test_classes_and_verdicts_over_grpc(classifier) -> None:
+    server, _ = classifier
+    want = ask(server, "/v1/classify", input=DOCUMENTS)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        found = Client(channel).call("Classify", {"texts": DOCUMENTS})
+        verdicts = Client(channel).call("Moderate", {"texts": DOCUMENTS})
+    assert list(found.labels) == want["labels"]
+    for each, verdict, wanted in zip(found.classes, verdicts.results, want["data"], strict=True):
+        assert each.label == wanted["label"]
+        assert list(each.probabilities) == pytest.approx(wanted["probs"])
+        assert dict(verdict.category_scores) == pytest.approx(dict(zip(want["labels"][1:], wanted["probs"][1:], strict=True)))
+        assert verdict.flagged == (max(wanted["probs"][1:]) >= 0.5)
+
+
+def test_probabilities_by_the_pooling_route(classifier) -> None:
+    server, _ = classifier
+    (want,) = ask(server, "/v1/classify", input="x")["data"]
+    (found,) = ask(server, "/pooling", input="x", task="classify")["data"]
+    np.testing.assert_allclose(found["data"], want["probs"], atol=1e-6)
+    assert ask(server, "/invocations", input="x")["data"][0]["label"] == want["label"]
+
+
+def test_a_classifier_of_several_classes_ranks_nothing(classifier) -> None:
+    answer = classifier[0].post("/v1/rerank", {"query": "a", "documents": ["b"]})
+    assert answer.status_code == 400
+    assert "tells 3 classes apart" in answer.json()["error"]["message"]
+
+
+def test_moderations_with_openais_client(classifier) -> None:
+    openai = pytest.importorskip("openai")
+    server, _ = classifier
+    classes = ask(server, "/v1/classify", input=DOCUMENTS)["data"]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.moderations.create(input=DOCUMENTS)
+        parts = client.moderations.create(input=[{"type": "text", "text": DOCUMENTS[0]}])
+    for result, each in zip(answer.results, classes, strict=True):
+        scores = result.category_scores.model_dump(by_alias=True)
+        assert abs(scores["hate"] - each["probs"][1]) < 1e-6
+        assert abs(scores["self-harm"] - each["probs"][2]) < 1e-6
+        assert scores["violence"] == 0.0
+        assert "safe" not in scores
+        assert result.flagged == (max(each["probs"][1:]) >= 0.5)
+        assert result.categories.hate == (each["probs"][1] >= 0.5)
+    assert abs(parts.results[0].category_scores.hate - classes[0]["probs"][1]) < 1e-6

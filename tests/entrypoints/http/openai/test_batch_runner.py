@@ -1,0 +1,340 @@
+"""Batches against a route of the test's own: restarts, ends of time, room and server, and uploads' multipart bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.config.schema import BatchesSection
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.engine_client.quotas import ShareExceededError, Shares
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.openai import batch_runner
+from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, make_folder
+from frame.entrypoints.http.openai.batch_runner import OVER, Batch, BatchRunner
+from frame.entrypoints.http.protocol.multipart import FormReader
+
+CHAT = "/v1/chat/completions"
+
+
+class Server:
+    """A runner whose route answers with the request's own body, after `wait`."""
+
+    def __init__(self, folder: Path, max_bytes: int = 100_000, most_of_key: int | None = None, **config: Any) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.statuses: list[int] = []  # of the next answers; 200 after them
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.is_stopping = False
+        self.most_at_once = self._at_once = 0
+        settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
+        self.shares = Shares(most_of_key)
+        self.runner = BatchRunner(settings, FileStore(settings), self.shares, lambda: self.is_stopping)
+        self.runner.route = self._route
+
+    async def _route(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        body = (await receive())["body"]
+        self.asked.append(scope | {"body": json.loads(body)})
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            await self.gate.wait()
+        finally:
+            self._at_once -= 1
+        await send({"type": "http.response.start", "status": self.statuses.pop(0) if self.statuses else 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def begin(self, count: int, tenant: str = "") -> Batch:
+        lines = "".join(json.dumps({"custom_id": str(i), "method": "POST", "url": CHAT, "body": {"i": i}}) + "\n" for i in range(count))
+        card = await self.runner.files.create(lines.encode(), "in.jsonl", "batch", tenant)
+        return await self.runner.start(card.id, CHAT, None, tenant)
+
+    async def over(self, batch: Batch) -> Batch:
+        async with asyncio.timeout(30):
+            while batch.status not in OVER:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+        return batch
+
+    def lines(self, name: str | None) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.runner.files.path(name or "").read_text().splitlines()]
+
+
+async def test_every_line_once_and_few_at_a_time(tmp_path: Path) -> None:
+    server = Server(tmp_path / "new", concurrency=3)
+    server.gate.clear()
+    one, two = await server.begin(10, "a"), await server.begin(10, "b")
+    async with asyncio.timeout(30):
+        while len(server.asked) < 3:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+    server.gate.set()
+    await server.over(one)
+    await server.over(two)
+    assert {line["custom_id"] for line in server.lines(one.output_file_id)} == {str(i) for i in range(10)}
+    assert (one.completed, two.completed, one.error_file_id, server.most_at_once) == (10, 10, None, 3)
+    assert {(asked["tenant"], asked["path"], asked["body"]["priority"]) for asked in server.asked} == {
+        ("a", CHAT, -1000),
+        ("b", CHAT, -1000),
+    }
+    assert server.runner.get(one.id, "b") is None
+    assert [batch.id for batch in server.runner.owned("b")] == [two.id]
+
+
+async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "RETRY", 0.0)
+    server = Server(tmp_path)
+    server.statuses = [503, 429, 503, 200, 500]
+    batch = await server.over(await server.begin(2))
+    assert (batch.status, batch.completed, batch.failed, len(server.asked)) == ("completed", 1, 1, 5)
+    assert server.lines(batch.error_file_id)[0]["response"]["status_code"] == 500
+
+
+async def test_the_ends_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path, concurrency=1, max_requests=5)
+    assert "more than 5 requests" in ((await server.over(await server.begin(6))).error or "")
+    assert "no requests" in ((await server.over(await server.begin(0))).error or "")
+    server.gate.clear()
+    cancelled = await server.begin(3)
+    await asyncio.sleep(0)
+    await server.runner.cancel(cancelled)
+    assert cancelled.status == "cancelled"
+    server.gate.set()
+    monkeypatch.setattr(batch_runner, "WINDOW", -1)
+    assert (await server.over(await server.begin(3))).status == "expired"
+    monkeypatch.undo()
+    server.gate.clear()
+    before, running = len(server.asked), await server.begin(3)
+    async with asyncio.timeout(30):
+        while len(server.asked) == before:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+    server.is_stopping = True
+    server.gate.set()
+    await server.over(running)
+    assert (running.status, running.completed, len(server.lines(running.output_file_id))) == ("failed", 1, 1)  # what ran was answered
+    stopped = await server.over(await server.begin(3))
+    assert (stopped.status, "stopped" in (stopped.error or "")) == ("failed", True)
+
+
+async def test_room_on_disk(tmp_path: Path) -> None:
+    server = Server(tmp_path, max_bytes=2000)
+    batch = await server.over(await server.begin(20))  # its answers have no room
+    assert (batch.status, "delete some" in (batch.error or "")) == ("failed", True)
+    with pytest.raises(NoRoomError, match="delete some"):
+        await server.begin(20)
+    for card in server.runner.files.owned(""):
+        await server.runner.files.delete(card)
+    assert server.runner.files.num_bytes == 0
+    assert (await server.over(await server.begin(2))).status == "completed"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"batches\.folder"):
+        FileStore(BatchesSection(folder=str(tmp_path / "file" / "below")))
+
+
+def stored(folder: Path) -> list[str]:
+    return [path.stem for path in folder.glob("file-*.jsonl")]
+
+
+async def test_a_full_disk_takes_no_room_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path)
+    files = server.runner.files
+    output = await files.begin("out.jsonl", "batch_output", "")
+    output.append(b"abc")
+    output._handle.close()
+    output._handle = Path("/dev/full").open("wb")  # noqa: SIM115, ASYNC230 - closed by what is tested
+    output._handle.write(b"x")
+    with pytest.raises(OSError, match="No space left"):
+        await output.finish()
+    output.abandon()
+    assert (files.num_bytes, stored(tmp_path)) == (0, [])
+    batch = await server.begin(3)
+    before = files.num_bytes
+
+    async def full(card: Card) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "add", full)
+    await server.over(batch)
+    assert (batch.status, "No space left" in (batch.error or "")) == ("failed", True)
+    assert (files.num_bytes, batch.output_file_id) == (before, None)
+    assert stored(tmp_path) == [batch.input_file_id]
+
+
+async def test_a_restart_knows_what_was_there(tmp_path: Path) -> None:
+    first = Server(tmp_path)
+    done = await first.over(await first.begin(2))
+    first.gate.clear()
+    before, cut_off = len(first.asked), await first.begin(2)
+    async with asyncio.timeout(30):
+        while len(first.asked) == before:  # noqa: ASYNC110 - no event tells that it has written what it had to, and waits
+            await asyncio.sleep(0.001)
+    first.runner.files.close()  # as when its process ends
+    (tmp_path / f"batch-{'0' * 32}.json").write_text("{half a card")
+    second = Server(tmp_path)
+    found = {batch.id: batch for batch in second.runner.owned("")}
+    assert set(found) == {done.id, cut_off.id}
+    assert (found[done.id].status, found[cut_off.id].status) == ("completed", "failed")
+    assert second.lines(done.output_file_id)
+    assert set(stored(tmp_path)) == {card.id for card in second.runner.files.owned("")}  # half an output is gone
+    assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.owned(""))
+    await first.runner.cancel(cut_off)
+
+
+async def test_nothing_but_its_own_is_deleted(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    done = await server.over(await server.begin(1))
+    half = await server.runner.files.begin("half.jsonl", "batch_output", "")
+    half.append(b"half")
+    server.runner.files.close()
+    strangers = {
+        tmp_path / f"file-{'0' * 32}.jsonl": "not of this server",
+        tmp_path / f"file-{'1' * 32}.json": json.dumps({"id": "../outside", "filename": "", "purpose": "", "bytes": 0, "created_at": 0,
+                                                        "tenant": "", "is_complete": False}),
+        tmp_path / "file-notes.jsonl": "notes",
+        tmp_path / "file-notes.json": "{}",
+        tmp_path.parent / "outside.jsonl": "outside",
+    }  # fmt: skip
+    for path, text in strangers.items():
+        path.write_text(text)
+    again = Server(tmp_path)
+    assert {path: path.read_text() for path in strangers} == strangers
+    assert {card.id for card in again.runner.files.owned("")} == {done.input_file_id, done.output_file_id}
+    assert half._card.id not in stored(tmp_path)
+    (tmp_path.parent / "outside.jsonl").unlink()
+
+
+async def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    first = Server(tmp_path)
+    done = await first.over(await first.begin(1))
+    with pytest.raises(ConfigurationError, match=r"batches\.folder .* is in use by another server; choose another"):
+        Server(tmp_path)
+    with pytest.raises(ConfigurationError, match="is in use"):
+        make_folder(tmp_path)
+    assert first.lines(done.output_file_id)
+    first.runner.files.close()
+    make_folder(tmp_path)
+    assert Server(tmp_path).lines(done.output_file_id)
+
+
+async def test_a_key_has_its_share_of_the_room(tmp_path: Path) -> None:
+    server = Server(tmp_path, max_bytes=10_000, max_bytes_per_key=2000, max_files_per_key=4)
+    files = server.runner.files
+    with pytest.raises(NoRoomError, match="max_bytes_per_key"):
+        await files.create(b"x" * 2001, "a", "batch", "greedy")
+    assert (files.num_bytes, stored(tmp_path)) == (0, [])
+    making = [await files.begin("a", "batch", "greedy") for _ in range(4)]  # those in the making count too
+    with pytest.raises(NoRoomError, match="max_files_per_key"):
+        await files.begin("a", "batch", "greedy")
+    await files.create(b"x" * 2000, "b", "batch", "modest")
+    for output in making:
+        output.abandon()
+    for _ in range(4):
+        await files.create(b"x" * 500, "a", "batch", "greedy")
+    with pytest.raises(NoRoomError, match="max_files_per_key"):
+        await files.create(b"", "a", "batch", "greedy")
+    files.close()
+    again = Server(tmp_path, max_bytes=10_000, max_bytes_per_key=2000, max_files_per_key=4).runner.files
+    with pytest.raises(NoRoomError, match="max_files_per_key"):
+        await again.create(b"", "a", "batch", "greedy")
+    await again.delete(again.owned("greedy")[0])
+    await again.create(b"x" * 500, "a", "batch", "greedy")
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("batch-*.json"))
+
+
+async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path, max_batches_per_key=3)
+    other = await server.over(await server.begin(1, "modest"))
+    greedy = [await server.over(await server.begin(1, "greedy")) for _ in range(5)]
+    assert [batch.id for batch in server.runner.owned("greedy")] == [batch.id for batch in reversed(greedy[2:])]
+    assert saved(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
+    monkeypatch.setattr(batch_runner, "MOST_BATCHES", 4)  # what all keys share
+    await server.over(await server.begin(1, "greedy"))
+    assert server.runner.owned("modest") == [other]
+    with pytest.raises(NoRoomError, match="none of yours"):
+        await server.begin(1, "third")
+    server.gate.clear()
+    for _ in range(3):
+        await server.begin(1, "greedy")
+    with pytest.raises(NoRoomError, match="batches of this key"):
+        await server.begin(1, "greedy")
+    server.gate.set()
+    for batch in server.runner.owned("greedy"):
+        await server.over(batch)
+
+
+async def test_lines_count_for_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "RETRY", 0.0)
+    server = Server(tmp_path, concurrency=8, most_of_key=3)
+    with server.shares.open("a"):  # a request of the same key over HTTP
+        server.gate.clear()
+        batch = await server.begin(10, "a")
+        async with asyncio.timeout(30):
+            while len(server.asked) < 2:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(server.asked) == 2
+        assert server.asked[0]["share"] is not None
+        with pytest.raises(ShareExceededError):
+            server.shares.open("a")
+        other = await server.begin(3, "b")  # whose lines are not kept waiting by those that wait for their key
+        async with asyncio.timeout(30):
+            while len(server.asked) < 5:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+        server.gate.set()
+        assert (await server.over(other)).completed == 3
+    assert (await server.over(batch)).completed == 10
+    assert server.most_at_once == 5
+
+
+def forms(body: bytes, size: int) -> dict[str, tuple[str | None, bytes]]:
+    """The parts of a body that comes in pieces of `size` bytes."""
+    reader, parts = FormReader("multipart/form-data; boundary=xyz"), {}
+    for start in range(0, max(1, len(body)), size):
+        for part, content in reader.feed(body[start : start + size]):
+            parts[part.name] = (part.filename, parts.get(part.name, (None, b""))[1] + content)
+    reader.close()
+    return parts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
+def test_multipart_bodies(size: int) -> None:
+    content = b'{"a": "\r\n--not the boundary"}\r\n\r\n--xy\x00\xff\r\n'
+    body = (
+        b'preamble\r\n--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--xyz\r\ncontent-disposition: form-data; name="empty"\r\n\r\n\r\n'
+        b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: x/y\r\n\r\n'
+        + content
+        + b"\r\n--xyz--\r\nepilogue"
+    )
+    assert forms(body, size) == {"purpose": (None, b"batch"), "empty": (None, b""), "file": ("a.jsonl", content)}
+    bads = (b"", body[:-16], body.replace(b"--xyz", b"--abc"), b"\r\n--xyz" * 1000, b"--xyz\r\n" + b"a" * 20_000,
+            b"--xyz\r\n\r\n\r\n" * 17 + b"--xyz--")  # fmt: skip
+    for bad in bads:
+        with pytest.raises(ApiError):
+            forms(bad, size)
+    assert forms(b"--xyz\r\n\r\n\r\n--xyz--", size) == {"": (None, b"")}
+
+
+def test_a_form_of_boundaries_is_refused_soon() -> None:
+    reader = FormReader("multipart/form-data; boundary=x")
+    with pytest.raises(ApiError, match="more than 16 parts"):
+        for _ in reader.feed(b"\r\n--x\r\n\r\n" * 1000):
+            pass
+
+
+async def test_a_line_of_many_parts_is_refused_unread(tmp_path: Path) -> None:
+    server = Server(tmp_path, max_bytes=10_000_000)
+    rich = b'{"custom_id": "a", "body": [' + b"[]," * 100_000 + b"1]}\n"
+    lines = rich + b'{"custom_id": "b", "url": "' + CHAT.encode() + b'", "body": {}}\n'
+    card = await server.runner.files.create(lines, "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert (batch.completed, batch.failed) == (1, 1)
+    assert "lists, objects and keys" in server.lines(batch.error_file_id)[0]["error"]["message"]

@@ -1,0 +1,142 @@
+"""Metrics as dashboards read them: all that the Grafana dashboard draws is exported; other servers' names hold the same numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import promql_parser
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Finish, Heartbeat
+from frame.entrypoints.engine_client.stats import ClientStats
+from frame.entrypoints.http.operations.metric_aliases import FAMILIES, aliases_of
+from frame.entrypoints.http.operations.metrics import ServerMetrics, exposition
+from frame.entrypoints.processes.resource_monitor import Usage, UsageLimits, UsageWatch
+
+
+def services(aliases: tuple[str, ...] = ()) -> Any:
+    stats = ClientStats(finished={"stop": 3, "abort": 1}, prompt_tokens=40, generated_tokens=12, cached_tokens=10, first_token=[0.02, 0.3])
+    load = Heartbeat(process="engine", step=7, running=2, waiting=1, used_pages=5, total_pages=10, cached_tokens=10, prompt_tokens=40)
+    server = SimpleNamespace(metrics_aliases=aliases)
+    resolved = SimpleNamespace(
+        served_name="m", user=SimpleNamespace(server=server), facts=SimpleNamespace(architecture="A"), device="cpu", dtype="float32",
+        page_size=16,
+    )
+    client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
+    watch = UsageWatch(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
+    watch.look("engine", 1, device_memory=10**9)
+    watch.look("main", 2)
+    info = {"phases": {"weights": 0.5}, "kernels": {"compiled": 2, "loaded": 30}}
+    return SimpleNamespace(resolved=resolved, client=client, info=info, watch=watch)
+
+
+def test_what_processes_hold() -> None:
+    found = scraped()
+    assert found["frame_process_memory_bytes{process=main}"] == 5e8
+    assert found["frame_process_threads{process=engine}"] == 9
+    assert found["frame_process_open_files{process=engine}"] == 20
+    assert {name for name in found if "device" in name} >= {"frame_process_device_memory_bytes{process=engine}"}
+    assert "frame_process_device_memory_bytes{process=main}" not in found
+
+
+def scraped(aliases: tuple[str, ...] = ()) -> dict[str, float]:
+    metrics = ServerMetrics(services(aliases))
+    metrics.count_response("/generate", 200)
+    found = {}
+    for family in text_string_to_metric_families(exposition(metrics).decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def test_names_of_other_servers_hold_the_same_numbers() -> None:
+    plain, both = scraped(), scraped(("vllm", "sglang"))
+    assert not any(name.startswith(("vllm:", "sglang:")) for name in plain)
+    assert both["vllm:num_requests_running{engine=0}"] == both["sglang:num_running_reqs{}"] == both["frame_requests_running{}"] == 2
+    assert both["vllm:request_success_total{engine=0,finished_reason=stop}"] == 3
+    assert both["vllm:time_to_first_token_seconds_bucket{engine=0,le=0.02}"] == 1
+    assert both["vllm:time_to_first_token_seconds_count{engine=0}"] == both["sglang:time_to_first_token_seconds_count{}"] == 2
+    assert both["vllm:prefix_cache_hits_total{engine=0}"] / both["vllm:prefix_cache_queries_total{engine=0}"] == 0.25
+    assert both["sglang:token_usage{}"] == both["vllm:kv_cache_usage_perc{engine=0}"] == 0.5
+    assert both["vllm:cache_config_info{block_size=16,engine=0,num_gpu_blocks=10}"] == 1
+    assert (both["sglang:num_used_tokens{}"], both["sglang:max_total_num_tokens{}"]) == (80, 160)
+    assert both["sglang:num_requests_total{reason=stop}"] == 3
+    assert both["frame_http_responses_total{route=/generate,status=200}"] == 1
+
+
+def test_a_start_is_told_by_phase_and_by_kernels() -> None:
+    found = scraped()
+    assert found["frame_start_seconds{phase=weights}"] == 0.5
+    assert (found["frame_start_kernels{source=compiled}"], found["frame_start_kernels{source=cache}"]) == (2, 30)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_alias_is_of_a_metric_that_exists(family: str) -> None:
+    collected = list(ServerMetrics(services()).collect())
+    served = {alias.name for metric in collected for alias in aliases_of(metric, (family,))}
+    assert served == {f"{family}:{name}" for names in FAMILIES[family].values() for name in names}
+
+
+def queries(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [value for key, value in node.items() if key == "expr"]
+        return own + [query for value in node.values() for query in queries(value)]
+    return [query for value in node for query in queries(value)] if isinstance(node, list) else []
+
+
+def test_dashboard_shows_metrics_that_exist() -> None:
+    from frame.entrypoints.cli.dashboard import command
+
+    shown = CliRunner().invoke(command)
+    assert shown.exit_code == 0
+    dashboard = json.loads(shown.output)
+    found = queries(dashboard)
+    assert len(found) > 15
+    served = {name.partition("{")[0] for name in scraped()}
+    for query in found:
+        query = query.replace("$__rate_interval", "1m").replace("$model", "m")
+        promql_parser.parse(query)  # raises for what Prometheus would refuse
+        named = re.findall(r"\b(?:frame|process)_\w+", query)
+        assert named, query
+        assert set(named) <= served, query
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    drawn = {name for query in found for name in re.findall(r"\bframe_\w+", query)}
+    assert {"frame_requests_running", "frame_kv_usage_ratio", "frame_time_to_first_token_seconds_bucket"} <= drawn
+
+
+# What the dashboards and autoscalers of vLLM (examples/observability, KEDA, llm-d) and SGLang (examples/monitoring) ask for.
+ASKED = (
+    *("vllm:e2e_request_latency_seconds_bucket", "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_requests_running"),
+    *("vllm:time_per_output_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket", "vllm:num_requests_waiting"),
+    *("vllm:time_to_first_token_seconds_bucket", "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", "vllm:request_success_total"),
+    *("vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket", "vllm:request_queue_time_seconds_sum"),
+    *("vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum", "vllm:request_inference_time_seconds_sum"),
+    *("vllm:request_max_num_generation_tokens_sum", "vllm:request_params_max_tokens_sum", "vllm:cache_config_info"),
+    *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:num_preemptions_total"),
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_used_tokens", "sglang:token_usage", "sglang:gen_throughput"),
+    *("sglang:cache_hit_rate", "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:num_requests_total"),
+    *("sglang:time_to_first_token_seconds_bucket", "sglang:e2e_request_latency_seconds_bucket", "sglang:max_total_num_tokens"),
+    *("sglang:inter_token_latency_seconds_bucket", "sglang:time_per_output_token_seconds_bucket"),
+)
+
+
+def test_the_names_that_others_ask_for_are_there_by_default() -> None:
+    names = {name.partition("{")[0] for name in scraped(FrameConfig.model_validate({"model": {"path": "x"}}).server.metrics_aliases)}
+    assert [name for name in ASKED if name not in names] == []
+
+
+def test_times_of_a_request_that_ended() -> None:
+    stats = ClientStats()
+    answer = SimpleNamespace(created=1.0, submitted=1.5)
+    times = SimpleNamespace(first=3.0, waited=0.5)
+    sequence: Any = SimpleNamespace(answer=answer, times=times, prompt=[1, 2], num_tokens=5, params=SamplingParams(max_tokens=7))
+    stats.ended(sequence, Finish("stop"), 5.0)
+    assert (stats.inference, stats.per_output_token, stats.output_limits) == ([3.0], [0.5], [7])

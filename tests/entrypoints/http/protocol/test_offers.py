@@ -1,0 +1,49 @@
+"""Offers of another protocol on a connection: not taken up, and nothing of the request is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frame.entrypoints.http.protocol.connections import GuardedProtocol
+from frame.entrypoints.http.protocol.offers import PlainProtocol
+from tests.security.test_connections import listening, status, talk
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+
+
+async def mirror(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the method, the path and the body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    answer = f"{scope['method']} {scope['raw_path'].decode()} ".encode() + body
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(answer)).encode())]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+@pytest.mark.parametrize("offer", [OFFER, WEBSOCKET, OFFER.lower()])
+async def test_an_offer_of_another_protocol_is_not_taken_up(offer: bytes) -> None:
+    """As Java's HttpClient and `curl --http2` make it: body and following requests are read as without it."""
+    head = b"POST /a%20b HTTP/1.1\r\nHost: x\r\n" + offer
+    whole = head + b"Content-Length: 5\r\n\r\nhello"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    async with listening(mirror) as connect:
+        for parts in ([whole + last], [whole[:-5], b"hello", last], [whole[:60], whole[60:], last], [chunked, last], [whole * 900 + last]):
+            found = await talk(connect, *parts)
+            assert found.count(b"POST /a%20b hello") == b"".join(parts).count(b"hello")
+            assert found.endswith(b"GET / ")
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with listening(mirror) as connect:
+        for target in (b"x:1", b"/path"):
+            assert status(await talk(connect, b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\n" + OFFER + b"\r\n")) == 400
+
+
+def test_it_is_what_connections_are() -> None:
+    assert issubclass(GuardedProtocol, PlainProtocol)

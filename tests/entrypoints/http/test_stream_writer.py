@@ -1,0 +1,144 @@
+"""Writing from the client's own pass: nothing is lost or reordered when a connection is full, fails, or hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Finish
+from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.http.errors import DisconnectedError
+from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.stream_writer import EventPump
+
+
+class Connection:
+    """An ASGI `send` that can be full or broken."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.room = asyncio.Event()
+        self.room.set()
+        self.broken: type[Exception] | None = None
+
+    async def send(self, message: Any) -> None:
+        await self.room.wait() if not self.room.is_set() else None
+        if self.broken:
+            raise self.broken("gone")
+        self.bodies.append(message["body"])
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+def make() -> tuple[Connection, Answer, Stream, EventPump]:
+    connection, answer = Connection(), Answer()
+    stream = Stream(answer, 0, 0, "r", [1], SamplingParams())
+    answer.sequences.append(stream)
+    answer.open = 1
+    call = Call({"headers": []}, never, connection.send, 0)
+    return connection, answer, stream, EventPump(call, answer, lambda s: s.take()[0].encode())
+
+
+def feed(stream: Stream, text: str, finish: Finish | None = None) -> None:
+    stream.texts.append(text)
+    if finish is not None:
+        stream.finish = finish
+        stream.answer.open -= 1
+    if stream not in stream.answer.changed:
+        stream.answer.changed.append(stream)
+    stream.answer.wake()
+
+
+async def test_news_are_written_at_once() -> None:
+    connection, _, stream, pump = make()
+    stream.texts.append("a")
+    running = asyncio.create_task(pump.run([stream]))
+    await asyncio.sleep(0)
+    feed(stream, "b")
+    assert connection.bodies == [b"a", b"b"]  # no task had to run in between
+    feed(stream, "c", Finish("stop"))
+    await running
+    assert connection.bodies == [b"a", b"b", b"c"]
+
+
+async def test_a_full_connection_joins_what_comes_meanwhile() -> None:
+    connection, _, stream, pump = make()
+    running = asyncio.create_task(pump.run([]))
+    await asyncio.sleep(0)
+    connection.room.clear()
+    for text in "abc":
+        feed(stream, text)
+    feed(stream, "d", Finish("stop"))
+    await asyncio.sleep(0.01)
+    assert connection.bodies == []
+    assert not running.done()
+    connection.room.set()
+    await running
+    assert connection.bodies == [b"a", b"bcd"]
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, RuntimeError])
+async def test_a_broken_connection_is_the_handler_s_error(error: type[Exception]) -> None:
+    connection, _, stream, pump = make()
+    running = asyncio.create_task(pump.run([]))
+    await asyncio.sleep(0)
+    connection.broken = error
+    feed(stream, "a")
+    with pytest.raises(DisconnectedError):
+        await running
+    feed(stream, "b")  # nobody listens any more
+    assert connection.bodies == []
+
+
+async def test_a_pump_that_is_given_up_raises_why_and_writes_no_more() -> None:
+    connection, _, stream, pump = make()
+    running = asyncio.create_task(pump.run([]))
+    await asyncio.sleep(0)
+    feed(stream, "a")
+    connection.room.clear()
+    feed(stream, "b")
+    await asyncio.sleep(0)
+    pump.give_up(OverflowError("too much waits"))
+    feed(stream, "c")  # what still comes harms nothing
+    with pytest.raises(OverflowError):
+        await running
+    connection.room.set()
+    await asyncio.sleep(0)
+    assert connection.bodies == [b"a"]
+    _, _, stream, pump = make()
+    pump.give_up(OverflowError("too much waits"))
+    with pytest.raises(OverflowError):
+        await pump.run([stream])
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_hang_up_ends_the_pump(is_full: bool) -> None:
+    connection, answer, stream, pump = make()
+    running = asyncio.create_task(pump.run([]))
+    await asyncio.sleep(0)
+    if is_full:
+        connection.room.clear()
+        feed(stream, "a")
+        await asyncio.sleep(0)
+        answer.hang_up()
+        connection.room.set()
+    else:
+        answer.hang_up()
+    await asyncio.wait_for(running, 1.0)
+    assert answer.on_news is None
+
+
+async def test_an_error_while_writing_reaches_the_handler() -> None:
+    _, answer, stream, _ = make()
+
+    def fail(stream: Stream) -> bytes:
+        raise KeyError("no such token")
+
+    call = Call({"headers": []}, never, Connection().send, 0)
+    with pytest.raises(KeyError):
+        await EventPump(call, answer, fail).run([stream])

@@ -1,0 +1,37 @@
+"""The scheduler that a configuration asks for."""
+
+from __future__ import annotations
+
+from frame.core.config.schema import FrameConfig
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_scheduler import build_scheduler
+
+CHOSEN = {
+    "policy": "priority",
+    "max_running_requests": 3,
+    "max_queued_requests": 17,
+    "chunked_prefill_size": 48,
+    "request_timeout": 5.0,
+    "preemption": False,
+    "short_prompt_share": 0.25,
+    "overlap": False,
+}
+
+
+def test_every_setting_reaches_the_scheduler() -> None:
+    config = FrameConfig.model_validate(
+        {"model": {"path": "frame-tiny", "seed": 9}, "execution": {"device": "cpu"}, "scheduler": CHOSEN, "sampling": {"jump_forward": 4}}
+    )
+    prepared = prepare(config)
+    scheduler = build_scheduler(prepared.resolved, prepared.registry, 50)
+    found = scheduler.config
+    assert found.max_running == 3
+    assert found.max_queued == 17
+    assert found.token_budget == 48
+    assert found.short_budget == 12
+    assert found.request_timeout == 5.0
+    assert found.preemption is False
+    assert found.overlap is False
+    assert found.seed == 9
+    assert found.jump_forward == 4
+    assert type(scheduler._planner._policy._policy).__name__ == "PriorityFirst"

@@ -1,0 +1,100 @@
+"""Grammars that take too long or too much end their process and nothing else; the next ones get another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from frame import Engine, SamplingParams
+from frame.core.config.hardware import Hardware
+from frame.core.config.schema import FrameConfig
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.grammar_process import GrammarProcess
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("fake_grammar_process.py")))
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[GrammarProcess]:
+    config = FrameConfig.model_validate({"sampling": {"grammar_timeout": 0.3, "grammar_memory": 64 << 20}})
+    resolved = prepare(config, Hardware(cpu_cores=1, memory_bytes=8 << 30)).resolved
+    made = GrammarProcess(resolved, COMMAND)
+    yield made
+    made.close()
+
+
+def pid_of(process: GrammarProcess) -> int:
+    return int(process.compile("regex", "x").rsplit(b":", 1)[1])
+
+
+def test_one_process_compiles_one_after_another(process: GrammarProcess) -> None:
+    pid = pid_of(process)
+    assert process.compile("regex", "print") == f"regex:print:{pid}".encode()
+    for source, words in (("bad", "^unbalanced bracket$"), ("odd", "regex does not compile: KeyError"), ("large", "memory")):
+        with pytest.raises(ValueError, match=words):
+            process.compile("regex", source)
+    assert pid_of(process) == pid
+
+
+@pytest.mark.parametrize(("source", "words"), [("hang", "takes longer than 0.3 s"), ("die", "ends its compiler")])
+def test_a_process_that_ended_is_followed_by_another(process: GrammarProcess, source: str, words: str) -> None:
+    pid = pid_of(process)
+    with pytest.raises(ValueError, match=words):
+        process.compile("regex", source)
+    assert pid_of(process) != pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_closed_is_closed(process: GrammarProcess) -> None:
+    pid = pid_of(process)
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="the engine stops"):
+        process.compile("regex", "x")
+
+
+def test_the_process_ends_with_its_engine(tmp_path: Path) -> None:
+    """Also in the middle of a compilation, which may take far longer than this test."""
+    program = f"""
+from frame.core.config.schema import FrameConfig
+from frame.core.config.hardware import Hardware
+from frame.entrypoints.processes.grammar_process import GrammarProcess
+from frame.entrypoints.configuration.prepare import prepare
+config = FrameConfig.model_validate({{"sampling": {{"grammar_timeout": 500.0}}}})
+process = GrammarProcess(prepare(config, Hardware(cpu_cores=1, memory_bytes=8 << 30)).resolved, {COMMAND!r})
+print(process.compile("regex", "x").rsplit(b":", 1)[1].decode(), flush=True)
+process.compile("regex", "hang")
+"""
+    engine = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    grammars = psutil.Process(int(engine.stdout.readline()))
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    try:
+        grammars.wait(5)
+    except psutil.TimeoutExpired:
+        grammars.kill()
+        raise
+
+
+def test_a_bomb_is_its_own_requests_error() -> None:
+    pytest.importorskip("xgrammar")
+    pattern = {"type": "string", "pattern": "^(a|b){1,200}$"}
+    bomb = json.dumps({"type": "object", "properties": {f"k{i}": pattern for i in range(600)}})
+    with Engine(model="frame-tiny", grammar_backend="xgrammar", sampling_grammar_timeout=1.0, max_running_requests=4) as engine:
+        asked = [SamplingParams(json_schema=bomb, max_tokens=4), SamplingParams(regex="(yes|no)!", max_tokens=20)]
+        ended, answered, plain = engine.generate(["a", "b", "c"], [*asked, SamplingParams(max_tokens=4)])
+        assert ended.finish_reason == "error"
+        assert ended.error is not None and ended.error.startswith("invalid grammar: json_schema takes ")
+        assert answered.text in ("yes!", "no!")
+        assert len(plain.token_ids) == 4 or plain.finish_reason == "stop"
