@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 QUICK = 0.01  # seconds of CPU that the engine waits for one call
 LOST = 1.0  # seconds of the clock without an end, after which a call counts as slow on a machine that is busy with other things
-MOST_LEFT = 8  # threads that may be busy with calls which nobody waits for; with more the threads are not replaced
+MOST_LEFT = 8  # threads that may run abandoned calls; with more of them, threads are not replaced
 IDLE = 5.0  # seconds without a call, after which a thread ends
-NICENESS = 10  # of a thread whose call is slow: it takes its time from nobody else
+NICENESS = 10  # of a thread whose call is slow, so that the engine's threads run first
 
 
 class _Thread(NamedTuple):

@@ -268,3 +268,18 @@ def test_modules_are_built_as_the_library_builds_them_and_only_those_to_be_compi
     compile_modules([Module("prefill", "fa2", torch.bfloat16, torch.bfloat16, width, width) for width in specs], named.append)
     assert named == ["of another build, new"]
     assert sorted(built) == ["cached", "new", "of another build", "prebuilt"]
+
+
+def test_a_program_that_ends_does_not_wait_for_a_compilation() -> None:
+    program = """
+import threading, time
+from types import SimpleNamespace
+from frame.attention_backends.flashinfer import library
+began = threading.Event()
+spec = SimpleNamespace(name="slow", is_aot=False, is_compiled=False, build_and_load=lambda: (began.set(), time.sleep(600)))
+library.Module.spec = lambda module: spec
+module = library.Module("prefill", "fa2", None, None, 64, 64)
+threading.Thread(target=library.compile_modules, args=([module],), daemon=True).start()
+assert began.wait(60)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)

@@ -1,5 +1,5 @@
-"""The requests that agent frameworks send for tools and typed answers, as recorded, against a server of the base installation: each
-must be answered with calls of the functions' schemas, one where one was asked for."""
+"""The requests that agent frameworks send for tools and typed answers, written from their formats, against a server of the base
+installation: each must be answered with calls of the functions' schemas, one where one was asked for."""
 
 from __future__ import annotations
 

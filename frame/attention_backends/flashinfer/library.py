@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,18 +95,34 @@ def compile_modules(modules: Iterable[Module], on_compile: Callable[[str], None]
         on_compile(", ".join(missing))
     elif missing:
         _log.info("compiling %d FlashInfer modules, minutes the first time: %s", len(missing), ", ".join(missing))
-    if not specs:
-        return
     try:
-        with ThreadPoolExecutor(len(specs)) as pool:  # each runs a compiler's processes
-            for _ in pool.map(lambda spec: spec.build_and_load(), specs):
-                pass
+        _build(specs)
     except (RuntimeError, OSError) as error:
         _log.error("FlashInfer's compiler said:\n%s", error)
         raise ConfigurationError(
             f"FlashInfer cannot compile its kernels {', '.join(missing)} ({_first_complaint(str(error))}); "
             "install their headers and compiler as its manual says, or set --attention-backend triton"
         ) from error
+
+
+def _build(specs: Sequence[Any]) -> None:
+    """Build and load all, each in a thread, which runs a compiler's processes. Raises the first error. The threads are daemons, unlike
+    those of a pool: a program that ends does not wait for a compilation."""
+    errors: list[Exception] = []
+
+    def build(spec: Any) -> None:
+        try:
+            spec.build_and_load()
+        except Exception as error:  # noqa: BLE001 - raised below, by the caller's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=build, args=(spec,), daemon=True) for spec in specs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _is_built(spec: Any) -> bool:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,14 +119,14 @@ class HybridAttention(AttentionBackend):
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
         """Prepare both backends, in the background the one that the other can stand in for."""
-        for backend, other in ((self._extends, self._decodes), (self._decodes, self._extends)):
-            if self._stand_in is None and backend.capabilities.compiles_at_start and _can_stand_in(other, backend):
-                other.prepare(layers, on_compile)
-                self._stand_in = other
-                name = type(backend).__name__
-                self._preparation = BackgroundPreparation(name, lambda announce, backend=backend: backend.prepare(layers, announce))  # type: ignore[misc]
-            elif backend is not self._stand_in:
+        pairs = (self._extends, self._decodes), (self._decodes, self._extends)
+        slow = next((own for own, other in pairs if own.capabilities.compiles_at_start and _can_stand_in(other, own)), None)
+        for backend in (self._extends, self._decodes):
+            if backend is not slow:
                 backend.prepare(layers, on_compile)
+        if slow is not None:
+            self._stand_in = self._decodes if slow is self._extends else self._extends
+            self._preparation = BackgroundPreparation(type(slow).__name__, partial(slow.prepare, layers))
 
     @property
     def preparation(self) -> BackgroundPreparation | None:

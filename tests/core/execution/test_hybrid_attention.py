@@ -165,6 +165,13 @@ class Compiling(Seen):
 class Ready(Seen):
     capabilities = replace(TORCH_NATIVE, graphs="decode")
 
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.prepared = 0
+
+    def prepare(self, layers: Any, on_compile: Any = None) -> None:
+        self.prepared += 1
+
 
 def step(both: HybridAttention) -> None:
     batch = planned(both, batch_of(Rows.of([5, 9], [(3, 6), (0, 2)])))
@@ -178,7 +185,7 @@ def test_the_other_backend_computes_all_rows_while_kernels_are_compiled(phase: s
     slow, ready = Compiling(context), Ready(context)
     both = HybridAttention(slow, ready) if phase == "extends" else HybridAttention(ready, slow)
     both.prepare(["layer"])  # type: ignore[list-item]
-    assert both.preparation is not None
+    assert both.preparation is not None and ready.prepared == 1
     both.preparation.wait_for_estimate()
     assert not slow.compiling.wait(0.01), "the start comes first"
     both.preparation.allow_compilation()
