@@ -25,9 +25,9 @@ import numpy as np
 from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
+from frame.core.grammars.grammar_masks import GrammarCalls, advance, state_of
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.scheduling.grammar_masks import GrammarCalls, advance, state_of
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.text.tokenizer import Tokenizer

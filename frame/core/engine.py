@@ -19,12 +19,12 @@ from frame.core.interfaces.runner import DeviceLost, ProfileRequest, UnsampledSt
 from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, Tokens
 
 if TYPE_CHECKING:
+    from frame.core.grammars.grammar_compiler import GrammarCompiler
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import ModelRunner, PendingStep
     from frame.core.interfaces.sampling import Grammar
     from frame.core.ipc.transport import Transport
     from frame.core.messages import AnyMessage
-    from frame.core.scheduling.grammar_compiler import GrammarCompiler
     from frame.core.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from frame.core.engine import Engine, EngineOptions, Observers
+from frame.core.grammars.grammar_compiler import GrammarCompiler
+from frame.core.grammars.grammar_masks import BAD_GRAMMAR
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
@@ -19,8 +21,6 @@ from frame.core.ipc.transport import InProcessTransport
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
-from frame.core.scheduling.grammar_compiler import GrammarCompiler
-from frame.core.scheduling.grammar_masks import BAD_GRAMMAR
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.scheduling_policies.fcfs import Fcfs

@@ -14,12 +14,12 @@ import pytest
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.schema import FrameConfig
+from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.core.grammars.grammar_masks import BAD_GRAMMAR
+from frame.core.grammars.jump_forward import ForeseeingGrammar
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
 from frame.core.messages import Finish, Generate
-from frame.core.scheduling.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.scheduling.grammar_masks import BAD_GRAMMAR
-from frame.core.scheduling.jump_forward import ForeseeingGrammar
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.grammar_process import GRACE, GrammarProcess, load_backend
 from frame.plugins.loader import load_registry

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from frame.core.grammars.grammar_masks import replay
 from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, Generate
-from frame.core.scheduling.grammar_masks import replay
 from frame.core.scheduling.prefix_dedup import LEAST
 from frame.core.scheduling.request import Request
 from frame.core.text.token_ids import as_array

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
 from frame.core.messages import Finish, TokenLogprobs, Tokens
-from frame.core.scheduling.grammar_masks import GrammarCalls
 from frame.core.scheduling.request import NOT_FINITE, Request
 from frame.core.scheduling.request_slots import FIRST, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.scheduling.running import InFlight, RunningSet

@@ -19,7 +19,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 
 if TYPE_CHECKING:
-    from frame.core.scheduling.grammar_masks import GrammarState
+    from frame.core.grammars.grammar_masks import GrammarState
 
 # Prefixes of `Finish.error`, so that the HTTP side can tell a 503 and a 504 from a 400 without a second field.
 QUEUE_FULL = "queue full"

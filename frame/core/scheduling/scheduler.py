@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from frame.core.grammars.grammar_masks import GrammarCalls
+from frame.core.grammars.jump_forward import JumpForward
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.sampling import Grammar
@@ -22,17 +24,15 @@ from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_roster
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
-from frame.core.scheduling.grammar_masks import GrammarCalls
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
-from frame.core.scheduling.jump_forward import JumpForward
 from frame.core.scheduling.kv_cache_manager import PageLedger
 from frame.core.scheduling.output_processor import StepOutcome
 from frame.core.scheduling.planner import Rows, StepPlanner
 from frame.core.scheduling.request import QUEUE_FULL, Request, RequestState, timed_out
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
 from frame.core.scheduling.running import InFlight, RunningSet
+from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
-from frame.core.tenants import TenantUsage
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 

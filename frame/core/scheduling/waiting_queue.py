@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from frame.core.scheduling.request import Request, RequestState
-from frame.core.tenants import TenantUsage
+from frame.core.scheduling.tenant_usage import TenantUsage
 
 Level = dict[str, OrderedDict[str, Request]]  # by tenant, then by rid
 

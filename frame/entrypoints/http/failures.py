@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from frame.core.grammars.grammar_masks import BAD_GRAMMAR
 from frame.core.messages import Finish
-from frame.core.scheduling.grammar_masks import BAD_GRAMMAR
 from frame.core.scheduling.request import QUEUE_FULL, TIMED_OUT
 from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError

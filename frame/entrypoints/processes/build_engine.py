@@ -17,9 +17,9 @@ from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.components import Loaded, Parts
 from frame.core.execution.model_runner import TorchModelRunner, build_runner
 from frame.core.execution.tp_follower import LeadingRunner
+from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
-from frame.core.scheduling.grammar_compiler import GrammarCompiler, GrammarSettings
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.kernels.cache import KernelCache, counting, kernel_folder

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frame.core.config.resolved import Resolved
+from frame.core.grammars.grammar_compiler import TooLongError
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.core.scheduling.grammar_compiler import TooLongError
 from frame.entrypoints.processes.deployment import PARENTS_SIGNALS, die_with
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ NICENESS = 5  # compiling is less urgent than the steps of those who are served
 
 
 class GrammarProcess:
-    """See `frame.core.scheduling.grammar_compiler.CompilerProcess`. One thread compiles at a time; `close` may come from another."""
+    """See `frame.core.grammars.grammar_compiler.CompilerProcess`. One thread compiles at a time; `close` may come from another."""
 
     def __init__(
         self, resolved: Resolved, command: Sequence[str] = (sys.executable, "-m", "frame.entrypoints.processes.grammar_process")

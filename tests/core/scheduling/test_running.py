@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
-from frame.core.scheduling.grammar_masks import GrammarCalls
 from frame.core.scheduling.kv_cache_manager import PageLedger
 from frame.core.scheduling.output_processor import StepOutcome
 from frame.core.scheduling.request import Request, RequestState

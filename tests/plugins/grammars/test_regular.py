@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from frame.core.grammars.grammar_masks import advance
 from frame.core.interfaces.sampling import Grammar
-from frame.core.scheduling.grammar_masks import advance
 from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.regular import Language, Node
 from frame.plugins.grammars.regular_syntax import NotReadError, complement, literal, literals, read

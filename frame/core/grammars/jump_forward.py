@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.grammars.grammar_masks import state_of
 from frame.core.interfaces.runner import MOST_SINGLE
-from frame.core.scheduling.grammar_masks import state_of
 from frame.core.scheduling.request_slots import GRAMMAR
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from frame.core.grammars.grammar_masks import GrammarMeter
     from frame.core.interfaces.sampling import Grammar
     from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.core.scheduling.grammar_masks import GrammarMeter
     from frame.core.scheduling.running import RunningSet
 
 MOST_AHEAD = 256  # tokens

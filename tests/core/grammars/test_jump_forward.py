@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from frame.core.grammars.grammar_masks import advance
+from frame.core.grammars.jump_forward import ForeseeingGrammar, only_token
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
-from frame.core.scheduling.grammar_masks import advance
-from frame.core.scheduling.jump_forward import ForeseeingGrammar, only_token
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.scheduler_rig import SchedulerRig

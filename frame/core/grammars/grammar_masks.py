@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frame.core.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
+from frame.core.grammars.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
 from frame.core.messages import Finish
 from frame.core.scheduling.request import QUEUE_FULL
 from frame.core.scheduling.request_slots import GRAMMAR

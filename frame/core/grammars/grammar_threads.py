@@ -1,6 +1,6 @@
 """Threads that call grammars, because a call cannot be interrupted: the engine waits for a quick call and goes on without a slow one.
 
-Used by `frame.core.scheduling.grammar_masks`. Knows no scheduler and no backend.
+Used by `frame.core.grammars.grammar_masks`. Knows no scheduler and no backend.
 """
 
 from __future__ import annotations

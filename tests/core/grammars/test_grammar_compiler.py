@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from frame.core.grammars.grammar_compiler import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate
-from frame.core.scheduling.grammar_compiler import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
 
 
 class Free:

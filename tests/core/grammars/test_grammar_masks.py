@@ -10,12 +10,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from frame.core.grammar_threads import MOST_LEFT
+from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.core.grammars.grammar_masks import GrammarCalls, GrammarMeter, MeteredGrammar, advance, replay
+from frame.core.grammars.grammar_threads import MOST_LEFT
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
-from frame.core.scheduling.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.scheduling.grammar_masks import GrammarCalls, GrammarMeter, MeteredGrammar, advance, replay
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.testing.scheduler_rig import SchedulerRig
@@ -215,7 +215,7 @@ def test_held_requests_are_aborted_and_have_deadlines() -> None:
 
 def test_threads_that_are_left_are_replaced_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of them busy for good, further grammars are told so, and requests without one are served."""
-    monkeypatch.setattr("frame.core.scheduling.grammar_masks.PATIENCE", 0.2)
+    monkeypatch.setattr("frame.core.grammars.grammar_masks.PATIENCE", 0.2)
     until, before = threading.Event(), threading.active_count()
     made = rig(max_running=MOST_LEFT + 8)
     asked = [made.add([1, i], GREEDY, grammar=burning("fill", 1, until)) for i in range(2 * MOST_LEFT + 6)]

@@ -4,7 +4,7 @@ Used by the waiting queue and the step planner. A tenant is the owner part of a 
 without keys has one, and then nothing here is asked. Knows no policy and no queue.
 
 The token counters are those of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): a tenant that comes anew starts
-at the least counter of those that are there, so that nobody saves up service while away.
+at the least counter of those that are there, so that no tenant saves up service while it is away.
 """
 
 from __future__ import annotations

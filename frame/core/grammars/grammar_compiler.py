@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar, sentence_of
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, Tokens
-from frame.core.scheduling.grammar_masks import GrammarMeter, MeteredGrammar, sentence_of
 from frame.core.scheduling.request import QUEUE_FULL, timed_out
 
 if TYPE_CHECKING:
