@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.model import ModelFacts
-from frame.core.loading.model_config import find_model, read_facts
+from frame.core.interfaces.model import ModelConfig
+from frame.core.loading.model_config import find_model, read_model_config
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floor_seconds
 from frame.entrypoints.tools.bench.reference import Workload, reference_workloads
 
@@ -176,10 +176,10 @@ def card() -> dict[str, Any]:
     return found
 
 
-def compared(facts: ModelFacts, model: str, found: dict[str, Any], arguments: argparse.Namespace, ceilings: Ceilings) -> None:
+def compared(model_config: ModelConfig, model: str, found: dict[str, Any], arguments: argparse.Namespace, ceilings: Ceilings) -> None:
     """Adds to each row the peers' figures, goal and floor, and how the row stands to them. Quantized weights have no floor here."""
     peers = _peers(model)
-    cost = None if any(setting.startswith("quantization") for setting in arguments.set) else ModelCost.of(facts)
+    cost = None if any(setting.startswith("quantization") for setting in arguments.set) else ModelCost.of(model_config)
     for name, row in found["rows"].items():
         workload = chosen(arguments)[name]
         if arguments.shrink == 1:
@@ -239,7 +239,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen(arguments)
     try:
-        facts = [read_facts(model) for model in arguments.models]  # a wrong path is found before anything runs
+        model_config = [read_model_config(model) for model in arguments.models]  # a wrong path is found before anything runs
     except CheckpointError as error:
         raise SystemExit(str(error)) from None
     if arguments.one:
@@ -253,7 +253,7 @@ def main() -> None:
     for number, model in enumerate(arguments.models):
         share = (deadline - time.monotonic()) / (len(arguments.models) - number)
         models[Path(model).name] = found = measure(model, arguments, max(1.0, share - SPARE))
-        compared(facts[number], model, found, arguments, ceilings)
+        compared(model_config[number], model, found, arguments, ceilings)
         if arguments.json:  # after each model: what is measured is kept
             about = {
                 "settings": arguments.set,

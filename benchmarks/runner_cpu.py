@@ -25,7 +25,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 
 
-class Watch:
+class StartDetokenize:
     """Adds up the seconds of named calls, by wrapping methods."""
 
     def __init__(self):
@@ -83,7 +83,7 @@ def measure(arguments, rows, params):
         return steps, time.perf_counter() - start
 
     run("warm")
-    watched = Watch()
+    watched = StartDetokenize()
     watched.on(runner.builder, "build", "builder")
     watched.on(runner.sampling, "plan", "plan")
     watched.on(runner.sampler, "sample", "sampler")

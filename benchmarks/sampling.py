@@ -95,7 +95,7 @@ def seconds(call: Callable[[torch.Tensor], Any], sets: list[torch.Tensor], calls
     return statistics.median(times)
 
 
-def by_kernels(params: Tensors) -> Callable[[torch.Tensor], Any]:
+def use_triton(params: Tensors) -> Callable[[torch.Tensor], Any]:
     return lambda logits: draw_by_kernels(logits, params)
 
 
@@ -173,13 +173,13 @@ def main() -> None:
             sets = [make_logits(shape, rows, args.vocab, seed) for seed in range(2 if rows > 16 else 8)]
             for name, case in CASES.items():
                 params = make_params(rows, case)
-                kernels = seconds(by_kernels(params), sets, 20)
+                kernels = seconds(use_triton(params), sets, 20)
                 slow = None if args.without_torch or shape != "peaked" else seconds(by_torch(rows, case, params), sets, 3, in_graph=False)
                 note(shape, name, rows, kernels, slow)
             for name, call in others(rows, args.vocab).items() if shape == "peaked" else ():
                 note(shape, name, rows, seconds(call, [each.clone() for each in sets], 20), None)
     logits = make_logits("peaked", 1, args.vocab, 0)
-    host = {name: host_seconds(by_kernels(make_params(1, CASES[name])), logits) for name in ("temperature", "top-p 0.95")}
+    host = {name: host_seconds(use_triton(make_params(1, CASES[name])), logits) for name in ("temperature", "top-p 0.95")}
     print("host, us a call outside of graphs:", {name: round(value * 1e6, 1) for name, value in host.items()})
     if args.out:
         result = {

@@ -67,7 +67,7 @@ def request_of(index: int, compiled: Any) -> Request:
     params = SamplingParams(regex="x")
     tokens = np.zeros(4, np.int32)
     return Request(
-        rid=str(index), prompt=tokens, params=params, seed=0, index=index, arrival=0.0, deadline=1e9, max_total=10_000,
+        rid=str(index), prompt=tokens, params=params, seed=0, index=index, arrival=0.0, deadline=1e9, max_num_tokens=10_000,
         grammar=compiled.start(), tokens=tokens,
     )  # fmt: skip
 

@@ -111,9 +111,9 @@ def model_folder(config: Path | None) -> Iterator[tuple[str, Any]]:
 
             yield name, Tokenizer.from_file(str(folder / "tokenizer.json"))
             return
-        facts = json.loads((config / "config.json").read_text())
-        made = MadeTokenizer(facts["vocab_size"])
-        (folder / "config.json").write_text(json.dumps({**facts, "eos_token_id": 0}))
+        model_config = json.loads((config / "config.json").read_text())
+        made = MadeTokenizer(model_config["vocab_size"])
+        (folder / "config.json").write_text(json.dumps({**model_config, "eos_token_id": 0}))
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
         made.backend.save(str(folder / "tokenizer.json"))

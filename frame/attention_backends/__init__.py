@@ -21,7 +21,7 @@ from frame.attention_backends.libraries import (
     WorkspaceOptions,
 )
 from frame.attention_backends.measured import MEASURED
-from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionNeeds
+from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
@@ -45,10 +45,10 @@ FLEX_ATTENTION = replace(TORCH_NATIVE, compute_capability=((8, 0), (12, 1)))
 class KernelCapabilities(AttentionCapabilities):
     """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
 
-    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
-        if needs.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-            needs = replace(needs, device="cuda", compute_capability=None)
-        return AttentionCapabilities.unsupported(self, needs)
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            requirements = replace(requirements, device="cuda", compute_capability=None)
+        return AttentionCapabilities.unsupported(self, requirements)
 
 
 TRITON = KernelCapabilities(

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from frame.attention_backends.measured import MEASURED
-from frame.core.interfaces.attention import AttentionCapabilities, AttentionNeeds
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.plugin import Reason
 
 
@@ -33,14 +33,16 @@ class LatentCapabilities(AttentionCapabilities):
 
     widths: tuple[tuple[int, int], ...] | None = None
 
-    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
-        reasons = AttentionCapabilities.unsupported(self, needs)
-        if needs.kind != "mla":
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        reasons = AttentionCapabilities.unsupported(self, requirements)
+        if requirements.kind != "mla":
             return reasons
-        if (needs.sliding_window and self.sliding_window) or (needs.soft_cap and self.soft_cap):
+        if (requirements.sliding_window and self.sliding_window) or (requirements.soft_cap and self.soft_cap):
             reasons.append(Reason("its latent attention has no sliding window and no soft cap"))
-        if self.widths is not None and (needs.head_dim, needs.v_head_dim) not in self.widths:
-            reasons.append(Reason(f"widths {(needs.head_dim, needs.v_head_dim)} of queries and values are not among {list(self.widths)}"))
+        if self.widths is not None and (requirements.head_dim, requirements.v_head_dim) not in self.widths:
+            reasons.append(
+                Reason(f"widths {(requirements.head_dim, requirements.v_head_dim)} of queries and values are not among {list(self.widths)}")
+            )
         return reasons
 
 
@@ -48,13 +50,15 @@ class LatentCapabilities(AttentionCapabilities):
 class FlashInferCapabilities(LatentCapabilities):
     """The wrappers' own limits, and that there must be kernels: prebuilt ones or a compiler."""
 
-    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
-        reasons = LatentCapabilities.unsupported(self, needs)
-        if needs.kind == "mha" and needs.head_dim != needs.v_head_dim:
-            reasons.append(Reason(f"keys and values are of one width, the model's are {needs.head_dim} and {needs.v_head_dim}"))
-        if needs.kind == "mla" and needs.kv_dtype != needs.dtype:
-            reasons.append(Reason(f"cannot read a {needs.kv_dtype} cache of latents", f"cache.kv_dtype: {needs.dtype}"))
-        if not reasons and needs.device == "cuda" and not _has_kernels():
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        reasons = LatentCapabilities.unsupported(self, requirements)
+        if requirements.kind == "mha" and requirements.head_dim != requirements.v_head_dim:
+            reasons.append(
+                Reason(f"keys and values are of one width, the model's are {requirements.head_dim} and {requirements.v_head_dim}")
+            )
+        if requirements.kind == "mla" and requirements.kv_dtype != requirements.dtype:
+            reasons.append(Reason(f"cannot read a {requirements.kv_dtype} cache of latents", f"cache.kv_dtype: {requirements.dtype}"))
+        if not reasons and requirements.device == "cuda" and not _has_kernels():
             reasons.append(Reason("compiles its kernels at the start and finds no nvcc or no ninja; set CUDA_HOME and install ninja"))
         return reasons
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from frame.core.interfaces.runner import DeviceLost, ProfileRequest, UnsampledStep
-from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, Tokens
+from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, StepTokens
 
 if TYPE_CHECKING:
     from frame.core.grammars.grammar_compiler import GrammarCompiler
@@ -124,7 +124,7 @@ class Engine:
                 self._commit(in_flight)
             if is_switching:
                 self.runner.switch_backend()
-            if launched is not None and launched.batch.mask_follows:
+            if launched is not None and launched.batch.has_deferred_grammar_mask:
                 launched = self._sample(launched)
             if launched is not None and not self.options.overlap:
                 self._commit(launched)
@@ -179,9 +179,9 @@ class Engine:
             self._refuse(message, refusal)
 
     def _refuse(self, message: Generate, refusal: Finish) -> None:
-        self._send(Tokens(rids=[message.rid], token_ids=[[]], finishes={0: refusal}))
+        self._send(StepTokens(rids=[message.rid], token_ids=[[]], finishes={0: refusal}))
 
-    def _send(self, tokens: Tokens | None) -> None:
+    def _send(self, tokens: StepTokens | None) -> None:
         if tokens is not None and tokens.rids:
             self.transport.send(tokens)
 

@@ -23,7 +23,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 
 class Generate(Message, frozen=True):
     """One sequence to generate (`n` is spread out by the client). `token_ids` is prompt plus `output_len` tokens generated before
-    (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival; `segment` is where a pair's
+    (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival; `second_text_start` is where a
+    pair's
     second text begins (0: there is one text). `trace`, here and below, is a W3C traceparent, or "" where nobody traces."""
 
     rid: str
@@ -33,7 +34,7 @@ class Generate(Message, frozen=True):
     priority: int = 0
     namespace: str = ""
     deadline: float | None = None
-    segment: int = 0
+    second_text_start: int = 0
     trace: str = ""
 
 
@@ -75,7 +76,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ranks: list[int | None] = []  # of prompt tokens: 1 + how many tokens are likelier
 
 
-class Tokens(Message, frozen=True):
+class StepTokens(Message, frozen=True):
     """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
     `finishes`, `logprobs`, `prompt_logprobs`, `cached`, `waited` hold entries for some of the indices only. `pooled` has the float32 bytes
     of a vector for each request of an engine that embeds or classifies: its one result, which comes with its finish.
@@ -117,7 +118,7 @@ class Heartbeat(Message, frozen=True):
     used_pages: int = 0
     total_pages: int = 0
     evictable_pages: int = 0
-    retracted: int = 0
+    preempted: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -162,7 +163,7 @@ class Tokenized(Message, frozen=True):
     is_too_long: bool = False
 
 
-class Watch(Message, frozen=True):
+class StartDetokenize(Message, frozen=True):
     """Tells the detokenizer of a request before its first tokens: how its text is made and where it stops. `token_ids` are those whose
     text is out already (a re-admitted request)."""
 
@@ -179,8 +180,8 @@ class Forget(Message, frozen=True):
     rids: list[str]
 
 
-class Text(Message, frozen=True):
-    """What the detokenizer makes of a `Tokens`: the same lists, with text deltas. `stopped` names requests that hit a stop string
+class StepText(Message, frozen=True):
+    """What the detokenizer makes of a `StepTokens`: the same lists, with text deltas. `stopped` names requests that hit a stop string
     (the client aborts them in the engine)."""
 
     rids: list[str]
@@ -194,7 +195,21 @@ class Text(Message, frozen=True):
     stopped: list[int] = []
 
 
-AnyMessage = Generate | Abort | Control | Tokens | ControlReply | Ready | Heartbeat | Fatal | Tokenize | Tokenized | Watch | Forget | Text
+AnyMessage = (
+    Generate
+    | Abort
+    | Control
+    | StepTokens
+    | ControlReply
+    | Ready
+    | Heartbeat
+    | Fatal
+    | Tokenize
+    | Tokenized
+    | StartDetokenize
+    | Forget
+    | StepText
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

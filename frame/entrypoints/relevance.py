@@ -31,12 +31,14 @@ def form_of(resolved: Resolved, score_prompt: str | None, has_chat_template: boo
     """
     if resolved.task == "embed":
         return "vectors"
-    facts = resolved.facts
-    if not (resolved.pooling and resolved.pooling.label_tokens) and facts.num_labels != 1:
-        raise ValueError(f"{resolved.served_name!r} tells {facts.num_labels} classes apart, and relevance is one number; use /v1/classify")
+    model_config = resolved.model
+    if not (resolved.pooling and resolved.pooling.label_tokens) and model_config.num_labels != 1:
+        raise ValueError(
+            f"{resolved.served_name!r} tells {model_config.num_labels} classes apart, and relevance is one number; use /v1/classify"
+        )
     if score_prompt is not None:
         return "text"
-    return "pair" if facts.encoder or not has_chat_template else "chat"
+    return "pair" if model_config.encoder or not has_chat_template else "chat"
 
 
 def conversation(query: str, document: str, instruction: str | None) -> list[dict[str, Any]]:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from frame.core.config.schema import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.ipc.transport import Traced
-    from frame.core.messages import Finish, Text, Tokenize, Watch
+    from frame.core.messages import Finish, StartDetokenize, StepText, Tokenize
     from frame.core.scheduling.request import Request
-    from frame.entrypoints.engine_client.response_state import Answer
+    from frame.entrypoints.engine_client.response_state import RequestState
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Tracing:
             self.add("prefill", request.trace, admitted, first, **names, **counts)
         if request.first_token:
             outcome = {"frame.output_tokens": request.output_len, "frame.finish_reason": finish.reason}
-            self.add("decode", request.trace, first, now, **names, **outcome, **{"frame.retractions": request.retractions})
+            self.add("decode", request.trace, first, now, **names, **outcome, **{"frame.preemptions": request.num_preemptions})
 
     def close(self) -> None:
         """Send what is left, within `CLOSE_TIMEOUT`."""
@@ -129,7 +129,7 @@ class RequestSpan:
         self._tracing = tracing
         self._span = span
 
-    def end(self, attributes: Mapping[str, Any], answer: Answer | None = None, error: str | None = None) -> None:
+    def end(self, attributes: Mapping[str, Any], answer: RequestState | None = None, error: str | None = None) -> None:
         """The response is out. `answer`: what was generated for it."""
         from opentelemetry.trace import StatusCode
 
@@ -150,11 +150,11 @@ class TextSpans:
         self._tracing = tracing
         self._watched: dict[str, tuple[str, float]] = {}
 
-    def watch(self, message: Watch) -> None:
+    def watch(self, message: StartDetokenize) -> None:
         if message.trace and len(self._watched) < MOST_WATCHED:
             self._watched[message.rid] = (message.trace, time.perf_counter())
 
-    def take(self, text: Text) -> None:
+    def take(self, text: StepText) -> None:
         for place in text.finishes:
             self._end(text.rids[place])
 
@@ -226,7 +226,7 @@ def _server_kind() -> Any:
     return SpanKind.SERVER
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: RequestState) -> dict[str, Any]:
     """What OpenTelemetry's conventions for generative AI say of a response."""
     firsts = [sequence.times.first for sequence in answer.sequences if sequence.times.first]
     prompts = {sequence.prompt_index: len(sequence.prompt) for sequence in answer.sequences}

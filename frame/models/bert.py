@@ -20,7 +20,7 @@ class BertModel(Encoder):
     prefix: ClassVar[str] = "bert."
 
     def build_head(self) -> nn.Module:
-        return BertHead(self.context, self.facts.hidden_size, self.facts.num_labels)
+        return BertHead(self.context, self.model_config.hidden_size, self.model_config.num_labels)
 
 
 class BertHead(nn.Module):

@@ -20,15 +20,15 @@ class DeepseekV2ForCausalLM(Decoder):
     ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
     def build_rotary(self) -> Rotary:
-        interleaved = self.facts.config.get("rope_interleave", True)
-        return Rotary(self.context, self.facts.config["qk_rope_head_dim"], rope_parameters(self.facts), interleaved)
+        interleaved = self.model_config.config.get("rope_interleave", True)
+        return Rotary(self.context, self.model_config.config["qk_rope_head_dim"], rope_parameters(self.model_config), interleaved)
 
     def attention(self, layer: int, prefix: str) -> nn.Module:
-        scale = self.facts.head_dim**-0.5 * yarn_scale(rope_parameters(self.facts))
-        return LatentAttention(self.context, self.facts, layer, prefix, self.rotary, scale)
+        scale = self.model_config.head_dim**-0.5 * yarn_scale(rope_parameters(self.model_config))
+        return LatentAttention(self.context, self.model_config, layer, prefix, self.rotary, scale)
 
     def mlp(self, layer: int, prefix: str) -> nn.Module:
-        config, hidden = self.facts.config, self.facts.hidden_size
+        config, hidden = self.model_config.config, self.model_config.hidden_size
         if layer < config.get("first_k_dense_replace", 0) or not config.get("n_routed_experts"):
             return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
         inner = config["moe_intermediate_size"]
@@ -39,7 +39,7 @@ class DeepseekV2ForCausalLM(Decoder):
 
     def routing(self) -> RoutingRule:
         """How this generation routes."""
-        config = self.facts.config
+        config = self.model_config.config
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
         return RoutingRule(
             top_k=config["num_experts_per_tok"],

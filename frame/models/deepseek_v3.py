@@ -10,12 +10,12 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """Weights of layers past the last (the multi-token-prediction modules) are left out."""
 
     def left_out(self) -> tuple[str, ...]:
-        extra = self.facts.config.get("num_nextn_predict_layers") or self.facts.config.get("num_mtp_layers") or 0
-        layers = "|".join(str(self.facts.num_layers + index) for index in range(max(int(extra), 1)))
+        extra = self.model_config.config.get("num_nextn_predict_layers") or self.model_config.config.get("num_mtp_layers") or 0
+        layers = "|".join(str(self.model_config.num_layers + index) for index in range(max(int(extra), 1)))
         return (*super().left_out(), rf"model\.layers\.(?:{layers})\.")
 
     def routing(self) -> RoutingRule:
-        config = self.facts.config
+        config = self.model_config.config
         return RoutingRule(
             top_k=config["num_experts_per_tok"],
             scoring="sigmoid",

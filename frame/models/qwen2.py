@@ -14,8 +14,8 @@ class Qwen2ForCausalLM(Decoder):
     """`layer_types` of a newer config wins over `max_window_layers`."""
 
     def attention(self, layer: int, prefix: str) -> nn.Module:
-        options = AttentionOptions(qkv_bias=True, sliding_window=layer_window(self.facts.config, layer))
-        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+        options = AttentionOptions(qkv_bias=True, sliding_window=layer_window(self.model_config.config, layer))
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
     def mlp(self, layer: int, prefix: str) -> nn.Module:
-        return GatedMLP(self.context, prefix, self.facts.hidden_size, self.facts.config["intermediate_size"])
+        return GatedMLP(self.context, prefix, self.model_config.hidden_size, self.model_config.config["intermediate_size"])

@@ -15,17 +15,17 @@ class Qwen2MoeForCausalLM(Decoder):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
 
     def attention(self, layer: int, prefix: str) -> nn.Module:
-        config = self.facts.config
+        config = self.model_config.config
         window = None
         if config.get("use_sliding_window", False) and config.get("sliding_window"):
             kinds = config.get("layer_types")
             slides = kinds[layer] == "sliding_attention" if kinds else layer % 2 == 0 and layer < config.get("max_window_layers", 28)
             window = int(config["sliding_window"]) if slides else None
         options = AttentionOptions(qkv_bias=bool(config.get("qkv_bias", True)), sliding_window=window)
-        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
     def mlp(self, layer: int, prefix: str) -> nn.Module:
-        config, hidden = self.facts.config, self.facts.hidden_size
+        config, hidden = self.model_config.config, self.model_config.hidden_size
         if not is_sparse(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
             return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
         sizes = ExpertSizes(config["num_experts"], hidden, config["moe_intermediate_size"])

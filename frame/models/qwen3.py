@@ -14,12 +14,12 @@ class Qwen3ForCausalLM(Decoder):
     """Biases only where `attention_bias` says so."""
 
     def attention(self, layer: int, prefix: str) -> nn.Module:
-        config = self.facts.config
+        config = self.model_config.config
         bias = bool(config.get("attention_bias", False))
         options = AttentionOptions(
             qkv_bias=bias, out_bias=bias, qk_norm=config.get("rms_norm_eps", 1e-6), sliding_window=layer_window(config, layer)
         )
-        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
     def mlp(self, layer: int, prefix: str) -> nn.Module:
-        return GatedMLP(self.context, prefix, self.facts.hidden_size, self.facts.config["intermediate_size"])
+        return GatedMLP(self.context, prefix, self.model_config.hidden_size, self.model_config.config["intermediate_size"])

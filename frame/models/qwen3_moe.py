@@ -15,14 +15,14 @@ class Qwen3MoeForCausalLM(Decoder):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
 
     def attention(self, layer: int, prefix: str) -> nn.Module:
-        config = self.facts.config
+        config = self.model_config.config
         bias = bool(config.get("attention_bias", False))
         window = config.get("sliding_window") if config.get("use_sliding_window", False) else None  # all layers or none
         options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=config.get("rms_norm_eps", 1e-6), sliding_window=window)
-        return Attention(self.context, self.facts, layer, prefix, self.rotary, options)
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
     def mlp(self, layer: int, prefix: str) -> nn.Module:
-        config, hidden = self.facts.config, self.facts.hidden_size
+        config, hidden = self.model_config.config, self.model_config.hidden_size
         if not is_sparse(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
             return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
         num_experts = config.get("num_experts") or config["num_local_experts"]

@@ -12,7 +12,7 @@ from frame.models.layers.linear import HeadLinear
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
 
 
 class RobertaModel(Encoder):
@@ -20,12 +20,12 @@ class RobertaModel(Encoder):
 
     prefix: ClassVar[str] = "roberta."
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
-        super().__init__(facts, context)
-        self.first_position = int(facts.config.get("pad_token_id", 1)) + 1
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
+        super().__init__(model_config, context)
+        self.first_position = int(model_config.config.get("pad_token_id", 1)) + 1
 
     def build_head(self) -> nn.Module:
-        return RobertaHead(self.context, self.facts.hidden_size, self.facts.num_labels)
+        return RobertaHead(self.context, self.model_config.hidden_size, self.model_config.num_labels)
 
 
 class RobertaHead(nn.Module):

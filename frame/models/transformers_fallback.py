@@ -21,7 +21,7 @@ from frame.core.interfaces.model import CausalLM
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext, LoadCode
-    from frame.core.interfaces.model import LazyTensor, ModelFacts
+    from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 _INTERFACE = "frame_paged"  # our name among transformers' attention functions
 
@@ -29,12 +29,12 @@ _INTERFACE = "frame_paged"  # our name among transformers' attention functions
 class TransformersForCausalLM(CausalLM, nn.Module):
     """A model of transformers. One rank; multi-head attention; weights in the model's own type."""
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
-        super().__init__(facts, context)
-        self.facts = facts
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
+        super().__init__(model_config, context)
+        self.model_config = model_config
         self.context = context
-        self.architecture = find_architecture(facts, context.load_code)
-        self.attention = PagedAttention(facts, context)
+        self.architecture = find_architecture(model_config, context.load_code)
+        self.attention = PagedAttention(model_config, context)
         self.parts: tuple[Any, ...] = ()  # (base model, tail): in a tuple, so that they are not registered a second time
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -83,7 +83,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
-        stored = {key: value for key, value in self.facts.config.items() if key not in ("model_type", "quantization_config")}
+        stored = {key: value for key, value in self.model_config.config.items() if key not in ("model_type", "quantization_config")}
         config = self._config_class()(**stored)
         config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented so by transformers
         config.dtype = self.context.dtype
@@ -93,10 +93,10 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         """The checkpoint's own where its code may run and names one; else the model type's."""
         from transformers import CONFIG_MAPPING
 
-        reference = _own_code(self.facts, "AutoConfig")
+        reference = _own_code(self.model_config, "AutoConfig")
         if reference is not None and self.context.load_code is not None:
             return self.context.load_code("configuration", reference)
-        kind = self.facts.config["model_type"]
+        kind = self.model_config.config["model_type"]
         if kind in CONFIG_MAPPING:  # a lazy mapping, whose `get` finds only what was imported before
             return CONFIG_MAPPING[kind]
         return self.architecture.config_class
@@ -105,10 +105,10 @@ class TransformersForCausalLM(CausalLM, nn.Module):
 class PagedAttention:
     """What the attention modules of one model share: the step's batch, the backend, and the facts of each layer as they show."""
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         if context.attention is None:
             raise TypeError("a model's context needs an attention backend")
-        self.facts = facts
+        self.model_config = model_config
         self.backend = context.attention
         self.batch: ForwardBatch | None = None
         self.specs: dict[int, AttentionSpec] = {}
@@ -125,16 +125,16 @@ class PagedAttention:
 
     def check(self) -> None:
         """Raises ConfigurationError when the layers that were seen are not those that the cache is made for."""
-        facts, name = self.facts, self.facts.architecture
-        if sorted(self.specs) != list(range(facts.num_layers)):
+        model_config, name = self.model_config, self.model_config.architecture
+        if sorted(self.specs) != list(range(model_config.num_layers)):
             raise ConfigurationError(
-                f"{name} computes attention outside of transformers' interface in some layers ({len(self.specs)} of {facts.num_layers} "
-                "use it), so it cannot run over the paged cache."
+                f"{name} computes attention outside of transformers' interface in some layers ({len(self.specs)} of "
+                f"{model_config.num_layers} use it), so it cannot run over the paged cache."
             )
         able = self.backend.capabilities
         for layer, spec in self.specs.items():
             shapes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-            if shapes != (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.v_head_dim):
+            if shapes != (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.v_head_dim):
                 raise ConfigurationError(
                     f"{name} has attention of another shape in layer {layer} {shapes}; the paged cache wants equal layers."
                 )
@@ -151,7 +151,7 @@ class PagedAttention:
         """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads, v_dim]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if self.batch is None:
-            if layer in self.specs and len(self.specs) == self.facts.num_layers:
+            if layer in self.specs and len(self.specs) == self.model_config.num_layers:
                 self.specs = {}  # learnt before; new weights may bring new sinks
             self.specs[layer] = _spec(layer, module, q, k, v, options)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
@@ -209,12 +209,12 @@ def attend(
     return attention.run(module, query, key, value, options), None
 
 
-def find_architecture(facts: ModelFacts, load_code: LoadCode | None = None) -> Any:
+def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = None) -> Any:
     """The class that can serve: the checkpoint's own where its code may run, else transformers'. Raises ConfigurationError with the
     reason if there is none."""
     import transformers
 
-    name, reference = facts.architecture, _own_code(facts, "AutoModelForCausalLM")
+    name, reference = model_config.architecture, _own_code(model_config, "AutoModelForCausalLM")
     if reference is not None and load_code is not None:
         found = load_code("model", reference)
     else:
@@ -223,20 +223,20 @@ def find_architecture(facts: ModelFacts, load_code: LoadCode | None = None) -> A
         version = transformers.__version__
         remedy = "install a newer one" if reference is None else "its checkpoint brings Python code for it, see --trust-remote-code"
         raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
-    if facts.kind != "mha":
+    if model_config.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
     if not getattr(found, "_supports_attention_backend", False) or getattr(found, "_is_stateful", False):
         raise ConfigurationError(
             f"{name} does not compute attention through transformers' interface, so it cannot run over the paged cache."
         )
-    if facts.config.get("is_encoder_decoder"):
+    if model_config.config.get("is_encoder_decoder"):
         raise ConfigurationError(f"{name} is an encoder-decoder model; only decoders are served.")
     return found
 
 
-def _own_code(facts: ModelFacts, kind: str) -> str | None:
+def _own_code(model_config: ModelConfig, kind: str) -> str | None:
     """What `auto_map` of the checkpoint names for one of transformers' auto classes."""
-    named = facts.config.get("auto_map")
+    named = model_config.config.get("auto_map")
     reference = named.get(kind) if isinstance(named, dict) else None
     return reference if isinstance(reference, str) else None
 

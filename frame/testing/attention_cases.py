@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from frame.core.interfaces.attention import AttentionNeeds, Phase
+from frame.core.interfaces.attention import AttentionRequirements, Phase
 from frame.testing.attention_batch import Rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -68,7 +68,7 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
         one = np.random.default_rng(index).integers(len(names)) if thorough else index % len(names)
         for dtype in names if thorough and name in EACH_DTYPE else [names[one]]:
             found = replace(with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device, seed=index)
-            if not capabilities.unsupported(needs(found)):
+            if not capabilities.unsupported(requirements(found)):
                 yield f"{name}-{dtype}", found
 
 
@@ -78,12 +78,12 @@ def with_pages_for(case: Case, capabilities: Any) -> Case:
     return replace(case, page_size=sizes[0]) if sizes and case.page_size not in sizes and not case.groups else case
 
 
-def needs(case: Case, graphs: bool = False) -> AttentionNeeds:
+def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
     """What a case asks of a backend; `graphs`: captured. Of one that computes decodes alone, a case without prompts asks no more."""
     has_prompts = len(case.rows.queries) > case.rows.num_decodes
     phases: tuple[Phase, ...] = ("extend", "decode") if has_prompts else ("decode",)
     dtype = str(case.dtype).removeprefix("torch.")
-    return AttentionNeeds(
+    return AttentionRequirements(
         device="cuda" if case.device.startswith("cuda") else case.device,
         compute_capability=torch.cuda.get_device_capability(case.device) if case.device.startswith("cuda") else None,
         kind="mla" if case.rank else "mha",

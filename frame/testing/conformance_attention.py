@@ -31,7 +31,7 @@ from frame.testing.attention_batch import (
     shared_with,
     widened,
 )
-from frame.testing.attention_cases import Case, Changes, cases, needs, replays, with_pages_for
+from frame.testing.attention_cases import Case, Changes, cases, replays, requirements, with_pages_for
 from frame.testing.conformance import Check, Subject
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
@@ -305,7 +305,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     if device.startswith("cuda"):
         for name, case, changes in replays():
             placed = replace(with_pages_for(case, capabilities), device=device)
-            if not capabilities.unsupported(needs(placed, graphs=True)):
+            if not capabilities.unsupported(requirements(placed, graphs=True)):
                 yield Check(f"replayed-{name}", partial(check_replays, make, placed, changes))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched, MoECapabilities, MoENeeds, MoERunner
+from frame.core.interfaces.moe import Dispatched, MoECapabilities, MoERequirements, MoERunner
 from frame.testing.attention_batch import build_context
 from frame.testing.conformance import Check, Subject
 
@@ -48,7 +48,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     """`moe_runner/1`, in every dtype of the capabilities."""
     setting, capabilities = subject.setting, subject.record.capabilities
     for name in getattr(capabilities, "dtypes", DTYPES):
-        need = MoENeeds(
+        need = MoERequirements(
             device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name, format="standard"
         )
         if isinstance(capabilities, MoECapabilities) and capabilities.unsupported(need):

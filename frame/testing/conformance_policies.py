@@ -63,7 +63,9 @@ def example_requests(count: int, seed: int = 0) -> list[Request]:
     for index in range(count):
         prompt = np.array([rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))], np.int32)
         params = SamplingParams(max_tokens=rng.randint(1, 60))
-        request = Request(f"request-{index}", prompt, params, seed=index, index=index, arrival=index / 10, deadline=600.0, max_total=100)
+        request = Request(
+            f"request-{index}", prompt, params, seed=index, index=index, arrival=index / 10, deadline=600.0, max_num_tokens=100
+        )
         request.priority = rng.randint(-2, 2)
         request.output.extend(rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 5))))
         pages = np.arange(rng.randint(0, len(prompt) // 4), dtype=np.int32) + 1 + 20 * rng.randint(0, 2)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from frame.core.interfaces.quantization import LinearMethod, QuantizationCapabilities, QuantizationMethod, QuantizationNeeds
+from frame.core.interfaces.quantization import LinearMethod, QuantizationCapabilities, QuantizationMethod, QuantizationRequirements
 from frame.testing.conformance import Check, Subject
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # relative to the largest value
@@ -40,8 +40,8 @@ def _dtypes(subject: Subject) -> list[str]:
         return list(DTYPES)
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
     checkpoint = capabilities.checkpoints[0]
-    needs = {name: QuantizationNeeds(device.partition(":")[0], capability, checkpoint, name) for name in capabilities.dtypes}
-    return [name for name, need in needs.items() if not capabilities.unsupported(need)]
+    requirements = {name: QuantizationRequirements(device.partition(":")[0], capability, checkpoint, name) for name in capabilities.dtypes}
+    return [name for name, need in requirements.items() if not capabilities.unsupported(need)]
 
 
 def _method(subject: Subject) -> QuantizationMethod:

@@ -23,7 +23,7 @@ import numpy as np
 from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import ModelRunner
-from frame.core.ipc.inflight_file import ROSTER
+from frame.core.ipc.inflight_file import INFLIGHT
 from frame.core.messages import Ready
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.incremental_decoder import TextStream
@@ -186,7 +186,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     runner = make_runner(resolved, scheduler)
     engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
     time.sleep(float(os.environ.get("FRAME_FAKE_START", "0")))
-    scheduler.publish_roster(Path(options.sockets) / ROSTER)
+    scheduler.publish_inflight(Path(options.sockets) / INFLIGHT)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     try:
         engine.run()
@@ -197,7 +197,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
 
 def detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     """The detokenizer role."""
-    detokenizer = PoisonedDetokenizer(worker.tokenizer_of(resolved), worker.EARLY_LIMIT, worker.text_roster_of(options))
+    detokenizer = PoisonedDetokenizer(worker.tokenizer_of(resolved), worker.EARLY_LIMIT, worker.open_inflight_text(options))
     detokenizer.kills = int(os.environ.get("FRAME_FAKE_TEXT_KILL", "-1"))
     worker.detokenize(resolved, transport, name, detokenizer)
 

@@ -15,18 +15,18 @@ from pydantic import BaseModel
 from torch import nn
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch, WantedTokens
+from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.model import CausalLM, LazyTensor, ModelFacts
+from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig
 
 _WEIGHT = 7919
 _PRIME = 10007
 FAKE_SPEC = AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=2, v_head_dim=1, scale=1.0)
 
 
-def fake_facts(vocab_size: int = 128, max_context: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelFacts:
+def fake_facts(vocab_size: int = 128, max_context: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The facts of the fake model: one layer, one KV head of size 2 (token id, position) and 1 (unused)."""
-    return ModelFacts(
+    return ModelConfig(
         architecture="FakeForCausalLM",
         num_layers=1,
         hidden_size=1,
@@ -66,11 +66,11 @@ class FakeModel(nn.Module, CausalLM):
     vocabulary; the logit falls by 1 for each step away from the peak, upwards and around.
     """
 
-    narrows: ClassVar[bool] = True
+    supports_token_selection: ClassVar[bool] = True
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.vocab_size = facts.vocab_size
+        self.vocab_size = model_config.vocab_size
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         keys = torch.stack([batch.token_ids, batch.positions], dim=-1).float().unsqueeze(1)
@@ -81,7 +81,7 @@ class FakeModel(nn.Module, CausalLM):
         per_token = torch.repeat_interleave(rows, batch.query_lens.long(), dim=0, output_size=batch.num_tokens)
         seen = torch.arange(rows.shape[1], device=rows.device) <= batch.positions.unsqueeze(1)
         sums = torch.where(seen, _checksum(per_token[..., 0], per_token[..., 1]), 0).sum(-1)
-        wanted = batch.get(WantedTokens)
+        wanted = batch.get(SelectedTokens)
         sums = sums if wanted is None else sums[wanted.indices]
         return (sums % self.vocab_size).float().unsqueeze(-1)
 

@@ -111,7 +111,7 @@ class FakeRunner(ModelRunner):
             drawn = [self._draw(slot, prefix, None if mask is None else mask[i]) for i, (slot, prefix) in enumerate(prefixes)]
             return DoneStep(self._result(batch, drawn), self._end)
 
-        return LaterStep(finish) if batch.mask_follows else finish(batch.grammar_mask)
+        return LaterStep(finish) if batch.has_deferred_grammar_mask else finish(batch.grammar_mask)
 
     def close(self) -> None:
         self._slots.clear()

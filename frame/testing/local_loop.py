@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Generate, Tokens
+from frame.core.messages import Generate, StepTokens
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
@@ -56,14 +56,16 @@ class LocalLoop:
             raise RuntimeError(f"requests {sorted(set(rids) - ended)} did not end")
         return [outputs[rid] for rid in rids]
 
-    def pool(self, prompts: Sequence[Sequence[int]], segments: Sequence[int] = ()) -> np.ndarray:
+    def pool(self, prompts: Sequence[Sequence[int]], second_text_starts: Sequence[int] = ()) -> np.ndarray:
         """The vector of every prompt, float32 [prompts, width], of a model that embeds or classifies. Raises RuntimeError as above."""
         rids = []
         for index, prompt in enumerate(prompts):
             self._number += 1
             rids.append(f"r{self._number}")
-            segment = segments[index] if segments else 0
-            refusal = self.scheduler.add(Generate(rid=rids[-1], token_ids=list(prompt), params=SamplingParams(), segment=segment))
+            second_text_start = second_text_starts[index] if second_text_starts else 0
+            refusal = self.scheduler.add(
+                Generate(rid=rids[-1], token_ids=list(prompt), params=SamplingParams(), second_text_start=second_text_start)
+            )
             if refusal is not None:
                 raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
         vectors: dict[str, np.ndarray] = {}
@@ -75,8 +77,8 @@ class LocalLoop:
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
 
-    def _steps(self) -> Iterator[Tokens]:
-        """Yields the `Tokens` of every step until nothing is left to do, one step behind when the scheduler overlaps."""
+    def _steps(self) -> Iterator[StepTokens]:
+        """Yields the `StepTokens` of every step until nothing is left to do, one step behind when the scheduler overlaps."""
         in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         depth = 1 if self.scheduler.config.overlap else 0
         for _ in range(MAX_STEPS):
@@ -88,7 +90,7 @@ class LocalLoop:
                 launched, pending = in_flight.popleft()
                 yield self.scheduler.commit(launched, pending.wait())
             ended = self.scheduler.drain_outputs()
-            if isinstance(ended, Tokens):
+            if isinstance(ended, StepTokens):
                 yield ended
             if batch is None and not in_flight and self.scheduler.is_idle:
                 return

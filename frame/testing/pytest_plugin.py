@@ -142,12 +142,12 @@ class ConformanceItem(pytest.Item):
 def _machine(device: str) -> dict[str, Any]:
     import torch
 
-    facts: dict[str, Any] = {
+    model_config: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device.startswith("cuda"):
-        facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["compute_capability"] = list(torch.cuda.get_device_capability(device))
-    return facts
+        model_config["gpu"] = torch.cuda.get_device_name(device)
+        model_config["compute_capability"] = list(torch.cuda.get_device_capability(device))
+    return model_config

@@ -18,7 +18,7 @@ from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
-from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
+from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import MATCH_WINDOW
 from frame.core.scheduling.request import NOT_FINITE, TIMED_OUT
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -98,9 +98,9 @@ class SchedulerRig:
 
     def step(self) -> bool:
         """One turn of an engine's loop; False when there was nothing to launch, to commit or to end."""
-        retracted = self.scheduler.load()["retracted"]
+        preempted = self.scheduler.load()["preempted"]
         batch = self.scheduler.next_batch(self.now)
-        self._check_admission(batch, self.scheduler.load()["retracted"] > retracted)
+        self._check_admission(batch, self.scheduler.load()["preempted"] > preempted)
         if batch is not None:
             self.max_rows = max(self.max_rows, len(batch.slots))
             self._check_budget(batch)
@@ -109,7 +109,7 @@ class SchedulerRig:
         keep = 1 if self.config.overlap and batch is not None else 0
         while len(self._in_flight) > keep:
             self.commit()
-        if batch is not None and batch.mask_follows:
+        if batch is not None and batch.has_deferred_grammar_mask:
             self._sample()
         ended = self.scheduler.drain_outputs()
         self._receive(ended)
@@ -125,7 +125,7 @@ class SchedulerRig:
     def _sample(self) -> None:
         """Draw the tokens of the step that was launched last."""
         for batch, pending in self._in_flight:
-            if batch.mask_follows and isinstance(pending, UnsampledStep):
+            if batch.has_deferred_grammar_mask and isinstance(pending, UnsampledStep):
                 pending.sample(self.scheduler.mask(batch))
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -183,22 +183,22 @@ class SchedulerRig:
         if prompt_tokens > self.config.token_budget or len(batch.slots) > self.config.max_running:
             raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
 
-    def _check_admission(self, batch: ScheduledBatch | None, has_retracted: bool) -> None:
+    def _check_admission(self, batch: ScheduledBatch | None, has_preempted: bool) -> None:
         """The scheduler is work-conserving: with budget, slots and pages left, whoever waits is admitted within a few steps."""
         scheduler, kept = self.scheduler, {}
         prompt_tokens = 0 if batch is None else int(batch.num_scheduled[batch.num_decodes :].sum())
         waiting = scheduler._queue.head(MATCH_WINDOW)
-        if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_retracted:
+        if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_preempted:
             planner = scheduler._planner
             most = max(map(planner._pages_for, waiting))
-            if planner._reserved_pages() + most < scheduler._running.ledger.num_available:
+            if planner._reserved_pages() + most < scheduler._running.kv_manager.num_available:
                 kept = {request.rid: self._kept_waiting.get(request.rid, 0) + 1 for request in waiting}
         self._kept_waiting = kept
         for rid, steps in kept.items():
             if steps > PATIENCE:
                 raise AssertionError(f"{rid} waits for the {steps}th step in a row, though there is room for it")
 
-    def _receive(self, tokens: Tokens | None) -> None:
+    def _receive(self, tokens: StepTokens | None) -> None:
         if tokens is None:
             return
         for i, rid in enumerate(tokens.rids):

@@ -14,7 +14,7 @@ import click
 import pytest
 
 import frame
-from frame.core.interfaces.quantization import QuantizationNeeds
+from frame.core.interfaces.quantization import QuantizationRequirements
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.kinds import KINDS
@@ -176,7 +176,7 @@ def test_the_weights_of_the_deepseek_example_have_a_method() -> None:
     assert "the method `fp8` reads them" in text
     fp8 = load_registry(installed=False).get("quantization_method", "fp8")
     for capability in ((9, 0), (10, 0)):
-        assert fp8.capabilities.unsupported(QuantizationNeeds("cuda", capability, "fp8", "bfloat16")) == []
+        assert fp8.capabilities.unsupported(QuantizationRequirements("cuda", capability, "fp8", "bfloat16")) == []
 
 
 def test_the_readme_fits_on_a_screen_or_two() -> None:

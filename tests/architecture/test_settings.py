@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from frame.core.config.resolve_plugins import KEYS, PROCESSORS_KEY
 from frame.core.config.schema import FrameConfig
-from frame.core.interfaces.attention import AttentionNeeds
-from frame.core.interfaces.model import ModelNeeds
-from frame.core.interfaces.moe import MoENeeds
-from frame.core.interfaces.quantization import QuantizationNeeds
+from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.model import ModelRequirements
+from frame.core.interfaces.moe import MoERequirements
+from frame.core.interfaces.quantization import QuantizationRequirements
 from frame.entrypoints.configuration.yaml_file import parse_yaml
 from frame.plugins.loader import load_registry
 from tests.architecture.source import Module, module, package
@@ -142,21 +142,21 @@ def test_remedies_of_our_plugins_can_be_configured() -> None:
     cards = (("cpu", None), ("cuda", (7, 5)), ("cuda", (9, 0)), ("cuda", (10, 0)))
     types, tps = ("float32", "bfloat16", "float16"), (1, 4)
     asked = {
-        "model": [ModelNeeds("LlamaForCausalLM", tp, task) for tp in tps for task in ("generate", "embed", "classify")],
+        "model": [ModelRequirements("LlamaForCausalLM", tp, task) for tp in tps for task in ("generate", "embed", "classify")],
         "quantization_method": [
-            QuantizationNeeds(*card, stored, kind) for card in cards for stored in (None, "fp8", "awq") for kind in types
+            QuantizationRequirements(*card, stored, kind) for card in cards for stored in (None, "fp8", "awq") for kind in types
         ],
-        "moe_runner": [MoENeeds(*card, kind) for card in cards for kind in types],
-        "moe_dispatcher": [MoENeeds(*card, kind) for card in cards for kind in types],
+        "moe_runner": [MoERequirements(*card, kind) for card in cards for kind in types],
+        "moe_dispatcher": [MoERequirements(*card, kind) for card in cards for kind in types],
         "attention_backend": [
-            AttentionNeeds(*card, kind, 128, 128, (512, 64) if kind == "mla" else None, dtype, kv_dtype, page)
+            AttentionRequirements(*card, kind, 128, 128, (512, 64) if kind == "mla" else None, dtype, kv_dtype, page)
             for card, kind, dtype, kv_dtype, page in itertools.product(
                 cards, ("mha", "mla"), types, (*types, "fp8_e4m3"), (None, 1, 16, 64)
             )
         ],
     }
-    for kind, needs in asked.items():
-        for record, need in itertools.product(registry.records(kind), needs):
+    for kind, requirements in asked.items():
+        for record, need in itertools.product(registry.records(kind), requirements):
             found |= {reason.change for reason in record.capabilities.unsupported(need) if reason.change}
     assert len(found) > 5
     for change in found:

@@ -23,7 +23,7 @@ from frame.attention_backends.flashinfer.library import Library, Module, compile
 from frame.attention_backends.flashinfer.pages import list_pages
 from frame.attention_backends.libraries import FLASHINFER
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.attention import AttentionNeeds, AttentionSpec
+from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from tests.attention_backends import fake_flashinfer as fake
@@ -173,16 +173,16 @@ def test_which_kernels(capability: tuple[int, int], kv_dtype: torch.dtype, width
     assert form_of(capability, torch.bfloat16, kv_dtype, *widths) == form
 
 
-def needs(**changes: Any) -> AttentionNeeds:
-    base = AttentionNeeds("cuda", (9, 0), "mha", 128, 128, None, "bfloat16", "bfloat16", 16)
+def requirements(**changes: Any) -> AttentionRequirements:
+    base = AttentionRequirements("cuda", (9, 0), "mha", 128, 128, None, "bfloat16", "bfloat16", 16)
     return replace(base, **changes)
 
 
 def test_is_not_chosen_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frame.attention_backends.libraries._has_kernels", lambda: False)
-    assert "nvcc" in FLASHINFER.unsupported(needs())[0].sentence
+    assert "nvcc" in FLASHINFER.unsupported(requirements())[0].sentence
     monkeypatch.setattr("frame.attention_backends.libraries._has_kernels", lambda: True)
-    assert FLASHINFER.unsupported(needs()) == []
+    assert FLASHINFER.unsupported(requirements()) == []
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_is_not_chosen_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_says_what_it_does_not_serve(changes: dict[str, Any], words: str) -> None:
-    assert any(words in reason.sentence for reason in FLASHINFER.unsupported(needs(**changes)))
+    assert any(words in reason.sentence for reason in FLASHINFER.unsupported(requirements(**changes)))
 
 
 def test_serves_a_mixed_step_as_two_calls() -> None:

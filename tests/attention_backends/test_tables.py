@@ -18,7 +18,7 @@ from frame.attention_backends.libraries import FA3, FLASHMLA, TRTLLM_MHA, TRTLLM
 from frame.attention_backends.tables import TableBackend
 from frame.attention_backends.trtllm.heads import HeadKernels, TrtllmHeadsBackend
 from frame.attention_backends.trtllm.latent import LatentKernels, TrtllmLatentBackend
-from frame.core.interfaces.attention import AttentionCapabilities, AttentionNeeds
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.plugins.loader import load_registry
 from frame.testing import attention_cases
 from frame.testing import conformance_attention as suite
@@ -94,18 +94,18 @@ def test_flashmla_refuses_prompts() -> None:
         suite.compute(make("flashmla", case), case, suite.make_inputs(case))
 
 
-def needs(**changes: Any) -> AttentionNeeds:
-    return replace(AttentionNeeds("cuda", (10, 0), "mha", 128, 128, None, "bfloat16", "bfloat16", 64), **changes)
+def requirements(**changes: Any) -> AttentionRequirements:
+    return replace(AttentionRequirements("cuda", (10, 0), "mha", 128, 128, None, "bfloat16", "bfloat16", 64), **changes)
 
 
 MLA: dict[str, Any] = {"kind": "mla", "head_dim": 192, "v_head_dim": 128, "latent": (512, 64)}
 
 
 def test_blackwell_kernels_are_refused_on_other_cards_with_the_reason() -> None:
-    assert TRTLLM_MHA.unsupported(needs()) == TRTLLM_MLA.unsupported(needs(**MLA)) == []
+    assert TRTLLM_MHA.unsupported(requirements()) == TRTLLM_MLA.unsupported(requirements(**MLA)) == []
     for capabilities, kind in ((TRTLLM_MHA, {}), (TRTLLM_MLA, MLA)):
         for card in ((9, 0), (12, 0)):
-            (reason,) = capabilities.unsupported(needs(compute_capability=card, **kind))
+            (reason,) = capabilities.unsupported(requirements(compute_capability=card, **kind))
             assert reason.sentence == f"needs compute capability 10.0 to 10.3, this card has {card[0]}.{card[1]}"
 
 
@@ -125,7 +125,7 @@ def test_blackwell_kernels_are_refused_on_other_cards_with_the_reason() -> None:
     ],
 )
 def test_says_what_it_does_not_serve(capabilities: AttentionCapabilities, changes: dict[str, Any], words: str) -> None:
-    assert any(words in reason.sentence for reason in capabilities.unsupported(needs(**changes)))
+    assert any(words in reason.sentence for reason in capabilities.unsupported(requirements(**changes)))
 
 
 @pytest.mark.skipif(find_spec("flash_attn_interface") is not None, reason="flash_attn_interface is installed")

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from frame.core.interfaces.attention import AttentionNeeds
+from frame.core.interfaces.attention import AttentionRequirements
 from frame.plugins.loader import load_registry
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from tests.interpreter import needs_triton, run_interpreted
 
 pytestmark = needs_triton
 
-CPU = AttentionNeeds("cpu", None, "mha", 64, 64, None, "float32", "float32", 16)
+CPU = AttentionRequirements("cpu", None, "mha", 64, 64, None, "float32", "float32", 16)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_every_architecture(case):
     loop.scheduler._planner._ahead = 1  # the pages that are kept free for outputs would do for ones as short as these
     run(loop, case, GREEDY)
     assert loop.stats["mixed"] > 1
-    assert loop.scheduler.load()["retracted"] > 0
+    assert loop.scheduler.load()["preempted"] > 0
     longest = max(case.prompts, key=len)
     loop.generate([longest], greedy(1))  # other prompts may have taken its pages
     before = loop.stats["cached"]

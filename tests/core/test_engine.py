@@ -20,7 +20,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
-from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, Tokens
+from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, StepTokens
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -75,7 +75,7 @@ class Counting(ModelRunner):
         if error is not None and not self.in_wait:
             raise error
         tokens = ((batch.num_computed + batch.num_scheduled)[batch.samples] % VOCAB).astype(np.int32)
-        if batch.mask_follows:
+        if batch.has_deferred_grammar_mask:
             return Unsampled(StepResult(step=batch.step, token_ids=tokens), self.masks)
         return Step(error or StepResult(step=batch.step, token_ids=tokens))
 
@@ -114,10 +114,10 @@ class Running:
 
     def finish(self, *rids: str) -> dict[str, tuple[list[int], Any]]:
         """Until these requests ended: their tokens and finishes."""
-        self.until(lambda seen: set(rids) <= {m.rids[i] for m in seen if isinstance(m, Tokens) for i in m.finishes})
+        self.until(lambda seen: set(rids) <= {m.rids[i] for m in seen if isinstance(m, StepTokens) for i in m.finishes})
         result: dict[str, tuple[list[int], Any]] = {rid: ([], None) for rid in rids}
         for message in self.seen:
-            if isinstance(message, Tokens):
+            if isinstance(message, StepTokens):
                 for i, rid in enumerate(message.rids):
                     if rid in result:
                         result[rid] = (result[rid][0] + message.token_ids[i], message.finishes.get(i))
@@ -222,7 +222,7 @@ def test_a_lost_device_ends_the_engine(overlap: bool) -> None:
     running = Running(runner, overlap)
     running.near.send(generate("a"))
     running.until(lambda seen: any(isinstance(m, Fatal) for m in seen))
-    assert not any(isinstance(m, Tokens) for m in running.seen)  # the request may go on elsewhere
+    assert not any(isinstance(m, StepTokens) for m in running.seen)  # the request may go on elsewhere
     running.thread.join(10)
     assert isinstance(running.error, DeviceLost)
     assert runner.closed
@@ -303,13 +303,13 @@ def test_what_arrives_during_the_self_check_comes_before_its_next_part(start: Ca
 def test_observers_hear_of_steps(start: Callable[..., Running]) -> None:
     steps: list[dict[str, Any]] = []
     stopped = threading.Event()
-    running = start(observers=Observers(on_step=lambda **facts: steps.append(facts), on_stop=stopped.set))
+    running = start(observers=Observers(on_step=lambda **model_config: steps.append(model_config), on_stop=stopped.set))
     running.near.send(generate("a"))
     running.finish("a")
     running.stop()
     assert stopped.is_set()
-    assert [facts["num_tokens"] for facts in steps][:2] == [5, 1]
-    assert all(set(facts) == {"step", "num_running", "num_waiting", "num_tokens", "seconds"} for facts in steps)
+    assert [model_config["num_tokens"] for model_config in steps][:2] == [5, 1]
+    assert all(set(model_config) == {"step", "num_running", "num_waiting", "num_tokens", "seconds"} for model_config in steps)
 
 
 # grammars ----------------------------------------------------------------------------------------------------------

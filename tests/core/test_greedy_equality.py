@@ -74,7 +74,7 @@ def test_chunked_and_mixed(case, chunk):
 def test_after_forced_retraction(case):
     loop = make_loop(case.folder, tokens=TIGHT, chunk=64)
     run(loop, case)
-    assert loop.scheduler.load()["retracted"] > 0
+    assert loop.scheduler.load()["preempted"] > 0
 
 
 @pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (64, True)])
@@ -94,7 +94,7 @@ def test_everything_together(case, number, settings):
     loop = make_loop(case.folder, page_size=page_size, chunk=chunk, overlap=overlap, tokens=tokens, prefix=prefix)
     run(loop, case)
     if tokens == TIGHT:
-        assert loop.scheduler.load()["retracted"] > 0
+        assert loop.scheduler.load()["preempted"] > 0
 
 
 def test_logits_are_within_a_ten_thousandth(case):
@@ -151,7 +151,7 @@ def test_two_ranks_mixed_and_from_the_prefix_cache(case):
 def test_two_ranks_after_retraction_without_overlap(case):
     def once(loop):
         run(loop, case)
-        assert loop.scheduler.load()["retracted"] > 0
+        assert loop.scheduler.load()["preempted"] > 0
 
     on_two_ranks(case, once, page_size=1, chunk=16, overlap=False, tokens=TIGHT)
 

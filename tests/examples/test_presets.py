@@ -18,7 +18,7 @@ from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.loading.model_config import read_facts
+from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.loader import load_registry
 
@@ -61,7 +61,7 @@ def serve(config: FrameConfig, hardware: Hardware, folder: Path) -> Resolved:
     records = load_registry(installed=False).all_records()
     gpu = [replace(record, problems=()) for record in records["attention_backend"]]  # as if every library were there
     records = {**records, "attention_backend": [*gpu, BLACKWELL]}
-    return resolve(config.model_copy(update={"model": model}), hardware, read_facts(str(folder)), records)
+    return resolve(config.model_copy(update={"model": model}), hardware, read_model_config(str(folder)), records)
 
 
 def presets() -> tuple[FrameConfig, FrameConfig, Path]:

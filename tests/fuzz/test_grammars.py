@@ -89,7 +89,7 @@ class Attack:
         self.compiler = GrammarCompiler(
             lambda: load_backend(self.resolved, registry), settings, lambda: GrammarProcess(self.resolved)
         )
-        self.words = -(-self.resolved.facts.vocab_size // 32)
+        self.words = -(-self.resolved.model.vocab_size // 32)
         self.ask("first", "regex", "a+")  # the process has to start
 
     def ask(self, rid: str, kind: str, text: str, patience: float = 2 * (SECONDS + GRACE) + 90) -> Grammar | Finish:

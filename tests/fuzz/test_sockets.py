@@ -27,12 +27,12 @@ from frame.core.messages import (
     Forget,
     Generate,
     Heartbeat,
-    Text,
+    StartDetokenize,
+    StepText,
+    StepTokens,
     Tokenize,
     Tokenized,
     TokenLogprobs,
-    Tokens,
-    Watch,
     encode,
 )
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -59,9 +59,9 @@ SEEDS = (
     Control(id="c", action="flush_cache", arguments={"a": 1}),
     ControlReply(id="c", ok=True, data={"a": 1}),
     Heartbeat(process="engine", step=1),
-    Tokens(**TOKENS),
-    Text(texts=["x"], stopped=[0], **TOKENS),
-    Watch(rid="r", params=PARAMS, prompt_tail=[5]),
+    StepTokens(**TOKENS),
+    StepText(texts=["x"], stopped=[0], **TOKENS),
+    StartDetokenize(rid="r", params=PARAMS, prompt_tail=[5]),
     Forget(rids=["r"]),
     Tokenize(id="t", text="x"),
     Tokenize(id="t", messages=[{"role": "user", "content": "x"}], tools=[{"a": 1}], template_arguments={"b": 2}),
@@ -123,7 +123,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     waiting = {"well", "whole"}
     while waiting and thread.is_alive():
         for message in client.receive(1.0):
-            if isinstance(message, Tokens):
+            if isinstance(message, StepTokens):
                 waiting -= {message.rids[place] for place in message.finishes}
             elif isinstance(message, ControlReply) and message.id == "whole":
                 assert message.ok, message.error

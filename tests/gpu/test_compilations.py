@@ -74,8 +74,8 @@ def test_nothing_is_compiled_while_requests_are_served(architecture: str, tmp_pa
 
     compiled: list[str] = []
 
-    def note(*_: Any, **facts: Any) -> None:
-        compiled.append(facts["repr"])
+    def note(*_: Any, **model_config: Any) -> None:
+        compiled.append(model_config["repr"])
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
     loop = make_loop(make_checkpoint(architecture, tmp_path, max_position_embeddings=8192, **SHAPES[architecture]))

@@ -16,7 +16,7 @@ from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import DECODES, Case, needs, with_pages_for
+from frame.testing.attention_cases import DECODES, Case, requirements, with_pages_for
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 
@@ -55,7 +55,7 @@ def found() -> dict[tuple[str, str], str]:
     for name, record in RECORDS.items():
         for model, layer in LAYERS.items():
             if record.capabilities.graphs != "none" and ("mla" if layer.rank else "mha") in record.capabilities.kinds:
-                asked = needs(with_pages_for(layer, record.capabilities), graphs=True)
+                asked = requirements(with_pages_for(layer, record.capabilities), graphs=True)
                 against = record.problems or record.capabilities.unsupported(asked)
                 reasons[name, model] = str(against[0]) if against else ""
     return reasons

@@ -28,6 +28,6 @@ def test_vectors(architecture: str, mode: str, tmp_path: Path) -> None:
 
 def test_pairs(tmp_path: Path) -> None:
     folder = make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=1)
-    segments = [length // 2 for length in LENGTHS]
-    want = make_loop(folder).pool(prompts(), segments)
-    np.testing.assert_allclose(make_loop(folder, execution={"device": "cuda"}).pool(prompts(), segments), want, atol=1e-4)
+    second_text_starts = [length // 2 for length in LENGTHS]
+    want = make_loop(folder).pool(prompts(), second_text_starts)
+    np.testing.assert_allclose(make_loop(folder, execution={"device": "cuda"}).pool(prompts(), second_text_starts), want, atol=1e-4)

@@ -94,15 +94,15 @@ def test_tokens_are_those_of_the_cpu(on_cpu, overlap, chunk, tokens):
 
 def test_no_launch_waits_for_the_device():
     """With a model that does not synchronise, neither builder nor sampler nor processors do, while steps are in flight."""
-    facts, device = fake_facts(97, 256, (3,)), torch.device("cuda")
+    model_config, device = fake_facts(97, 256, (3,)), torch.device("cuda")
     limits = Limits(ROWS, 2048, 256, 16)
     context = BuildContext(device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_registry(installed=False)
     built = [registry.load(record)(97, ROWS, device, None) for record in registry.records("logits_processor")]
-    pool = KVPool(kv_geometry(facts, 1, 16, "float32"), 600, device)
-    model = FakeModel(facts, context)
-    runner = TorchModelRunner(model, facts, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
+    pool = KVPool(kv_geometry(model_config, 1, 16, "float32"), 600, device)
+    model = FakeModel(model_config, context)
+    runner = TorchModelRunner(model, model_config, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)
     loop = LocalLoop(Scheduler(config, NoCache(16), PagedAllocator(600), Fcfs()), runner)
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]

@@ -253,15 +253,15 @@ def test_masks_ban_where_a_bit_is_not_set(dtype: torch.dtype) -> None:
     assert torch.equal(masked.cpu(), logits)
 
 
-def sample_step(by_kernels: bool, logits: torch.Tensor, params: list[SamplingParams], mask: np.ndarray | None, steps: int) -> list[Sampled]:
+def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingParams], mask: np.ndarray | None, steps: int) -> list[Sampled]:
     """Some steps of decodes over the same logits, with the built-in processors."""
     rows, vocab = logits.shape
     registry = load_registry(installed=False)
     made = [registry.load(record)(vocab, rows, DEVICE, None) for record in registry.records("logits_processor")]
     for processor in made:
         processor.eos_token_ids = (3,)
-    processors, table = Processors(made, rows), SamplingTable(rows, by_row=by_kernels)
-    sampler = Sampler(processors, by_kernels=by_kernels)
+    processors, table = Processors(made, rows), SamplingTable(rows, by_row=use_triton)
+    sampler = Sampler(processors, use_triton=use_triton)
     setups = [SlotSetup(row, each, row, 5, np.arange(5, dtype=np.int32)) for row, each in enumerate(params)]
     table.update(setups, [])
     processors.update(setups, [])
@@ -310,10 +310,10 @@ def test_the_sampler_by_kernels_equals_the_one_without(every_row_is_changed: boo
     mask = np.full((rows, -(-vocab // 32)), -1, np.int32)
     mask[5:7] = np.random.default_rng(0).integers(-(2**31), 2**31, mask[5:7].shape)
     logits = random_logits(rows, vocab, 2.0, torch.bfloat16)
-    pairs = zip(*(sample_step(by_kernels, logits, params, mask, 2) for by_kernels in (True, False)), strict=True)
-    for by_kernels, without in pairs:
-        assert by_kernels.token_ids.tolist() == without.token_ids.tolist()
-        torch.testing.assert_close(by_kernels.best, without.best)
-        assert by_kernels.logprobs is not None and by_kernels.top_ids is not None
-        torch.testing.assert_close(by_kernels.logprobs, without.logprobs)
-        assert by_kernels.top_ids.tolist() == without.top_ids.tolist()
+    pairs = zip(*(sample_step(use_triton, logits, params, mask, 2) for use_triton in (True, False)), strict=True)
+    for use_triton, without in pairs:
+        assert use_triton.token_ids.tolist() == without.token_ids.tolist()
+        torch.testing.assert_close(use_triton.best, without.best)
+        assert use_triton.logprobs is not None and use_triton.top_ids is not None
+        torch.testing.assert_close(use_triton.logprobs, without.logprobs)
+        assert use_triton.top_ids.tolist() == without.top_ids.tolist()

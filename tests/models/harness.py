@@ -18,9 +18,9 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
-from frame.core.interfaces.model import CausalLM, ModelFacts
+from frame.core.interfaces.model import CausalLM, ModelConfig
 from frame.core.loading.loader import WeightSource, load_model
-from frame.core.loading.model_config import read_facts
+from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
 from frame.plugins.loader import load_registry
 
@@ -97,7 +97,7 @@ class Session:
     """A model and its requests: `step` computes more tokens of some of them and returns the logits of all these tokens."""
 
     model: CausalLM
-    facts: ModelFacts
+    model_config: ModelConfig
     page_size: int = 4
     slots: int = 8
     max_tokens: int = 256
@@ -109,17 +109,20 @@ class Session:
         pages = -(-self.max_tokens // self.page_size)
         order = torch.randperm(self.slots * pages, generator=torch.Generator().manual_seed(7)) + 1  # page 0 stays unused
         self.page_table = order.view(self.slots, pages).to(torch.int32)
-        self.pool = NaivePool(self.facts.num_layers, self._widths(), self.slots * pages + 1, self.page_size, self._dtype())
+        self.pool = NaivePool(self.model_config.num_layers, self._widths(), self.slots * pages + 1, self.page_size, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
 
     def _widths(self) -> list[tuple[int, ...]]:
         if not any(isinstance(getattr(module, "spec", None), AttentionSpec) for module in self.model.modules()):  # type: ignore[attr-defined]
-            return [(self.facts.num_kv_heads, self.facts.head_dim), (self.facts.num_kv_heads, self.facts.v_head_dim)]
+            return [
+                (self.model_config.num_kv_heads, self.model_config.head_dim),
+                (self.model_config.num_kv_heads, self.model_config.v_head_dim),
+            ]
         spec = next(module.spec for module in self.model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec))  # type: ignore[attr-defined]
-        if self.facts.latent and self.facts.kind == "mla" and getattr(self.model, "latent_cache", True):
-            return [(sum(self.facts.latent),)]
+        if self.model_config.latent and self.model_config.kind == "mla" and getattr(self.model, "latent_cache", True):
+            return [(sum(self.model_config.latent),)]
         return [(spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim)]
 
     @torch.inference_mode()
@@ -161,7 +164,9 @@ class Session:
         return ForwardBatch(**fields, plan=plan)
 
 
-def build_context(facts: ModelFacts, tp: Collective | None = None, dtype: torch.dtype = torch.float32, **names: Any) -> BuildContext:
+def build_context(
+    model_config: ModelConfig, tp: Collective | None = None, dtype: torch.dtype = torch.float32, **names: Any
+) -> BuildContext:
     """A context of naive attention and in-tree parts by name; `names` may give another attention (class or plugin name), quantization …"""
     registry = load_registry(installed=False)
     tp = tp or LocalGroup()
@@ -178,9 +183,9 @@ def build_context(facts: ModelFacts, tp: Collective | None = None, dtype: torch.
     return BuildContext(
         **base,
         attention=(part("attention_backend", attention) if isinstance(attention, str) else attention)(bare),
-        quantization=part("quantization_method", names.get("quantization", "none"))(facts.config.get("quantization_config")),
-        moe_runner=part("moe_runner", "torch_native")(bare) if facts.num_experts else None,
-        moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if facts.num_experts else None,
+        quantization=part("quantization_method", names.get("quantization", "none"))(model_config.config.get("quantization_config")),
+        moe_runner=part("moe_runner", "torch_native")(bare) if model_config.num_experts else None,
+        moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if model_config.num_experts else None,
     )
 
 
@@ -188,16 +193,18 @@ def open_session(
     folder: Path, tp: Collective | None = None, dtype: torch.dtype = torch.float32, model: str | None = None, **names: Any
 ) -> Session:
     """Load the checkpoint with the in-tree model for its architecture (or the plugin `model`)."""
-    facts = read_facts(folder)
+    model_config = read_model_config(folder)
     registry = load_registry(installed=False)
     if model is None:
-        candidates = [record for record in registry.records("model") if facts.architecture in (record.capabilities.architectures or ())]
+        candidates = [
+            record for record in registry.records("model") if model_config.architecture in (record.capabilities.architectures or ())
+        ]
         record = candidates[0]
     else:
         record = registry.get("model", model)
     if names.pop("trust_remote_code", False):
         names["load_code"] = partial(load_class, folder)
-    context = build_context(facts, tp, dtype, **names)
-    built, _ = load_model(registry.load(record), facts, context, WeightSource(folder, names.get("load_format", "auto")))
+    context = build_context(model_config, tp, dtype, **names)
+    built, _ = load_model(registry.load(record), model_config, context, WeightSource(folder, names.get("load_format", "auto")))
     sizes = {"page_size": names.get("page_size", 4), "max_tokens": names.get("max_tokens", 256)}
-    return Session(built, facts, backend=context.attention, **sizes)
+    return Session(built, model_config, backend=context.attention, **sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from frame.core.interfaces.batch import ForwardBatch, WantedTokens
+from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.loading.model_config import EMBEDDED, find_model
 from tests.models.harness import Session, open_session
 
@@ -118,8 +118,8 @@ def test_narrowed_passes_give_the_wanted_tokens_and_fill_the_cache(architecture:
     rows, indices = [(0, prompt(20, 8)), (1, prompt(9, 9))], torch.tensor([28, 3, 19])
     whole, narrow = open_session(folder), open_session(folder)
     batch = narrow.batch(rows, 0)
-    got = [_forward(narrow, replace(batch, extensions={WantedTokens: WantedTokens(some)})) for some in (indices[:0], indices)]
-    assert got[0].shape == (0, whole.facts.hidden_size)
+    got = [_forward(narrow, replace(batch, extensions={SelectedTokens: SelectedTokens(some)})) for some in (indices[:0], indices)]
+    assert got[0].shape == (0, whole.model_config.hidden_size)
     torch.testing.assert_close(got[1], _forward(whole, whole.batch(rows, 0))[indices], atol=1e-5, rtol=1e-5)
     for session in (narrow, whole):
         session.computed = {slot: len(tokens) for slot, tokens in rows}

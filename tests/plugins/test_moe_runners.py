@@ -11,7 +11,7 @@ from torch import nn
 
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.interfaces.moe import Dispatched, MoENeeds
+from frame.core.interfaces.moe import Dispatched, MoERequirements
 from frame.models.layers.packed import can_pack, pack
 from frame.plugins.loader import load_registry
 from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped
@@ -107,25 +107,25 @@ def test_dense_is_for_small_experts_and_batches() -> None:
 def test_manifest_says_what_fits() -> None:
     registry = load_registry(installed=False)
     runner, dispatcher = registry.get("moe_runner", "torch_native"), registry.get("moe_dispatcher", "all_reduce")
-    needs = MoENeeds("cpu", None, "bfloat16", "standard", tp=2)
-    assert runner.capabilities.unsupported(needs) == []
-    assert dispatcher.capabilities.unsupported(needs) == []
-    assert "batched" in str(runner.capabilities.unsupported(MoENeeds("cpu", None, "bfloat16", "batched"))[0])
+    requirements = MoERequirements("cpu", None, "bfloat16", "standard", tp=2)
+    assert runner.capabilities.unsupported(requirements) == []
+    assert dispatcher.capabilities.unsupported(requirements) == []
+    assert "batched" in str(runner.capabilities.unsupported(MoERequirements("cpu", None, "bfloat16", "batched"))[0])
 
 
 def test_kernels_run_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     record = load_registry(installed=False).get("moe_runner", "triton")
-    needs = MoENeeds("cpu", None, "bfloat16", "standard")
+    requirements = MoERequirements("cpu", None, "bfloat16", "standard")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert [reason.sentence for reason in record.capabilities.unsupported(needs)] == ["runs on cuda, not on cpu"]
+    assert [reason.sentence for reason in record.capabilities.unsupported(requirements)] == ["runs on cuda, not on cpu"]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert record.capabilities.unsupported(needs) == []
+    assert record.capabilities.unsupported(requirements) == []
 
 
 def test_a_gpu_takes_the_kernels_and_captures_them() -> None:
     registry = load_registry(installed=False)
-    needs = MoENeeds("cuda", (9, 0), "bfloat16", "standard")
-    fitting = [record for record in registry.records("moe_runner") if not record.capabilities.unsupported(needs)]
+    requirements = MoERequirements("cuda", (9, 0), "bfloat16", "standard")
+    fitting = [record for record in registry.records("moe_runner") if not record.capabilities.unsupported(requirements)]
     assert {record.name for record in fitting} >= {"torch_native", "torch_grouped", "triton"}
     assert [record.name for record in fitting if not record.capabilities.graphs] == ["torch_native"]
     assert max(fitting, key=lambda record: record.rank).name == "triton"

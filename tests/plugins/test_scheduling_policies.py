@@ -40,7 +40,7 @@ def test_lpm() -> None:
 def test_lof_counts_what_is_left() -> None:
     requests = example_requests(4)
     for request, left in zip(requests, (10, 30, 30, 20), strict=True):
-        request.max_total = request.num_tokens + left
+        request.max_num_tokens = request.num_tokens + left
     assert indices("lof", requests) == [1, 2, 3, 0]
 
 

@@ -89,7 +89,7 @@ def test_a_plain_model_rounded_while_loading_stays_near(architecture: str, tmp_p
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1
     kinds = {type(module.method).__name__ for module in session.model.modules() if hasattr(module, "method")}  # type: ignore[attr-defined]
     assert "RoundedLinear" in kinds
-    assert ("RoundedExperts" in kinds) == (session.facts.num_experts > 0)
+    assert ("RoundedExperts" in kinds) == (session.model_config.num_experts > 0)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_the_kv_cache_takes_the_checkpoints_scales(architecture: str, place: str
         tensors[f"model.layers.{layer}.self_attn.{place.replace('k', 'v')}v_scale"] = torch.tensor([0.01])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     session = open_session(folder, attention="torch_native", page_size=4)
-    session.pool = KVPool(kv_geometry(session.facts, 1, 4, "fp8_e4m3"), session.slots * 64 + 1, torch.device("cpu"))  # type: ignore[assignment]
+    session.pool = KVPool(kv_geometry(session.model_config, 1, 4, "fp8_e4m3"), session.slots * 64 + 1, torch.device("cpu"))  # type: ignore[assignment]
     got, want = logits_of(session), reference_logits_of_plain(architecture, tmp_path / "plain")
     specs = [module.spec for module in session.model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)]  # type: ignore[attr-defined]
     assert all((spec.k_scale, spec.v_scale) == pytest.approx((0.02, 0.01)) for spec in specs)

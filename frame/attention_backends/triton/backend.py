@@ -38,11 +38,11 @@ class TritonBackend(AttentionBackend):
                 "Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend."
             )
         shares = options.share_prefixes if isinstance(options, TritonOptions) else True
-        facts = Device.of(device)
+        model_config = Device.of(device)
         self._prefixes = SharedPrefixes(device, limits.max_running_requests)
         self._shares = shares
-        self._decodes = Decodes(device, facts, limits.max_running_requests, shares)
-        self._extends = Extends(device, facts)
+        self._decodes = Decodes(device, model_config, limits.max_running_requests, shares)
+        self._extends = Extends(device, model_config)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         self._share(batch)

@@ -40,8 +40,8 @@ class DecodeKind:
 class Decodes:
     """Launches the decode kernel. `capacity`: most rows of a step; `shares`: whether rows read a common prefix together."""
 
-    def __init__(self, device: torch.device, facts: Device, capacity: int, shares: bool) -> None:
-        self._device, self._facts, self._capacity, self._shares = device, facts, capacity, shares
+    def __init__(self, device: torch.device, model_config: Device, capacity: int, shares: bool) -> None:
+        self._device, self._facts, self._capacity, self._shares = device, model_config, capacity, shares
         self._pdl = pdl(device)
         self._kinds: dict[tuple[Any, ...], DecodeKind] = {}
         self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, DecodeKind, tuple[float, float]]] = {}  # by layer and strides

@@ -53,8 +53,8 @@ class ExtendStep:
 class Extends:
     """Launches the extend kernel."""
 
-    def __init__(self, device: torch.device, facts: Device) -> None:
-        self._facts, self._device = facts, device
+    def __init__(self, device: torch.device, model_config: Device) -> None:
+        self._facts, self._device = model_config, device
         # from compute capability 9.0 on, boxes of consecutive rows are copied by a unit of their own
         self._describes = INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
         self._kinds: dict[tuple[Any, ...], ExtendKind] = {}

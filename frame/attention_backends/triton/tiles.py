@@ -82,8 +82,8 @@ class Device:
         if device.type != "cuda":
             return cls(processors=2, shared_memory=128 << 10)
         index = device.index if device.index is not None else torch.cuda.current_device()
-        facts = triton.runtime.driver.active.utils.get_device_properties(index)
-        return cls(processors=facts["multiprocessor_count"], shared_memory=facts["max_shared_mem"])
+        model_config = triton.runtime.driver.active.utils.get_device_properties(index)
+        return cls(processors=model_config["multiprocessor_count"], shared_memory=model_config["max_shared_mem"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from frame.core.config.resolve_plugins import KEYS, Choices, choose_moe, choose_
 from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import PHASES, FrameConfig
-from frame.core.config.selection import PlainNeeds, ResolveError, Selection, by_rank, nearest_change, select
-from frame.core.interfaces.attention import AttentionNeeds
-from frame.core.interfaces.model import ModelCapabilities, ModelFacts, ModelNeeds, Pooling, Task
-from frame.core.interfaces.moe import MoENeeds
+from frame.core.config.selection import PlainRequirements, ResolveError, Selection, by_rank, nearest_change, select
+from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task
+from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.interfaces.quantization import QuantizationNeeds
+from frame.core.interfaces.quantization import QuantizationRequirements
 from frame.core.loading.model_config import EMBEDDED, find_model
 
 __all__ = ["ResolveError", "pinned", "resolve"]
@@ -34,13 +34,13 @@ NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` c
 PREFERRED_PAGE_SIZE = 16
 
 
-def resolve(config: FrameConfig, hardware: Hardware, facts: ModelFacts, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
+def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
     """Choose everything that `config` leaves open. Raises ResolveError with every rejected candidate and the nearest change."""
     device, why = choose_device(config, hardware)
-    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, facts, device)
+    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, model_config, device)
 
     def attempt(dtype: str, dtype_why: str) -> Resolved:
-        return _Solver(config, hardware, facts, records, device, dtype).solve({"execution.device": why, "model.dtype": dtype_why})
+        return _Solver(config, hardware, model_config, records, device, dtype).solve({"execution.device": why, "model.dtype": dtype_why})
 
     try:
         return attempt(dtype, dtype_why)
@@ -92,7 +92,7 @@ class _Solver:
 
     config: FrameConfig
     hardware: Hardware
-    facts: ModelFacts
+    model_config: ModelConfig
     records: Mapping[str, Sequence[PluginRecord]]
     device: str
     dtype: str
@@ -111,16 +111,16 @@ class _Solver:
         kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
         self._attention(kv_dtype)
         page_size = self._page_size()
-        if self.facts.num_experts:
-            needs = MoENeeds(self.device, self._capability(), self.dtype, tp=config.parallel.tp)
-            choose_moe(self.chosen, self.records, config.moe, needs)
+        if self.model_config.num_experts:
+            requirements = MoERequirements(self.device, self._capability(), self.dtype, tp=config.parallel.tp)
+            choose_moe(self.chosen, self.records, config.moe, requirements)
         self._policies(task)
         max_context = self._max_context(page_size)
         path = str(find_model(config.model.path))
         sizes = self._budgets(kv_dtype)
-        if pooling is not None and pooling.needs_whole_prompts(self.facts.encoder):
+        if pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder):
             sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
-        for key, given, value, why in graph_sizes(self.chosen, config, self.facts, self.device, task, sizes["max_running_requests"]):
+        for key, given, value, why in graph_sizes(self.chosen, config, self.model_config, self.device, task, sizes["max_running_requests"]):
             sizes[key.partition(".")[2]] = self._value(key, given, value, why)
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
@@ -132,7 +132,7 @@ class _Solver:
             model_path=path,
             served_name=served_name,
             tokenizer_path=tokenizer,
-            facts=replace(self.facts, chat_template=""),  # long, and of no more use
+            model=replace(self.model_config, chat_template=""),  # long, and of no more use
             device=self.device,
             dtype=self.dtype,
             kv_dtype=kv_dtype,
@@ -159,29 +159,29 @@ class _Solver:
         return min(accelerator.compute_capability for accelerator in found) if found else None
 
     def _task(self) -> Task:
-        task, why = choose_task(self.config, self.facts)
+        task, why = choose_task(self.config, self.model_config)
         if why:
             self.reasons["model.task"] = why
         return task
 
     def _model(self, task: Task) -> Pooling | None:
         """Choose the model plugin, and with it what the checkpoint's facts mean; for a task without tokens, how vectors are made."""
-        needs = ModelNeeds(self.facts.architecture, self.config.parallel.tp, task)
+        requirements = ModelRequirements(self.model_config.architecture, self.config.parallel.tp, task)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             capabilities = record.capabilities
             return (isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None, *by_rank(record))
 
-        subject = f"No model plugin serves {needs.architecture} for {task} on {needs.tp} tensor-parallel rank(s)"
-        found = self._select("model", needs, self.config.model.implementation, subject, exact_first)
+        subject = f"No model plugin serves {requirements.architecture} for {task} on {requirements.tp} tensor-parallel rank(s)"
+        found = self._select("model", requirements, self.config.model.implementation, subject, exact_first)
         capabilities = found.record.capabilities
-        if self.facts.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
-            self.facts = replace(self.facts, kind="mha", latent=None, num_kv_heads=self.facts.num_heads)
+        if self.model_config.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
+            self.model_config = replace(self.model_config, kind="mha", latent=None, num_kv_heads=self.model_config.num_heads)
         if isinstance(capabilities, ModelCapabilities) and capabilities.encoder:
-            self.facts = replace(self.facts, encoder=True)
+            self.model_config = replace(self.model_config, encoder=True)
         if task == "generate":
             return None
-        pooling, why = choose_pooling(self.config, self.facts, task)
+        pooling, why = choose_pooling(self.config, self.model_config, task)
         if why:
             self.reasons["model.pooling"] = f"{pooling.mode}: {why}"
         return pooling
@@ -196,50 +196,51 @@ class _Solver:
         return chunk
 
     def _check_tensor_parallel(self) -> None:
-        tp, facts = self.config.parallel.tp, self.facts
+        tp, model_config = self.config.parallel.tp, self.model_config
         available = len(self.hardware.of(self.device))
         if self.device != "cpu" and tp > available:
             raise ResolveError(
                 f"parallel.tp is {tp}, but this machine has {available} {self.device} device(s).", change=f"parallel.tp: {available}"
             )
-        problems = indivisible(facts, tp)
+        problems = indivisible(model_config, tp)
         if problems:
-            fitting = max(size for size in range(1, tp) if not indivisible(facts, size))
+            fitting = max(size for size in range(1, tp) if not indivisible(model_config, size))
             raise ResolveError(f"parallel.tp is {tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
 
     def _quantization(self) -> None:
-        stored, named = self.facts.quantization, self.config.model.quantization
-        needs = QuantizationNeeds(self.device, self._capability(), stored, self.dtype)
+        stored, named = self.model_config.quantization, self.config.model.quantization
+        requirements = QuantizationRequirements(self.device, self._capability(), stored, self.dtype)
         open_choice = None if stored else PLAIN_WEIGHTS
         subject = f"No quantization method loads {stored or 'plain'} weights on {self.device} in {self.dtype}"
-        self._select("quantization_method", needs, named or open_choice, subject)
+        self._select("quantization_method", requirements, named or open_choice, subject)
         if named is None:
             self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
 
     def _attention(self, kv_dtype: str) -> None:
-        facts = self.facts
-        needs = AttentionNeeds(
+        model_config = self.model_config
+        requirements = AttentionRequirements(
             device=self.device,
             compute_capability=self._capability(),
-            kind=facts.kind,
-            head_dim=facts.head_dim,
-            v_head_dim=facts.v_head_dim,
-            latent=facts.latent,
+            kind=model_config.kind,
+            head_dim=model_config.head_dim,
+            v_head_dim=model_config.v_head_dim,
+            latent=model_config.latent,
             dtype=self.dtype,
             kv_dtype=kv_dtype,
             page_size=self.config.cache.page_size,
-            sliding_window=facts.sliding_window is not None,
-            soft_cap=bool(facts.config.get("attn_logit_softcapping")),
-            bidirectional=facts.encoder,
-            group=facts.num_heads // max(1, facts.num_kv_heads),
+            sliding_window=model_config.sliding_window is not None,
+            soft_cap=bool(model_config.config.get("attn_logit_softcapping")),
+            bidirectional=model_config.encoder,
+            group=model_config.num_heads // max(1, model_config.num_kv_heads),
             device_name=next((accelerator.name for accelerator in self.hardware.of(self.device)), None),
         )
-        page = f", pages of {needs.page_size} tokens" if needs.page_size else ""
+        page = f", pages of {requirements.page_size} tokens" if requirements.page_size else ""
         subject = (
-            f"No attention backend serves {facts.kind} attention with head size {facts.head_dim} on {self.device} in {self.dtype} "
+            f"No attention backend serves {model_config.kind} attention with head size {model_config.head_dim} "
+            f"on {self.device} in {self.dtype} "
             f"with a {kv_dtype} KV cache{page}"
         )
-        choose_attention(self.chosen, self.records, self.config.attention.backend, needs, subject)
+        choose_attention(self.chosen, self.records, self.config.attention.backend, requirements, subject)
 
     def _page_size(self) -> int:
         records = [found.record for found in self.chosen.selected["attention_backend"]]
@@ -254,40 +255,40 @@ class _Solver:
         return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
 
     def _policies(self, task: Task) -> None:
-        config, needs = self.config, PlainNeeds(self.device)
-        self._select("scheduling_policy", needs, config.scheduler.policy, "")
+        config, requirements = self.config, PlainRequirements(self.device)
+        self._select("scheduling_policy", requirements, config.scheduler.policy, "")
         if config.cache.prefix != "none":
-            self._select("eviction_policy", needs, config.cache.eviction, "")
+            self._select("eviction_policy", requirements, config.cache.eviction, "")
         if task != "generate":  # nothing is sampled
             return
-        choose_processors(self.chosen, self.records, config.sampling.processors, needs)
+        choose_processors(self.chosen, self.records, config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
-            self._optional("grammar", needs, config.sampling.grammar)
+            self._optional("grammar", requirements, config.sampling.grammar)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
             if name is not None and name != NO_PARSER:
-                self._select(kind, needs, name, "")
+                self._select(kind, requirements, name, "")
             elif name is None and not config.model.skip_tokenizer_init:
-                choose_parser(self.chosen, self.records, kind, self.facts.chat_template)
+                choose_parser(self.chosen, self.records, kind, self.model_config.chat_template)
 
-    def _optional(self, kind: str, needs: Any, named: str | None) -> None:
-        found = select(KEYS[kind], self.records.get(kind, ()), needs, named)
+    def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
+        found = select(KEYS[kind], self.records.get(kind, ()), requirements, named)
         if found is not None:
             self.chosen.note(kind, KEYS[kind], found, is_open=named is None)
         else:
-            self.chosen.reject(KEYS[kind], kind, self.records, needs)
+            self.chosen.reject(KEYS[kind], kind, self.records, requirements)
             self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
 
-    def _select(self, kind: str, needs: Any, named: str | None, subject: str, order: Any = None) -> Selection:
+    def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
         key, candidates = KEYS[kind], self.records.get(kind, ())
-        found = select(key, candidates, needs, named, order, self.chosen.hopeless)
+        found = select(key, candidates, requirements, named, order, self.chosen.hopeless)
         if found is None:
-            rejected = self.chosen.reject(key, kind, self.records, needs)
+            rejected = self.chosen.reject(key, kind, self.records, requirements)
             raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
         self.chosen.note(kind, key, found, is_open=named is None)
         return found
 
     def _max_context(self, page_size: int) -> int:
-        given, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.facts.max_context
+        given, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.model_config.max_context
         if given is not None and given > trained:
             raise ResolveError(
                 f"model.max_context is {given}, but the model was made for {trained} tokens.", change=f"model.max_context: {trained}"
@@ -304,7 +305,7 @@ class _Solver:
             )
         if total is not None and total < trained:
             return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
-        longest = self.facts.sentence and self.facts.sentence.max_tokens
+        longest = self.model_config.sentence and self.model_config.sentence.max_tokens
         if given is None and longest and longest < trained:
             return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
@@ -318,7 +319,7 @@ class _Solver:
 
     def _budgets(self, kv_dtype: str) -> dict[str, Any]:
         """Sizes that follow from the machine's cores and memory."""
-        found = budgets(self.config, self.hardware, self.device, self.facts, kv_dtype)
+        found = budgets(self.config, self.hardware, self.device, self.model_config, kv_dtype)
         return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
 
 

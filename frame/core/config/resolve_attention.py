@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from frame.core.config.resolve_plugins import KEYS, Choices
 from frame.core.config.schema import phase_backends
 from frame.core.config.selection import Rejected, ResolveError, Selection, by_rank, nearest_change, objections, select
-from frame.core.interfaces.attention import AttentionCapabilities, AttentionNeeds, Phase
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements, Phase
 from frame.core.interfaces.plugin import PluginRecord, Reason
 
 KIND = "attention_backend"
@@ -21,28 +21,35 @@ PHASES: Mapping[str, Phase] = {"prefill": "extend", "decode": "decode"}  # as us
 
 
 def choose_attention(
-    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: str | None, needs: AttentionNeeds, subject: str
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: str | None, requirements: AttentionRequirements, subject: str
 ) -> None:
     """Notes one selection, or two: that of prompts, then that of decodes. Raises ResolveError, which begins with `subject`."""
     candidates = records.get(KIND, ())
     named = phase_backends(wanted)
     prefill, decode = (named.get(user) for user in PHASES)
     if prefill == decode and prefill is not None:
-        _one(chosen, candidates, prefill, needs, subject)
+        _one(chosen, candidates, prefill, requirements, subject)
         return
     parts = [
-        _fitting(chosen, candidates, name, _of_phase(needs, phase), phase)
+        _fitting(chosen, candidates, name, _of_phase(requirements, phase), phase)
         for name, phase in zip((prefill, decode), PHASES.values(), strict=True)
     ]
     best = _pair(parts[0], parts[1])
     if best is None and (prefill is not None or decode is not None):
         _refuse(prefill, decode, parts)
     if best is None or (best[0].record.name == best[1].record.name and prefill is None and decode is None):
-        _one(chosen, candidates, None if best is None else best[0].record.name, needs, subject, None if best is None else best[0].reason)
+        _one(
+            chosen,
+            candidates,
+            None if best is None else best[0].record.name,
+            requirements,
+            subject,
+            None if best is None else best[0].reason,
+        )
         return
     _note(chosen, best, named)
     taken = [candidate.record.name for candidate in best]
-    chosen.reject(KEY, KIND, {KIND: [record for record in candidates if record.name not in taken]}, needs)
+    chosen.reject(KEY, KIND, {KIND: [record for record in candidates if record.name not in taken]}, requirements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +58,49 @@ class _Candidate:
     reason: str
 
 
-def _of_phase(needs: AttentionNeeds, phase: Phase) -> AttentionNeeds:
-    return replace(needs, phases=(phase,), graphs=needs.graphs and phase == "decode")
+def _of_phase(requirements: AttentionRequirements, phase: Phase) -> AttentionRequirements:
+    return replace(requirements, phases=(phase,), graphs=requirements.graphs and phase == "decode")
 
 
 def _one(
-    chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, needs: AttentionNeeds, subject: str, why: str | None = None
+    chosen: Choices,
+    candidates: Sequence[PluginRecord],
+    name: str | None,
+    requirements: AttentionRequirements,
+    subject: str,
+    why: str | None = None,
 ) -> None:
-    found = select(KEY, candidates, needs, name, None, chosen.hopeless)
+    found = select(KEY, candidates, requirements, name, None, chosen.hopeless)
     if found is None:
-        rejected = chosen.reject(KEY, KIND, {KIND: candidates}, needs)
+        rejected = chosen.reject(KEY, KIND, {KIND: candidates}, requirements)
         raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
     chosen.note(KIND, KEY, found if why is None else replace(found, reason=why), is_open=why is not None or name is None)
 
 
 def _fitting(
-    chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, needs: AttentionNeeds, phase: Phase
+    chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, requirements: AttentionRequirements, phase: Phase
 ) -> list[_Candidate]:
     """Who serves a phase, the best first; the named one alone, which must serve it."""
     if name is not None:
-        found = select(KEY, candidates, needs, name, None, chosen.hopeless)
+        found = select(KEY, candidates, requirements, name, None, chosen.hopeless)
         return [_Candidate(found.record, "set by the user")] if found is not None else []
-    fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, needs, chosen.hopeless)]
-    card, speeds = _comparable(fits, needs, phase)
+    fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, requirements, chosen.hopeless)]
+    card, speeds = _comparable(fits, requirements, phase)
     if fits and fits[0].name not in speeds:  # nothing to compare, or the best-ranked was never measured
         reason = f"the best-ranked of {len(fits)} that fit" if len(fits) > 1 else "the only one that fits"
         return [_Candidate(record, reason) for record in fits]
     order = sorted((record for record in fits if record.name in speeds), key=lambda record: -speeds[record.name])
     listed = ", ".join(f"{record.name} {speeds[record.name]:g}" for record in order)
-    where = f"such a card ({card})" if card == needs.device_name else f"{card}, a card of the same compute capability"
+    where = f"such a card ({card})" if card == requirements.device_name else f"{card}, a card of the same compute capability"
     reason = f"the fastest as measured on {where}, in {UNITS[phase]}: {listed}"
     return [_Candidate(record, reason) for record in order] + [_Candidate(r, "never measured here") for r in fits if r.name not in speeds]
 
 
-def _comparable(records: Sequence[PluginRecord], needs: AttentionNeeds, phase: Phase) -> tuple[str | None, dict[str, float]]:
+def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirements, phase: Phase) -> tuple[str | None, dict[str, float]]:
     """A card on which at least two backends were measured, this machine's own if possible, and their speeds there by name."""
-    measured = {r.name: r.capabilities.speeds(needs, phase) for r in records if isinstance(r.capabilities, AttentionCapabilities)}
+    measured = {r.name: r.capabilities.speeds(requirements, phase) for r in records if isinstance(r.capabilities, AttentionCapabilities)}
     cards = dict.fromkeys(card for speeds in measured.values() for card in speeds)
-    for card in sorted(cards, key=lambda card: card != needs.device_name):
+    for card in sorted(cards, key=lambda card: card != requirements.device_name):
         found = {name: speeds[card] for name, speeds in measured.items() if card in speeds}
         if len(found) > 1:
             return card, found

@@ -9,7 +9,7 @@ from frame.core.config.selection import ResolveError
 
 if TYPE_CHECKING:
     from frame.core.config.schema import FrameConfig
-    from frame.core.interfaces.model import ModelFacts, Task
+    from frame.core.interfaces.model import ModelConfig, Task
 
 MOST_DECODES = 1024  # rows of the largest graph of decodes, unless the user names another
 MOST_PROMPT_TOKENS = 2048  # of the largest step with prompts; more cost graphs, and gain little on any model
@@ -19,7 +19,7 @@ _NARROWEST = 64  # tokens; a step of fewer is bound by reading weights, and by l
 
 
 def graph_sizes(
-    chosen: Choices, config: FrameConfig, facts: ModelFacts, device: str, task: Task, running: int
+    chosen: Choices, config: FrameConfig, model_config: ModelConfig, device: str, task: Task, running: int
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, what the user gave, what to take otherwise, why) of the largest captured steps; 0 for none. Raises ResolveError when
     the user wants what cannot be."""
@@ -29,7 +29,7 @@ def graph_sizes(
         "prompt_graph_max_tokens": graph_obstacle(chosen, device, task, kinds)
         or ("torch_compile is set, which makes graphs of its own" if execution.torch_compile else ""),
     }
-    most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(facts)}
+    most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
     reasons = {
         "cuda_graph_max_bs": "all batches: a replay costs the host less than launching each kernel",
         "prompt_graph_max_tokens": "about as many tokens as the device computes in the time that the host needs to launch a layer",
@@ -56,23 +56,23 @@ def graph_obstacle(chosen: Choices, device: str, task: Task, kinds: tuple[str, .
     return ""
 
 
-def launch_bound_tokens(facts: ModelFacts) -> int:
+def launch_bound_tokens(model_config: ModelConfig) -> int:
     """Up to how many tokens launching a layer takes longer than computing it, roughly; a multiple of 64."""
-    tokens = int(_PRODUCTS_PER_LAUNCHED_LAYER / _layer_weights(facts)) // _NARROWEST * _NARROWEST
+    tokens = int(_PRODUCTS_PER_LAUNCHED_LAYER / _layer_weights(model_config)) // _NARROWEST * _NARROWEST
     return max(_NARROWEST, min(MOST_PROMPT_TOKENS, tokens))
 
 
-def _layer_weights(facts: ModelFacts) -> int:
+def _layer_weights(model_config: ModelConfig) -> int:
     """Weights that one token is multiplied with in a layer, roughly: of the attention's projections and of its experts or the one MLP."""
-    config, hidden = facts.config, facts.hidden_size
-    if facts.kind == "mla" and facts.latent is not None:
-        ranks = sum(facts.latent) + int(config.get("q_lora_rank") or 0)
-        heads = facts.num_heads * (facts.head_dim + facts.v_head_dim)
-        attention = hidden * (ranks + facts.num_heads * facts.v_head_dim) + heads * facts.latent[0]
+    config, hidden = model_config.config, model_config.hidden_size
+    if model_config.kind == "mla" and model_config.latent is not None:
+        ranks = sum(model_config.latent) + int(config.get("q_lora_rank") or 0)
+        heads = model_config.num_heads * (model_config.head_dim + model_config.v_head_dim)
+        attention = hidden * (ranks + model_config.num_heads * model_config.v_head_dim) + heads * model_config.latent[0]
     else:
-        attention = hidden * (2 * facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+        attention = hidden * (2 * model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim
     inner = int(config.get("intermediate_size") or 4 * hidden)
-    if facts.num_experts:
+    if model_config.num_experts:
         routed = int(config.get("num_experts_per_tok") or 1) + int(config.get("n_shared_experts") or 0)
         inner = routed * int(config.get("moe_intermediate_size") or inner)
     return attention + 3 * hidden * inner

@@ -7,7 +7,7 @@ from typing import Any
 from frame.core.config.hardware import Hardware
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelConfig
 
 GIB = 1024**3
 RUNNING_ON_CPU = 64
@@ -30,69 +30,76 @@ def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
     return wanted, ""
 
 
-def dtypes_to_try(config: FrameConfig, hardware: Hardware, facts: ModelFacts, device: str) -> list[tuple[str, str]]:
+def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, device: str) -> list[tuple[str, str]]:
     """Computing types to try, best first, each with its reason."""
     if config.model.dtype is not None:
         return [(config.model.dtype, "")]
     if device == "cpu":
         plain = ("float32", "exact, and every CPU computes it well")
         feature = hardware.bf16_feature
-        if facts.dtype == "bfloat16" and feature:
+        if model_config.dtype == "bfloat16" and feature:
             return [("bfloat16", f"the checkpoint is bfloat16 and this CPU multiplies it natively ({feature})"), plain]
-        if facts.dtype == "bfloat16":
+        if model_config.dtype == "bfloat16":
             return [("float32", "the checkpoint is bfloat16, but this CPU does not multiply it natively")]
         return [plain]
-    if facts.dtype == "bfloat16" and any(a.compute_capability < (8, 0) for a in hardware.of(device)):
+    if model_config.dtype == "bfloat16" and any(a.compute_capability < (8, 0) for a in hardware.of(device)):
         return [
             ("float16", "the checkpoint is bfloat16, which this GPU (compute capability below 8.0) does not compute"),
             ("float32", "exact"),
         ]
     others = [
-        (dtype, "computed in another type than the checkpoint's") for dtype in ("bfloat16", "float16", "float32") if dtype != facts.dtype
+        (dtype, "computed in another type than the checkpoint's")
+        for dtype in ("bfloat16", "float16", "float32")
+        if dtype != model_config.dtype
     ]
-    return [(facts.dtype, "the checkpoint's type"), *others]
+    return [(model_config.dtype, "the checkpoint's type"), *others]
 
 
-def indivisible(facts: ModelFacts, tp: int) -> list[str]:
+def indivisible(model_config: ModelConfig, tp: int) -> list[str]:
     """What of the model cannot be cut into `tp` equal parts. KV heads may also be repeated, when `tp` is a multiple of them."""
-    found = [f"{facts.num_heads} attention heads"] if facts.num_heads % tp else []
-    if facts.kind == "mha" and facts.num_kv_heads % tp and tp % facts.num_kv_heads:
-        found.append(f"{facts.num_kv_heads} KV heads")
+    found = [f"{model_config.num_heads} attention heads"] if model_config.num_heads % tp else []
+    if model_config.kind == "mha" and model_config.num_kv_heads % tp and tp % model_config.num_kv_heads:
+        found.append(f"{model_config.num_kv_heads} KV heads")
     names = {
         "intermediate_size": "the inner size",
         "moe_intermediate_size": "the experts' inner size",
         "shared_expert_intermediate_size": "the shared expert's inner size",
     }
     for name, words in names.items():
-        size = facts.config.get(name)
+        size = model_config.config.get(name)
         if isinstance(size, int) and size % tp:
             found.append(f"{words} {size}")
     return found
 
 
-def estimate_cache_tokens(config: FrameConfig, facts: ModelFacts, memory: int, kv_dtype: str) -> int:
+def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory: int, kv_dtype: str) -> int:
     """Tokens that the KV cache of each rank will hold, roughly: what `memory` leaves beside the weights. What fits is known once they are
     loaded (`frame.core.kv_cache.capacity`)."""
     if config.cache.max_total_tokens is not None:
         return config.cache.max_total_tokens
     tp, bytes_a_value = config.parallel.tp, _BYTES[kv_dtype]
-    if facts.kind == "mla" and facts.latent is not None:
-        token = facts.num_layers * sum(facts.latent) * bytes_a_value
+    if model_config.kind == "mla" and model_config.latent is not None:
+        token = model_config.num_layers * sum(model_config.latent) * bytes_a_value
     else:
-        token = facts.num_layers * max(1, facts.num_kv_heads // tp) * (facts.head_dim + facts.v_head_dim) * bytes_a_value
+        token = (
+            model_config.num_layers
+            * max(1, model_config.num_kv_heads // tp)
+            * (model_config.head_dim + model_config.v_head_dim)
+            * bytes_a_value
+        )
     share = 0.9 if config.cache.mem_fraction is None else config.cache.mem_fraction
-    return max(0, int(memory * share - _estimate_weights(facts) / tp)) // token
+    return max(0, int(memory * share - _estimate_weights(model_config) / tp)) // token
 
 
-def _estimate_weights(facts: ModelFacts) -> int:
+def _estimate_weights(model_config: ModelConfig) -> int:
     """Bytes of the model's weights, roughly: attention, feed-forward or experts, embedding and head."""
-    config, hidden = facts.config, facts.hidden_size
-    attention = hidden * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
+    config, hidden = model_config.config, model_config.hidden_size
+    attention = hidden * model_config.head_dim * (2 * model_config.num_heads + 2 * model_config.num_kv_heads)
     inner = int(config.get("intermediate_size") or 4 * hidden)
-    if facts.num_experts:
-        inner = facts.num_experts * int(config.get("moe_intermediate_size") or inner)
-    values = facts.num_layers * (attention + 3 * hidden * inner) + 2 * facts.vocab_size * hidden
-    return values * (1 if facts.quantization else _BYTES.get(facts.dtype, 2))
+    if model_config.num_experts:
+        inner = model_config.num_experts * int(config.get("moe_intermediate_size") or inner)
+    values = model_config.num_layers * (attention + 3 * hidden * inner) + 2 * model_config.vocab_size * hidden
+    return values * (1 if model_config.quantization else _BYTES.get(model_config.dtype, 2))
 
 
 def _choose_running(tokens: int) -> tuple[int, str]:
@@ -104,7 +111,7 @@ def _choose_running(tokens: int) -> tuple[int, str]:
 
 
 def budgets(
-    config: FrameConfig, hardware: Hardware, device: str, facts: ModelFacts, kv_dtype: str
+    config: FrameConfig, hardware: Hardware, device: str, model_config: ModelConfig, kv_dtype: str
 ) -> list[tuple[str, Any, Any, str]]:
     """(setting, what the user gave, what to take otherwise, why) of every size that follows from the machine's cores and memory."""
     scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, device == "cpu"
@@ -113,7 +120,7 @@ def budgets(
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
     running, room = RUNNING_ON_CPU, f"as many as {machine} runs well"
     if not on_cpu:
-        running, room = _choose_running(estimate_cache_tokens(config, facts, memory, kv_dtype))
+        running, room = _choose_running(estimate_cache_tokens(config, model_config, memory, kv_dtype))
     threads = max(1, (hardware.cpu_cores - hardware.busy_cores) // tp) if on_cpu else None
     if on_cpu:
         overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"

@@ -15,7 +15,7 @@ from frame.core.config.resolved import PluginChoice
 from frame.core.config.schema import FrameConfig, MoESection
 from frame.core.config.selection import Rejected, ResolveError, Selection, UnknownPluginError, by_rank, nearest_change, objections, select
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.interfaces.moe import MoECapabilities, MoENeeds
+from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 
@@ -54,9 +54,9 @@ class Choices:
             self.reasons[key] = f"{found.record.name} is {found.reason}"
         self._turn_down(key, found.rejected)
 
-    def reject(self, key: str, kind: str, records: Mapping[str, Sequence[PluginRecord]], needs: Any) -> list[Rejected]:
-        """Note and return everyone of a kind who does not serve `needs`, with the reasons."""
-        judged = [(record, objections(record, needs, self.hopeless)) for record in sorted(records.get(kind, ()), key=by_rank)]
+    def reject(self, key: str, kind: str, records: Mapping[str, Sequence[PluginRecord]], requirements: Any) -> list[Rejected]:
+        """Note and return everyone of a kind who does not serve `requirements`, with the reasons."""
+        judged = [(record, objections(record, requirements, self.hopeless)) for record in sorted(records.get(kind, ()), key=by_rank)]
         rejected = [Rejected(record, reasons) for record, reasons in judged if reasons]
         self._turn_down(key, rejected)
         return rejected
@@ -66,19 +66,19 @@ class Choices:
             self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
 
 
-def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: MoESection, needs: MoENeeds) -> None:
+def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: MoESection, requirements: MoERequirements) -> None:
     """The best pair of a dispatcher and a runner that takes the activation format which the dispatcher yields."""
     dispatchers, runners = records.get("moe_dispatcher", ()), records.get("moe_runner", ())
     if wanted.dispatcher is not None:
-        select(KEYS["moe_dispatcher"], dispatchers, needs, wanted.dispatcher)  # refuses a bad name with its own text
+        select(KEYS["moe_dispatcher"], dispatchers, requirements, wanted.dispatcher)  # refuses a bad name with its own text
         dispatchers = [record for record in dispatchers if record.name == wanted.dispatcher]
     pairs: list[tuple[tuple[int, int], Selection, Selection]] = []
-    rejected: list[Rejected] = chosen.reject(KEYS["moe_dispatcher"], "moe_dispatcher", records, needs)
+    rejected: list[Rejected] = chosen.reject(KEYS["moe_dispatcher"], "moe_dispatcher", records, requirements)
     for dispatcher in sorted(dispatchers, key=by_rank):
-        if objections(dispatcher, needs):
+        if objections(dispatcher, requirements):
             continue
         for form in _formats(dispatcher):
-            asked = replace(needs, format=form)
+            asked = replace(requirements, format=form)
             turned_down = chosen.reject(KEYS["moe_runner"], "moe_runner", records, asked)
             rejected += [Rejected(candidate.record, candidate.reasons) for candidate in turned_down]
             found = _runner(runners, asked, wanted.runner)
@@ -90,7 +90,7 @@ def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], w
         if wanted.runner is not None and wanted.runner not in known:
             raise UnknownPluginError(KEYS["moe_runner"], "moe_runner", wanted.runner, known)
         raise ResolveError(
-            f"No pair of a MoE dispatcher and a MoE runner serves experts on {needs.device} in {needs.dtype}.",
+            f"No pair of a MoE dispatcher and a MoE runner serves experts on {requirements.device} in {requirements.dtype}.",
             rejected,
             nearest_change(rejected),
         )
@@ -99,11 +99,11 @@ def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], w
     chosen.note("moe_dispatcher", KEYS["moe_dispatcher"], dispatcher_found, is_open=wanted.dispatcher is None)
 
 
-def _runner(runners: Sequence[PluginRecord], needs: MoENeeds, named: str | None) -> Selection | None:
+def _runner(runners: Sequence[PluginRecord], requirements: MoERequirements, named: str | None) -> Selection | None:
     """None also when the named one does not take this format: another dispatcher may suit it."""
     if named is not None:
-        runners = [record for record in runners if record.name == named and not objections(record, needs)]
-    return select(KEYS["moe_runner"], runners, needs, None)
+        runners = [record for record in runners if record.name == named and not objections(record, requirements)]
+    return select(KEYS["moe_runner"], runners, requirements, None)
 
 
 def _formats(dispatcher: PluginRecord) -> tuple[Any, ...]:
@@ -111,19 +111,19 @@ def _formats(dispatcher: PluginRecord) -> tuple[Any, ...]:
     return capabilities.formats if isinstance(capabilities, MoECapabilities) else ("standard",)
 
 
-def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], needs: Any) -> None:
+def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:
     """All built-in logits processors that can be used, then the named ones, which must be."""
     kind = "logits_processor"
     candidates = sorted(records.get(kind, ()), key=by_rank)
     chosen.selected.setdefault(kind, [])
-    chosen.reject(PROCESSORS_KEY, kind, {kind: [r for r in candidates if r.distribution == OWN_DISTRIBUTION]}, needs)
+    chosen.reject(PROCESSORS_KEY, kind, {kind: [r for r in candidates if r.distribution == OWN_DISTRIBUTION]}, requirements)
     for record in candidates:
-        if record.distribution == OWN_DISTRIBUTION and record.name not in named and not objections(record, needs):
+        if record.distribution == OWN_DISTRIBUTION and record.name not in named and not objections(record, requirements):
             chosen.selected[kind].append(Selection(record, "built in"))
     if not named:
         chosen.reasons[PROCESSORS_KEY] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
     for name in dict.fromkeys(named):
-        found = select(PROCESSORS_KEY, candidates, needs, name) if candidates else None
+        found = select(PROCESSORS_KEY, candidates, requirements, name) if candidates else None
         if found is None:
             raise UnknownPluginError(PROCESSORS_KEY, kind, name, ())
         chosen.selected[kind].append(Selection(found.record, found.reason))

@@ -4,55 +4,57 @@ from __future__ import annotations
 
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
-from frame.core.interfaces.model import ModelFacts, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
+from frame.core.interfaces.model import ModelConfig, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
 
 
-def choose_task(config: FrameConfig, facts: ModelFacts) -> tuple[Task, str]:
+def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
     """The task, and why when the user left it open. Raises ResolveError for one that the checkpoint has no head for, and for settings
     that mean nothing to it."""
-    task, why = _task(config, facts)
-    takes_labels = task == "classify" and not is_classifier(facts.architecture)
+    task, why = _task(config, model_config)
+    takes_labels = task == "classify" and not is_classifier(model_config.architecture)
     for key, value, taken, without in (
         ("pooling", config.model.pooling, task != "generate", "auto"),
         ("label_tokens", ",".join(config.model.label_tokens), takes_labels, "[]"),
     ):
         if value and not taken:
-            sentence = f"model.{key} is {value}, which means nothing to {facts.architecture} when its task is {task}."
+            sentence = f"model.{key} is {value}, which means nothing to {model_config.architecture} when its task is {task}."
             raise ResolveError(sentence, change=f"model.{key}: {without}")
     return task, why
 
 
-def _task(config: FrameConfig, facts: ModelFacts) -> tuple[Task, str]:
-    possible, wanted = checkpoint_tasks(facts.architecture), config.model.task
+def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
+    possible, wanted = checkpoint_tasks(model_config.architecture), config.model.task
     if wanted is not None:
         if wanted not in possible:
             raise ResolveError(
-                f"model.task is {wanted}, but a checkpoint of {facts.architecture} can only {' or '.join(possible)}.",
+                f"model.task is {wanted}, but a checkpoint of {model_config.architecture} can only {' or '.join(possible)}.",
                 change=f"model.task: {possible[0]}",
             )
         return wanted, ""
     if "generate" in possible and config.model.label_tokens:
         return "classify", "label tokens are set"
-    if "embed" in possible and facts.sentence is not None:
+    if "embed" in possible and model_config.sentence is not None:
         return "embed", "the folder is one of sentence-transformers"
-    return possible[0], f"what a checkpoint of {facts.architecture} is for"
+    return possible[0], f"what a checkpoint of {model_config.architecture} is for"
 
 
-def choose_pooling(config: FrameConfig, facts: ModelFacts, task: Task) -> tuple[Pooling, str]:
+def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -> tuple[Pooling, str]:
     """How a sequence becomes a vector, for an embedding or classifying task; and why."""
     if task == "embed":
-        sentence = facts.sentence
+        sentence = model_config.sentence
         stored = None if sentence is None else sentence.mode
-        mode, why = _mode(config, stored or ("mean" if facts.encoder else "last"), "1_Pooling/config.json" if stored else _usual(facts))
+        mode, why = _mode(
+            config, stored or ("mean" if model_config.encoder else "last"), "1_Pooling/config.json" if stored else _usual(model_config)
+        )
         return Pooling(mode, normalize=True if sentence is None else sentence.normalize), why
     tokens = config.model.label_tokens
-    mode, why = _mode(config, "cls" if facts.encoder else "last", _usual(facts))
-    if is_classifier(facts.architecture):
-        several = facts.config.get("problem_type") == "multi_label_classification"
-        return Pooling(mode, activation="sigmoid" if facts.num_labels == 1 or several else "softmax"), why
+    mode, why = _mode(config, "cls" if model_config.encoder else "last", _usual(model_config))
+    if is_classifier(model_config.architecture):
+        several = model_config.config.get("problem_type") == "multi_label_classification"
+        return Pooling(mode, activation="sigmoid" if model_config.num_labels == 1 or several else "softmax"), why
     if len(tokens) < 2:
         raise ResolveError(
-            f"model.task is classify, but {facts.architecture} has no head over labels: name the tokens that stand for them.",
+            f"model.task is classify, but {model_config.architecture} has no head over labels: name the tokens that stand for them.",
             change="model.label_tokens: [no, yes]",
         )
     return Pooling(mode, activation="softmax", label_tokens=tokens), why
@@ -71,5 +73,5 @@ def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode
     return (mode, why) if config.model.pooling is None else (config.model.pooling, "")
 
 
-def _usual(facts: ModelFacts) -> str:
-    return "what an encoder's checkpoint means when it does not say" if facts.encoder else "the last token has seen the whole text"
+def _usual(model_config: ModelConfig) -> str:
+    return "what an encoder's checkpoint means when it does not say" if model_config.encoder else "the last token has seen the whole text"

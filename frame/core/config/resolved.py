@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from frame.core.config.schema import FrameConfig
-from frame.core.interfaces.model import ModelFacts, Pooling, Task
+from frame.core.interfaces.model import ModelConfig, Pooling, Task
 
 
 class PluginChoice(BaseModel):
@@ -38,7 +38,7 @@ class Resolved(BaseModel):
     model_path: str
     served_name: str
     tokenizer_path: str | None  # None: skip_tokenizer_init
-    facts: ModelFacts
+    model: ModelConfig
     device: str
     dtype: str
     kv_dtype: str
@@ -62,7 +62,7 @@ class Resolved(BaseModel):
     @property
     def computes_whole_prompts(self) -> bool:
         """No prompt is cut into chunks or begun from a cached prefix."""
-        return self.pooling is not None and self.pooling.needs_whole_prompts(self.facts.encoder)
+        return self.pooling is not None and self.pooling.needs_whole_prompts(self.model.encoder)
 
     def choice(self, kind: str) -> PluginChoice:
         """The one selected plugin of a kind. Raises KeyError when the kind was not needed."""

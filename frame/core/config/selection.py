@@ -14,7 +14,7 @@ from frame.core.interfaces.plugin import PluginRecord, Reason
 
 
 @dataclass(frozen=True, slots=True)
-class PlainNeeds:
+class PlainRequirements:
     """What is asked of a family that has no needs of its own."""
 
     device: str
@@ -64,13 +64,13 @@ class UnknownPluginError(ResolveError):
         super().__init__(f"{key} names an unknown {kind} {name!r}{did_you_mean(name, names) or '.'}{listed}")
 
 
-def objections(record: PluginRecord, needs: Any, hopeless: Collection[str] = ()) -> tuple[Reason, ...]:
-    """Everything that speaks against `record`: what the registry found, and what its capabilities say of `needs`.
+def objections(record: PluginRecord, requirements: Any, hopeless: Collection[str] = ()) -> tuple[Reason, ...]:
+    """Everything that speaks against `record`: what the registry found, and what its capabilities say of `requirements`.
     `hopeless` are changes that this machine cannot make (`execution.device: cuda` without a GPU); they are not proposed."""
     if record.problems:
         return record.problems
     try:
-        found = record.capabilities.unsupported(needs)
+        found = record.capabilities.unsupported(requirements)
     except Exception as error:  # noqa: BLE001 - a stranger's record must not end the start of another plugin
         return (Reason(f"its capability record fails with {type(error).__name__}: {error}"),)
     return tuple(Reason(reason.sentence) if reason.change in hopeless else reason for reason in found)
@@ -79,16 +79,16 @@ def objections(record: PluginRecord, needs: Any, hopeless: Collection[str] = ())
 def select(
     key: str,
     candidates: Sequence[PluginRecord],
-    needs: Any,
+    requirements: Any,
     named: str | None,
     order: Callable[[PluginRecord], Any] | None = None,
     hopeless: Collection[str] = (),
 ) -> Selection | None:
-    """The record that serves `needs`: the `named` one, or the best by `order` (rank). None when nothing is named and nothing fits.
+    """The record that serves `requirements`: the `named` one, or the best by `order` (rank). None when nothing is named and nothing fits.
 
     `key` is the setting that names it. Raises ResolveError when the named one is unknown or does not fit.
     """
-    judged = [(record, objections(record, needs, hopeless)) for record in sorted(candidates, key=order or by_rank)]
+    judged = [(record, objections(record, requirements, hopeless)) for record in sorted(candidates, key=order or by_rank)]
     fits = [record for record, reasons in judged if not reasons]
     rejected = tuple(Rejected(record, reasons) for record, reasons in judged if reasons)
     if named is None:

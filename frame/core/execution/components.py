@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from frame.core.config.resolved import Resolved
     from frame.core.interfaces.attention import AttentionBackend
-    from frame.core.interfaces.model import Model, ModelFacts
+    from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.quantization import QuantizationMethod
     from frame.core.interfaces.sampling import LogitsProcessor
@@ -44,7 +44,7 @@ class Loaded(Generic[T]):
 class Parts:
     """The chosen classes of one rank. A family that the model has no use for is None."""
 
-    model: Callable[[ModelFacts, BuildContext], Model]
+    model: Callable[[ModelConfig, BuildContext], Model]
     attention: Loaded[AttentionBackend]
     decode_attention: Loaded[AttentionBackend] | None = None  # where decodes have a backend of their own, `attention` is for prompts
     quantization: Loaded[QuantizationMethod] | None = None
@@ -76,7 +76,7 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torc
     )
     built: dict[str, Any] = {"attention": _build_attention(parts, base)}
     if parts.quantization is not None:
-        checkpoint_config = resolved.facts.config.get("quantization_config")
+        checkpoint_config = resolved.model.config.get("quantization_config")
         built["quantization"] = parts.quantization.target(checkpoint_config, parts.quantization.options)
     for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if part is not None:
@@ -91,9 +91,9 @@ def _build_attention(parts: Parts, base: BuildContext) -> AttentionBackend:
     return HybridAttention(built, parts.decode_attention.target(base, parts.decode_attention.options))
 
 
-def build_processors(parts: Parts, facts: ModelFacts, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
+def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
     """The logits processors, in the order of `parts`."""
-    built = [part.target(facts.vocab_size, num_slots, device, part.options) for part in parts.processors]
+    built = [part.target(model_config.vocab_size, num_slots, device, part.options) for part in parts.processors]
     for processor in built:
-        processor.eos_token_ids = facts.eos_token_ids
+        processor.eos_token_ids = model_config.eos_token_ids
     return built

@@ -27,7 +27,7 @@ from frame.core.execution.piecewise_graphs import PromptGraphs, piece_sizes
 from frame.core.execution.staging import make_staging
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_prompts
-from frame.core.interfaces.batch import ScheduledBatch, WantedTokens
+from frame.core.interfaces.batch import ScheduledBatch, SelectedTokens
 from frame.core.interfaces.runner import MOST_SINGLE, DeviceLost, ModelRunner
 from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.kv_cache.kv_pool import DeviceTable, KVPool, kv_geometry
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from frame.core.execution.input_batch import RowCounts
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext, Collective
-    from frame.core.interfaces.model import Model, ModelFacts
+    from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.sampling.logits_pipeline import ProcessorPlan
     from frame.core.sampling.prompt_logprobs import PromptPlan
@@ -68,7 +68,7 @@ class TorchModelRunner(ModelRunner):
     """One rank's runner. Steps run in launch order on one stream; tensors that steps share live at fixed addresses."""
 
     def __init__(
-        self, model: Model, facts: ModelFacts, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
+        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
     ) -> None:
         if context.attention is None:
             raise ValueError("a runner needs a context with an attention backend")
@@ -76,7 +76,7 @@ class TorchModelRunner(ModelRunner):
         self.context = context
         self.model = model
         self.forward = Forward(model.forward)
-        self.vocab_size = facts.vocab_size
+        self.vocab_size = model_config.vocab_size
         self._tp = context.tp
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         limits = context.limits
@@ -84,10 +84,10 @@ class TorchModelRunner(ModelRunner):
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
         self.builder = BatchBuilder(table, pool, context.attention, make_staging(context.device, staged))
         self._masks = make_staging(context.device, 0)  # for those that come after their batch
-        by_kernels = kernels.usable(context.device)
-        self.sampling = SamplingTable(limits.max_running_requests, by_row=by_kernels)
+        use_triton = kernels.usable(context.device)
+        self.sampling = SamplingTable(limits.max_running_requests, by_row=use_triton)
         self._processors = processors
-        self.sampler = Sampler(processors, by_kernels=by_kernels)
+        self.sampler = Sampler(processors, use_triton=use_triton)
         self._shares_prefixes = context.attention.capabilities.shared_prefixes
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -171,7 +171,7 @@ class TorchModelRunner(ModelRunner):
             raise ValueError("graphs need a context with an attention backend")
         with torch.inference_mode():
             self._enter_stream()
-            redraw = self._redraw if self.sampler.by_kernels else None
+            redraw = self._redraw if self.sampler.use_triton else None
             graphs = DecodeGraphs(self._decode, self.builder, attention, graph_sizes(most), self.context.device, redraw)
             try:
                 graphs.capture()
@@ -234,9 +234,9 @@ class TorchModelRunner(ModelRunner):
             hidden = graphs.run(forward_batch)
         else:
             forward_batch, tensors = self.builder.build(batch, counts, riders)
-            if self.model.narrows and 2 * wanted <= tokens:
+            if self.model.supports_token_selection and 2 * wanted <= tokens:
                 are_these = True
-                narrowed = {**forward_batch.extensions, WantedTokens: WantedTokens(forward_batch.logits_indices)}
+                narrowed = {**forward_batch.extensions, SelectedTokens: SelectedTokens(forward_batch.logits_indices)}
                 forward_batch = replace(forward_batch, extensions=narrowed)
             hidden = self.forward(forward_batch)
         tensors.setdefault("sampling_slots", forward_batch.request_slots)
@@ -254,7 +254,7 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, counts: RowCounts, plans: StepPlans) -> PendingStep:
         """A step of decodes, or what is taken for one, by its graph, which also draws the tokens where no row wants more than a
         temperature and filters."""
-        is_plain = plans.sampling.is_plain and plans.processing is None and not batch.mask_follows
+        is_plain = plans.sampling.is_plain and plans.processing is None and not batch.has_deferred_grammar_mask
         tensors = self.builder.stage(batch, {} if is_plain else {**_riders(plans), "sampling_slots": plans.sampling.slots})
         # else the graph's own tokens are not used, and the next step starts from those that `_finish` draws
         draws = self.sampling.draws(plans.sampling) if is_plain else {}
@@ -298,7 +298,7 @@ class TorchModelRunner(ModelRunner):
                 more = {} if mask is None else self._masks.put(grammar_arrays(mask))
                 return fetch(StepOutput(batch.step, self._sample(logits, plans, {**tensors, **more}), plans.sampling, prompts))
 
-        if batch.mask_follows and self._tp.rank == 0:  # whose tokens are everybody's
+        if batch.has_deferred_grammar_mask and self._tp.rank == 0:  # whose tokens are everybody's
             return MaskedStep(finish)
         return finish(None)
 
@@ -321,7 +321,7 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError for memory that does not fit."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
-    facts = resolved.facts
+    model_config = resolved.model
     device = torch.device("cuda", tp.rank) if resolved.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -334,11 +334,11 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     source = WeightSource(Path(resolved.model_path), user.model.load_format, user.model.seed)
-    model, report = load_model(parts.model, facts, context, source)
+    model, report = load_model(parts.model, model_config, context, source)
     phases.update(report.seconds)
     clock = time.perf_counter()
-    geometry = kv_geometry(facts, tp.size, resolved.page_size, resolved.kv_dtype)
-    memory = measure(device, report.bytes, activation_bytes(facts, context.limits, context.dtype), tp.size)
+    geometry = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
+    memory = measure(device, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu")
     pages = _least_of_ranks(pages, tp, device)
     pool = KVPool(geometry, pages, device)
@@ -346,12 +346,12 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
     if resolved.pooling is None:
-        processors = Processors(build_processors(parts, facts, slots, device), slots)
-        runner = TorchModelRunner(model, facts, context, pool, processors, capacity)
+        processors = Processors(build_processors(parts, model_config, slots, device), slots)
+        runner = TorchModelRunner(model, model_config, context, pool, processors, capacity)
     else:
         from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 
-        runner = PoolingRunner(model, facts, context, pool, build_pooler(resolved, model, device), capacity)
+        runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
     runner.settle_backend()
     phases["attention"] = time.perf_counter() - clock

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
     from frame.core.execution.input_batch import RowCounts
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import Model, ModelFacts
+    from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
@@ -51,16 +51,18 @@ class PooledOutput:
 class PoolingRunner(TorchModelRunner):
     """One rank's runner for vectors."""
 
-    def __init__(self, model: Model, facts: ModelFacts, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity) -> None:
+    def __init__(
+        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity
+    ) -> None:
         slots = context.limits.max_running_requests
-        super().__init__(model, facts, context, pool, Processors((), slots), capacity)
+        super().__init__(model, model_config, context, pool, Processors((), slots), capacity)
         self._pooler = pooler
-        self._segments = np.zeros(slots + 1, np.int64)  # by slot: where a pair's second text begins
+        self._second_text_starts = np.zeros(slots + 1, np.int64)  # by slot: where a pair's second text begins
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; see `TorchModelRunner.launch`."""
         for setup in batch.setups:
-            self._segments[setup.slot] = setup.segment
+            self._second_text_starts[setup.slot] = setup.second_text_start
         return super().launch(batch)
 
     def warm_up(self) -> None:
@@ -79,10 +81,10 @@ class PoolingRunner(TorchModelRunner):
 
     def _riders(self, batch: ScheduledBatch, counts: RowCounts) -> dict[str, np.ndarray]:
         """The token types of a step that has pairs."""
-        segments = self._segments[batch.slots]
-        if not segments.any():
+        second_text_starts = self._second_text_starts[batch.slots]
+        if not second_text_starts.any():
             return {}
-        begins = np.where(segments > 0, segments, np.iinfo(np.int32).max) - batch.num_computed
+        begins = np.where(second_text_starts > 0, second_text_starts, np.iinfo(np.int32).max) - batch.num_computed
         places = np.arange(int(counts.query_starts[-1])) - np.repeat(counts.query_starts[:-1], batch.num_scheduled)
         return {"token_types": (places >= np.repeat(begins, batch.num_scheduled)).astype(np.int64)}
 

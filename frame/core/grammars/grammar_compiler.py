@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar, sentence_of
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
-from frame.core.messages import Finish, FinishReason, Generate, Tokens
+from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.request import QUEUE_FULL, timed_out
 
 if TYPE_CHECKING:
@@ -172,14 +172,14 @@ class GrammarCompiler:
             self._forget(message.rid)
         return found
 
-    def drop(self, rids: Sequence[str], reason: FinishReason) -> Tokens | None:
+    def drop(self, rids: Sequence[str], reason: FinishReason) -> StepTokens | None:
         """Forget these requests (all, when empty); returns their ends."""
         gone = [rid for rid in (rids or list(self._waiting)) if rid in self._waiting]
         for rid in gone:
             self._forget(rid)
         if not gone:
             return None
-        return Tokens(rids=gone, token_ids=[[] for _ in gone], finishes={i: Finish(reason) for i in range(len(gone))})
+        return StepTokens(rids=gone, token_ids=[[] for _ in gone], finishes={i: Finish(reason) for i in range(len(gone))})
 
     def close(self) -> None:
         """Stop the processes; what is being compiled is given up."""

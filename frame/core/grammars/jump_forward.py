@@ -145,7 +145,7 @@ class JumpForward:
                 continue
             if state_of(request).call is not None or not request.grammar.forced:  # a thread is at it
                 continue
-            most = request.max_total - 1 - int(a.known[slot])  # the last token is drawn, which ends the request
+            most = request.max_num_tokens - 1 - int(a.num_committed_tokens[slot])  # the last token is drawn, which ends the request
             run = request.grammar.take(fewest, min(most, room), request.stop_ids)
             if run:
                 room -= len(run)

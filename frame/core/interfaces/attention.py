@@ -28,7 +28,7 @@ Phase = Literal["extend", "decode", "mixed", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionNeeds:
+class AttentionRequirements:
     """What a model, a device and a configuration ask of a backend. `None` = left open or not used."""
 
     device: str  # "cpu", "cuda"
@@ -101,69 +101,75 @@ class AttentionCapabilities:
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
 
-    def speeds(self, needs: AttentionNeeds, phase: Phase) -> dict[str, float]:
+    def speeds(self, requirements: AttentionRequirements, phase: Phase) -> dict[str, float]:
         """By card: the speed measured on cards of the needed compute capability with a cache of the model's own type, in the phase's
         unit."""
-        if needs.kv_dtype != needs.dtype:
+        if requirements.kv_dtype != requirements.dtype:
             return {}
-        fits = [m for m in self.measured if (m.compute_capability, m.kind, m.phase) == (needs.compute_capability, needs.kind, phase)]
+        fits = [
+            m
+            for m in self.measured
+            if (m.compute_capability, m.kind, m.phase) == (requirements.compute_capability, requirements.kind, phase)
+        ]
         found = {m.device_name: m.speed for m in fits if m.group is None}
-        return found | {m.device_name: m.speed for m in fits if m.group is not None and m.group == needs.group}
+        return found | {m.device_name: m.speed for m in fits if m.group is not None and m.group == requirements.group}
 
-    def unsupported(self, needs: AttentionNeeds) -> list[Reason]:
-        """Every reason why these capabilities do not serve `needs`."""
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        """Every reason why these capabilities do not serve `requirements`."""
         checks = (self._device, self._shape, self._types, self._features)
-        return [reason for check in checks for reason in check(needs)]
+        return [reason for check in checks for reason in check(requirements)]
 
-    def _device(self, needs: AttentionNeeds) -> list[Reason]:
-        if needs.device not in self.devices:
-            return [Reason(f"runs on {_one_of(self.devices)}, not on {needs.device}", f"execution.device: {self.devices[0]}")]
-        if self.compute_capability and needs.compute_capability:
+    def _device(self, requirements: AttentionRequirements) -> list[Reason]:
+        if requirements.device not in self.devices:
+            return [Reason(f"runs on {_one_of(self.devices)}, not on {requirements.device}", f"execution.device: {self.devices[0]}")]
+        if self.compute_capability and requirements.compute_capability:
             low, high = self.compute_capability
-            if not low <= needs.compute_capability <= high:
-                have = ".".join(map(str, needs.compute_capability))
+            if not low <= requirements.compute_capability <= high:
+                have = ".".join(map(str, requirements.compute_capability))
                 return [Reason(f"needs compute capability {_dots(low)} to {_dots(high)}, this card has {have}")]
         return []
 
-    def _shape(self, needs: AttentionNeeds) -> list[Reason]:
+    def _shape(self, requirements: AttentionRequirements) -> list[Reason]:
         reasons: list[Reason] = []
-        if needs.kind not in self.kinds:
-            return [Reason(f"computes {_one_of(self.kinds)} attention, the model uses {needs.kind}")]
-        if needs.kind == "mla":
-            if self.latents is not None and needs.latent not in self.latents:
-                reasons.append(Reason(f"latent and rope sizes {needs.latent} are not among {list(self.latents)}"))
+        if requirements.kind not in self.kinds:
+            return [Reason(f"computes {_one_of(self.kinds)} attention, the model uses {requirements.kind}")]
+        if requirements.kind == "mla":
+            if self.latents is not None and requirements.latent not in self.latents:
+                reasons.append(Reason(f"latent and rope sizes {requirements.latent} are not among {list(self.latents)}"))
         else:
-            sizes = {needs.head_dim, needs.v_head_dim}
+            sizes = {requirements.head_dim, requirements.v_head_dim}
             if self.head_dims is not None and not sizes <= set(self.head_dims):
-                reasons.append(Reason(f"head size {needs.head_dim} is not among {list(self.head_dims)}"))
+                reasons.append(Reason(f"head size {requirements.head_dim} is not among {list(self.head_dims)}"))
             if self.max_head_dim is not None and max(sizes) > self.max_head_dim:
                 reasons.append(Reason(f"head size {max(sizes)} is above {self.max_head_dim}"))
             if any(size % self.head_dim_multiple for size in sizes):
-                reasons.append(Reason(f"head size {needs.head_dim} is not a multiple of {self.head_dim_multiple}"))
-        if self.page_sizes is not None and needs.page_size is not None and needs.page_size not in self.page_sizes:
-            nearest = min(self.page_sizes, key=lambda size: (abs(size - (needs.page_size or 0)), size))
-            reasons.append(Reason(f"page size {needs.page_size} is not among {list(self.page_sizes)}", f"cache.page_size: {nearest}"))
+                reasons.append(Reason(f"head size {requirements.head_dim} is not a multiple of {self.head_dim_multiple}"))
+        if self.page_sizes is not None and requirements.page_size is not None and requirements.page_size not in self.page_sizes:
+            nearest = min(self.page_sizes, key=lambda size: (abs(size - (requirements.page_size or 0)), size))
+            reasons.append(
+                Reason(f"page size {requirements.page_size} is not among {list(self.page_sizes)}", f"cache.page_size: {nearest}")
+            )
         return reasons
 
-    def _types(self, needs: AttentionNeeds) -> list[Reason]:
+    def _types(self, requirements: AttentionRequirements) -> list[Reason]:
         reasons: list[Reason] = []
-        if needs.dtype not in self.dtypes:
-            reasons.append(Reason(f"computes in {_one_of(self.dtypes)}, not in {needs.dtype}", f"model.dtype: {self.dtypes[0]}"))
-        allowed = (needs.dtype, *(self.kv_dtypes or ()))
-        if needs.kv_dtype not in allowed:
-            reasons.append(Reason(f"cannot read a {needs.kv_dtype} KV cache", f"cache.kv_dtype: {allowed[0]}"))
+        if requirements.dtype not in self.dtypes:
+            reasons.append(Reason(f"computes in {_one_of(self.dtypes)}, not in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
+        allowed = (requirements.dtype, *(self.kv_dtypes or ()))
+        if requirements.kv_dtype not in allowed:
+            reasons.append(Reason(f"cannot read a {requirements.kv_dtype} KV cache", f"cache.kv_dtype: {allowed[0]}"))
         return reasons
 
-    def _features(self, needs: AttentionNeeds) -> list[Reason]:
-        missing = [_PHASE_WORDS[phase] for phase in needs.phases if phase not in self.phases]
+    def _features(self, requirements: AttentionRequirements) -> list[Reason]:
+        missing = [_PHASE_WORDS[phase] for phase in requirements.phases if phase not in self.phases]
         wanted = (
             (bool(missing), f"does not compute {' and '.join(missing)}; name another for these beside it"),
-            (needs.sliding_window and not self.sliding_window, "has no sliding window"),
-            (needs.soft_cap and not self.soft_cap, "has no logit soft cap"),
-            (needs.sinks and not self.sinks, "has no attention sinks"),
-            (needs.bidirectional and not self.bidirectional, "attends backwards only, and the model is an encoder"),
-            (needs.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
-            (needs.batch_invariant and not self.batch_invariant, "is not batch invariant"),
+            (requirements.sliding_window and not self.sliding_window, "has no sliding window"),
+            (requirements.soft_cap and not self.soft_cap, "has no logit soft cap"),
+            (requirements.sinks and not self.sinks, "has no attention sinks"),
+            (requirements.bidirectional and not self.bidirectional, "attends backwards only, and the model is an encoder"),
+            (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
+            (requirements.batch_invariant and not self.batch_invariant, "is not batch invariant"),
         )
         return [Reason(sentence) for missing, sentence in wanted if missing]
 

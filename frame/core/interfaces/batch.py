@@ -27,7 +27,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
 
     `token_ids` is the prompt followed by the output so far (int32); `prompt_len` divides them. `seed` is always set:
     the scheduler draws one for requests without. Sampling of the token at position p depends on (seed, p) alone,
-    so a request that comes back goes on exactly where it was. `segment` is where a pair's second text begins (0: there is one).
+    so a request that comes back goes on exactly where it was. `second_text_start` is where a pair's second text begins (0: there is one).
     `rid` names the request where somebody traces it.
     """
 
@@ -36,7 +36,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     prompt_len: int
     token_ids: np.ndarray
-    segment: int = 0
+    second_text_start: int = 0
     rid: str = ""
 
 
@@ -64,7 +64,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: np.ndarray | None = None  # bool [rows]
     cached: np.ndarray | None = None  # bool [rows]; None: no row's are
     grammar_mask: np.ndarray | None = None  # int32 [sampling rows, ceil(vocab / 32)]; bit set = allowed
-    mask_follows: bool = False  # the mask depends on tokens in flight: it comes by `UnsampledStep.sample`
+    has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight: it comes by `UnsampledStep.sample`
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class TokenTypes:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedTokens:
+class SelectedTokens:
     """Extension of a batch for models that narrow: whose hidden states to return, in this order. int64 [n], where n may be 0."""
 
     indices: torch.Tensor

@@ -64,7 +64,7 @@ class SentenceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelConfig:
     """What `config.json` says, in one vocabulary; read without torch by `frame.core.loading.model_config`. Sizes of the whole model."""
 
     architecture: str
@@ -112,19 +112,19 @@ class ModelCapabilities:
     encoder: bool = False
     graphs: bool = True
 
-    def unsupported(self, needs: ModelNeeds) -> list[Reason]:
+    def unsupported(self, requirements: ModelRequirements) -> list[Reason]:
         reasons = []
-        if self.architectures is not None and needs.architecture not in self.architectures:
-            reasons.append(Reason(f"implements {', '.join(self.architectures)}, not {needs.architecture}"))
-        if needs.tp > 1 and not self.tensor_parallel:
+        if self.architectures is not None and requirements.architecture not in self.architectures:
+            reasons.append(Reason(f"implements {', '.join(self.architectures)}, not {requirements.architecture}"))
+        if requirements.tp > 1 and not self.tensor_parallel:
             reasons.append(Reason("has no tensor parallelism", "parallel.tp: 1"))
-        if needs.task not in self.tasks:
-            reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {needs.task}", f"model.task: {self.tasks[0]}"))
+        if requirements.task not in self.tasks:
+            reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {requirements.task}", f"model.task: {self.tasks[0]}"))
         return reasons
 
 
 @dataclass(frozen=True, slots=True)
-class ModelNeeds:
+class ModelRequirements:
     """What a checkpoint and a configuration ask of a model plugin."""
 
     architecture: str
@@ -158,7 +158,7 @@ class Model(ABC):
 
     Laws:
     - `forward` reads nothing but the batch and its own parameters, and returns hidden states after the final norm: of all tokens, or
-      if the model `narrows`, of the batch's `WantedTokens` where it has them.
+      if the model `supports_token_selection`, of the batch's `SelectedTokens` where it has them.
     - `logits` is called with the rows that need logits only. A decoder that generates (or is asked for label tokens) returns the full
       vocabulary on every rank, a sequence classifier its labels. A model for embeddings is not asked.
     - `load_weights` consumes every (name, tensor) it is given and returns the names of parameters it set, so that the loader
@@ -167,9 +167,10 @@ class Model(ABC):
     """
 
     ignored: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are left out on purpose
-    narrows: ClassVar[bool] = False  # leaves out of the last layer what only other tokens than the wanted ones have use for
+    # leaves out of the last layer what only other tokens than the wanted ones have use for
+    supports_token_selection: ClassVar[bool] = False
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
 
     @abstractmethod

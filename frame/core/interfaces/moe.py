@@ -40,7 +40,9 @@ class Dispatched:
 
 
 @dataclass(frozen=True, slots=True)
-class MoENeeds:
+class MoERequirements:
+    """What resolve asks of MoE runners and dispatchers for a model on a device."""
+
     device: str
     compute_capability: tuple[int, int] | None
     dtype: str
@@ -58,16 +60,16 @@ class MoECapabilities:
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
 
-    def unsupported(self, needs: MoENeeds) -> list[Reason]:
+    def unsupported(self, requirements: MoERequirements) -> list[Reason]:
         reasons = []
-        if needs.device not in self.devices:
-            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {needs.device}"))
-        if needs.dtype not in self.dtypes:
-            reasons.append(Reason(f"does not compute in {needs.dtype}", f"model.dtype: {self.dtypes[0]}"))
-        if needs.format is not None and needs.format not in self.formats:
-            reasons.append(Reason(f"takes {' or '.join(self.formats)} activations, the dispatcher yields {needs.format}"))
+        if requirements.device not in self.devices:
+            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {requirements.device}"))
+        if requirements.dtype not in self.dtypes:
+            reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
+        if requirements.format is not None and requirements.format not in self.formats:
+            reasons.append(Reason(f"takes {' or '.join(self.formats)} activations, the dispatcher yields {requirements.format}"))
         low = self.min_compute_capability
-        if low and needs.compute_capability and needs.compute_capability < low:
+        if low and requirements.compute_capability and requirements.compute_capability < low:
             reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
         return reasons
 

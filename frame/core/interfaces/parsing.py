@@ -36,7 +36,7 @@ class ParserCapabilities:
     def suits(self, template: str) -> bool:
         return bool(self.marks) and all(mark in template for mark in self.marks) and not any(mark in template for mark in self.never)
 
-    def unsupported(self, needs: Any) -> list[Reason]:
+    def unsupported(self, requirements: Any) -> list[Reason]:
         """Nothing: who names a parser gets it."""
         return []
 

@@ -30,8 +30,8 @@ class Reason:
 class Capabilities(Protocol):
     """Plain frozen data about what a plugin can do. Every family has its own dataclass with this one method."""
 
-    def unsupported(self, needs: Any) -> list[Reason]:
-        """All reasons why `needs` cannot be served; an empty list means that they can."""
+    def unsupported(self, requirements: Any) -> list[Reason]:
+        """All reasons why `requirements` cannot be served; an empty list means that they can."""
         ...
 
 
@@ -39,7 +39,7 @@ class Capabilities(Protocol):
 class Anything:
     """The capabilities of a plugin that serves every need."""
 
-    def unsupported(self, needs: Any) -> list[Reason]:
+    def unsupported(self, requirements: Any) -> list[Reason]:
         return []
 
 

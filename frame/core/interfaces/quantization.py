@@ -23,7 +23,7 @@ LayerKind = Literal["linear", "experts", "head", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizationNeeds:
+class QuantizationRequirements:
     """What a checkpoint and a device ask of a method. `checkpoint` is its `quant_method`, None for plain weights."""
 
     device: str
@@ -42,17 +42,17 @@ class QuantizationCapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     graphs: bool = True  # can be captured in a CUDA graph
 
-    def unsupported(self, needs: QuantizationNeeds) -> list[Reason]:
+    def unsupported(self, requirements: QuantizationRequirements) -> list[Reason]:
         reasons = []
-        if needs.device not in self.devices:
-            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {needs.device}"))
-        if needs.checkpoint not in self.checkpoints:
-            stored = needs.checkpoint or "plain"
+        if requirements.device not in self.devices:
+            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {requirements.device}"))
+        if requirements.checkpoint not in self.checkpoints:
+            stored = requirements.checkpoint or "plain"
             reasons.append(Reason(f"does not load {stored} weights"))
-        if needs.dtype not in self.dtypes:
-            reasons.append(Reason(f"does not compute in {needs.dtype}", f"model.dtype: {self.dtypes[0]}"))
+        if requirements.dtype not in self.dtypes:
+            reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
         low = self.min_compute_capability
-        if low and needs.compute_capability and needs.compute_capability < low:
+        if low and requirements.compute_capability and requirements.compute_capability < low:
             reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
         return reasons
 

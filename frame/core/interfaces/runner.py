@@ -45,7 +45,7 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnsampledStep(ABC):
-    """A `PendingStep` of a batch whose `mask_follows`: the device is at work on the logits, or has them."""
+    """A `PendingStep` of a batch whose `has_deferred_grammar_mask`: the device is at work on the logits, or has them."""
 
     @abstractmethod
     def sample(self, mask: np.ndarray | None) -> None:
@@ -59,7 +59,7 @@ class ModelRunner(ABC):
     """Runs steps in the order of their launch.
 
     Laws: `launch` returns before the device is done, where the device allows it; the next batch may be launched before the last
-    was waited for, and then reads last tokens on the device. Of a batch whose `mask_follows`, `launch` gives an
+    was waited for, and then reads last tokens on the device. Of a batch whose `has_deferred_grammar_mask`, `launch` gives an
     `UnsampledStep`. State of a slot is set up by `ScheduledBatch.setups`,
     which come before the slot's first use, and is forgotten by `released`.
     """

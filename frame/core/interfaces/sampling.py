@@ -95,7 +95,7 @@ class GrammarCapabilities:
 
     kinds: tuple[str, ...] = GRAMMAR_KINDS
 
-    def unsupported(self, needs: Any) -> list[Reason]:
+    def unsupported(self, requirements: Any) -> list[Reason]:
         return []  # a kind is a request's choice, not the server's
 
 

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import numpy as np
 
-ROSTER = "roster"  # the engine's file in a deployment's directory
-TEXT_ROSTER = "text-roster"  # the detokenizer's
+INFLIGHT = "inflight"  # the engine's file in a deployment's directory
+INFLIGHT_TEXT = "text-roster"  # the detokenizer's
 
 
-def mark_of(rid: str) -> int:
+def hash_request(rid: str) -> int:
     """What stands for a request's name: 64 bits, never 0."""
     return int.from_bytes(blake2b(rid.encode(errors="surrogatepass"), digest_size=8).digest(), "little") or 1
 
 
-def open_roster(path: Path, num_slots: int) -> np.ndarray:
+def open_inflight(path: Path, num_slots: int) -> np.ndarray:
     """A new roster, uint64 [2, num_slots], marks and prefilled tokens, all zero. Raises OSError. Its bytes are the file's, whatever
     becomes of this process."""
     path.write_bytes(bytes(16 * num_slots))  # now, as a full disk found later would be a signal instead of an error
     return np.memmap(path, np.uint64, "r+", shape=(2, num_slots))
 
 
-def read_roster(path: Path) -> dict[int, int]:
+def read_inflight(path: Path) -> dict[int, int]:
     """Prefilled tokens by the marks of the requests that were in work last; empty when there is no roster, or no descriptor to read it
     with."""
     try:

@@ -16,7 +16,7 @@ from frame.core.execution.host_memory import measure_host_memory
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import Limits
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
     from frame.core.kv_cache.kv_pool import KVGeometry
 
 GIB = 1024**3
@@ -69,14 +69,14 @@ def measure(device: torch.device, weights: int, activations: int, ranks: int = 1
     return Memory(total // ranks, available // ranks, weights, activations)
 
 
-def activation_bytes(facts: ModelFacts, limits: Limits, dtype: torch.dtype) -> int:
+def activation_bytes(model_config: ModelConfig, limits: Limits, dtype: torch.dtype) -> int:
     """A cautious estimate of what one step needs beside weights and cache."""
-    config = facts.config
-    wide = max(int(config.get("intermediate_size") or 0), facts.hidden_size, facts.num_heads * facts.head_dim)
-    pairs = int(config.get("num_experts_per_tok") or 0) if facts.num_experts else 0  # each of a token's experts has rows of its own
-    routed = pairs * (facts.hidden_size + int(config.get("moe_intermediate_size") or wide))
-    tokens = limits.max_tokens_per_step * (8 * facts.hidden_size + 4 * wide + routed) * dtype.itemsize
-    logits = limits.max_running_requests * facts.vocab_size * 4 * 4
+    config = model_config.config
+    wide = max(int(config.get("intermediate_size") or 0), model_config.hidden_size, model_config.num_heads * model_config.head_dim)
+    pairs = int(config.get("num_experts_per_tok") or 0) if model_config.num_experts else 0  # each of a token's experts has rows of its own
+    routed = pairs * (model_config.hidden_size + int(config.get("moe_intermediate_size") or wide))
+    tokens = limits.max_tokens_per_step * (8 * model_config.hidden_size + 4 * wide + routed) * dtype.itemsize
+    logits = limits.max_running_requests * model_config.vocab_size * 4 * 4
     return tokens + logits
 
 

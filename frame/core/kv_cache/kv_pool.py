@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec
     from frame.core.interfaces.build import Limits
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -46,16 +46,16 @@ class KVGeometry:
         return self.num_layers * self.dtype.itemsize * sum(math.prod(shape) for shape in self.shapes)
 
 
-def kv_geometry(facts: ModelFacts, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
+def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
     """The cache of one rank. KV heads are split over the ranks, and repeated where there are fewer heads than ranks;
     a latent is whole on every rank. An encoder has no layers here: it keeps nothing."""
     shapes: tuple[tuple[int, ...], ...]
-    if facts.kind == "mla" and facts.latent is not None:
-        layout, shapes = "paged_latent", ((sum(facts.latent),),)
+    if model_config.kind == "mla" and model_config.latent is not None:
+        layout, shapes = "paged_latent", ((sum(model_config.latent),),)
     else:
-        heads = max(1, facts.num_kv_heads // tp_size)
-        layout, shapes = "paged_nhd", ((heads, facts.head_dim), (heads, facts.v_head_dim))
-    return KVGeometry(layout, 0 if facts.encoder else facts.num_layers, page_size, DTYPES[kv_dtype], shapes)
+        heads = max(1, model_config.num_kv_heads // tp_size)
+        layout, shapes = "paged_nhd", ((heads, model_config.head_dim), (heads, model_config.v_head_dim))
+    return KVGeometry(layout, 0 if model_config.encoder else model_config.num_layers, page_size, DTYPES[kv_dtype], shapes)
 
 
 class KVPool:

@@ -19,7 +19,7 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.model import LazyTensor, Model, ModelFacts
+from frame.core.interfaces.model import LazyTensor, Model, ModelConfig
 from frame.core.loading.dummy_weights import random_weights
 from frame.core.loading.safetensors_reader import Ahead, read_weights
 
@@ -50,19 +50,19 @@ class WeightSource:
 
 
 def load_model(
-    make: Callable[[ModelFacts, BuildContext], Model], facts: ModelFacts, context: BuildContext, source: WeightSource
+    make: Callable[[ModelConfig, BuildContext], Model], model_config: ModelConfig, context: BuildContext, source: WeightSource
 ) -> tuple[Model, LoadReport]:
     """A model on `context.device`, ready to run. Raises CheckpointError with one sentence for whatever does not fit."""
     report = LoadReport()
     with report.phase("build"), torch.device("meta"):
-        model = make(facts, context)
+        model = make(model_config, context)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
     layers = attention_layers(model)
     if context.attention is not None and layers:  # kernels may be compiled while the weights are read
         context.attention.prepare(layers)
-    with report.phase("materialise"):
-        materialise(model, context.device)
+    with report.phase("allocate_parameters"):
+        allocate_parameters(model, context.device)
     with report.phase("load"):
         fill(model, source, progress=context.tp.rank == 0)
         if context.device.type == "cuda":
@@ -97,7 +97,7 @@ def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None
         raise CheckpointError(f"{where} lacks {names}{rest}: is the checkpoint complete, and this config.json its own?")
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
+def allocate_parameters(model: nn.Module, device: torch.device) -> None:
     """Give every meta parameter memory on `device`; a parameter shared by two modules stays shared, and keeps what it knows.
 
     Zeroed where a checkpoint leaves gaps (padded vocabularies); what is filled whole is not written twice.

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's `config.json` and `generation_config.json` into `ModelFacts`: one vocabulary for every architecture, without torch.
+"""Reads a checkpoint's `config.json` and `generation_config.json` into `ModelConfig`: one vocabulary for every architecture, without torch.
 
 Knows how configurations name things (a table of synonyms), not how models compute; `rope_scaling` and `rope_parameters` stay as they are.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.model import ModelFacts, is_classifier
+from frame.core.interfaces.model import ModelConfig, is_classifier
 from frame.core.loading.sentence_transformers import read_sentence_facts
 
-__all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_facts"]
+__all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
 
 EMBEDDED = "frame-tiny"  # the model that ships with the package
 
@@ -42,7 +42,7 @@ def find_model(path: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def read_facts(path: str | Path) -> ModelFacts:
+def read_model_config(path: str | Path) -> ModelConfig:
     """The facts of the checkpoint in the folder `path` (Hugging Face layout, or the embedded model's name).
 
     Raises CheckpointError, one sentence, when the folder or file is missing, is no JSON object or lacks a necessary key.
@@ -56,8 +56,8 @@ def read_facts(path: str | Path) -> ModelFacts:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
-    facts = _Reader(folder / "config.json", text).facts(eos=_eos_ids(generation, text, raw))
-    return replace(facts, sentence=read_sentence_facts(folder))
+    model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
+    return replace(model_config, sentence=read_sentence_facts(folder))
 
 
 class _Reader:
@@ -67,12 +67,12 @@ class _Reader:
         self.file = file
         self.config = config
 
-    def facts(self, eos: tuple[int, ...]) -> ModelFacts:
+    def model_config(self, eos: tuple[int, ...]) -> ModelConfig:
         config = self.config
         heads = self._count(_HEADS)
         hidden = self._count(_HIDDEN)
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)
-        return ModelFacts(
+        return ModelConfig(
             architecture=self._architecture(),
             num_layers=self._count(_LAYERS),
             hidden_size=hidden,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from frame.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
 
 FLAG = "--trust-remote-code"
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -47,15 +47,15 @@ def check_tokenizer_code(folder: Path) -> None:
         raise refuse(folder, "tokenizer", code[1])
 
 
-def check_model_code(facts: ModelFacts, folder: str) -> None:
+def check_model_code(model_config: ModelConfig, folder: str) -> None:
     """For a model that runs by transformers without the checkpoint's code. Raise CheckpointError where transformers lacks it."""
-    named = facts.config.get("auto_map")
+    named = model_config.config.get("auto_map")
     reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
     if not isinstance(reference, str):
         return
     import transformers
 
-    if facts.architecture not in dir(transformers):
+    if model_config.architecture not in dir(transformers):
         raise refuse(folder, "model", reference)
 
 

@@ -46,14 +46,14 @@ class Sampled:
 class Sampler:
     """Turns a step's logits into tokens. Stateless but for its processors."""
 
-    def __init__(self, processors: Processors, *, by_kernels: bool = False) -> None:
-        """`by_kernels`: on a device where kernels run, with plans of a `SamplingTable(by_row=True)`."""
+    def __init__(self, processors: Processors, *, use_triton: bool = False) -> None:
+        """`use_triton`: on a device where kernels run, with plans of a `SamplingTable(by_row=True)`."""
         self._processors = processors
-        self.by_kernels = by_kernels
+        self.use_triton = use_triton
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
         """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their type."""
-        if not self.by_kernels:
+        if not self.use_triton:
             logits = logits.float()
         raw = None
         if plan.logprob_rows is not None:
@@ -63,7 +63,7 @@ class Sampler:
                 raw = logits.index_select(0, tensors["logprob_rows"])
             elif is_changed:
                 raw = logits.clone()
-        choose = self._choose_by_kernels if self.by_kernels else self._choose
+        choose = self._choose_by_kernels if self.use_triton else self._choose
         token_ids, best = choose(logits, plan, processing, tensors)
         if raw is None:
             return Sampled(token_ids, best)
@@ -73,7 +73,7 @@ class Sampler:
     def warm_up(self, logits: torch.Tensor) -> None:
         """Compile the kernels for every kind of row; those of processors are compiled by idle steps. logits [rows, vocab] of any values,
         of the model's type."""
-        if not self.by_kernels:
+        if not self.use_triton:
             return
         from frame.kernels.sampling.logit_changes import ban
 

@@ -89,8 +89,8 @@ class Admission:
         if problem:
             return Finish("error", error=problem)
         prompt_len = len(message.token_ids) - message.output_len
-        max_total = self._max_total(message, prompt_len)
-        if message.output_len and len(message.token_ids) >= max_total:
+        max_num_tokens = self._max_total(message, prompt_len)
+        if message.output_len and len(message.token_ids) >= max_num_tokens:
             return Finish("length")
         params, config = message.params, self._config
         request = Request(
@@ -101,14 +101,14 @@ class Admission:
             index=self._arrived,
             arrival=now,
             deadline=now + (config.request_timeout if message.deadline is None else message.deadline),
-            max_total=max_total,
+            max_num_tokens=max_num_tokens,
             stop_ids=params.ends(config.eos_ids),
             priority=message.priority,
             namespace=message.namespace,
             tenant=owner_of(message.namespace),
             trace=message.trace,
             grammar=grammar,
-            segment=message.segment,
+            second_text_start=message.second_text_start,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
             is_reported=message.output_len > 0,
         )

@@ -15,17 +15,17 @@ from frame.core.scheduling.running import RunningSet
 def audit_accounts(running: RunningSet) -> Iterator[None]:
     """Raise RuntimeError with one sentence on the first thing that does not add up. Each `next` looks at a bounded part; a round that was
     begun is void when anything has changed since."""
-    ledger = running.ledger
+    kv_manager = running.kv_manager
     owned = []
-    for pages in ledger.cache.audit():
+    for pages in kv_manager.cache.audit():
         owned.append(pages)
         yield
     _check_slots(running)
-    ledger.allocator.check_integrity([*_held(running), *owned])
+    kv_manager.allocator.check_integrity([*_held(running), *owned])
     yield
     shared = _shared(running)
-    if ledger.cache.num_locked != len(shared):
-        raise RuntimeError(f"the cache has {ledger.cache.num_locked} locked pages, running requests share {len(shared)}")
+    if kv_manager.cache.num_locked != len(shared):
+        raise RuntimeError(f"the cache has {kv_manager.cache.num_locked} locked pages, running requests share {len(shared)}")
     if shared.size and np.setdiff1d(shared, np.concatenate(owned)).size:
         raise RuntimeError("a running request reads shared pages that the cache does not own")
 
@@ -38,15 +38,15 @@ def check_accounts(running: RunningSet) -> None:
 
 def repair_accounts(running: RunningSet) -> list[str]:
     """Reclaim leaked pages, locks and slots. Raises RuntimeError when a page has two holders: then nothing can be trusted."""
-    ledger, done = running.ledger, []
-    if ledger.cache.num_locked != len(_shared(running)):
-        before = ledger.cache.num_locked
-        ledger.cache.relock(request.handle for request in running.requests)
-        done.append(f"{before} pages of the prefix cache were locked, {ledger.cache.num_locked} are in use; the locks were set anew")
-    held = np.concatenate([*_held(running), *ledger.cache.audit()])
-    leaked = np.setdiff1d(ledger.allocator.pages_out(), held)
+    kv_manager, done = running.kv_manager, []
+    if kv_manager.cache.num_locked != len(_shared(running)):
+        before = kv_manager.cache.num_locked
+        kv_manager.cache.relock(request.handle for request in running.requests)
+        done.append(f"{before} pages of the prefix cache were locked, {kv_manager.cache.num_locked} are in use; the locks were set anew")
+    held = np.concatenate([*_held(running), *kv_manager.cache.audit()])
+    leaked = np.setdiff1d(kv_manager.allocator.pages_out(), held)
     if leaked.size:
-        ledger.allocator.free(leaked)
+        kv_manager.allocator.free(leaked)
         done.append(f"{leaked.size} leaked pages were reclaimed")
     lost = _lost_slots(running)
     for slot in lost:
@@ -62,15 +62,15 @@ def repair_accounts(running: RunningSet) -> list[str]:
 
 def _held(running: RunningSet) -> list[np.ndarray]:
     """The pages that anybody but the cache holds, by holder."""
-    ledger = running.ledger
-    private = [ledger.private_pages(request.slot) for request in running.requests]
+    kv_manager = running.kv_manager
+    private = [kv_manager.private_pages(request.slot) for request in running.requests]
     waiting = [pages for record in running.in_flight for pages in record.pages]
     return [*private, *waiting]
 
 
 def _shared(running: RunningSet) -> np.ndarray:
     """The cache's pages that running requests read, each once."""
-    rows = [running.ledger.shared_pages(request.slot) for request in running.requests]
+    rows = [running.kv_manager.shared_pages(request.slot) for request in running.requests]
     return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int32)
 
 

@@ -1,4 +1,4 @@
-"""`PageLedger`: which pages a running request holds, from prefix match to release. The only caller of cache and allocator.
+"""`KVCacheManager`: which pages a running request holds, from prefix match to release. The only caller of cache and allocator.
 
 Knows slots, page-table rows and locks; knows no policy, no budget and no message.
 """
@@ -14,7 +14,7 @@ from frame.core.scheduling.request_slots import RequestTable
 NO_WRITES = np.empty((0, 3), np.int32)
 
 
-class PageLedger:
+class KVCacheManager:
     """Page accounting of running requests.
 
     A row of the page table is `num_shared` pages of the prefix cache (locked by `request.handle`), then private pages.
@@ -63,7 +63,7 @@ class PageLedger:
         a, slot = self._table.arrays, request.slot
         self._write_row(slot, 0, pages)
         a.num_pages[slot] = a.num_shared[slot] = len(pages)
-        a.computed[slot] = min(len(pages) * self.page_size, len(request.tokens) - 1)
+        a.num_computed_tokens[slot] = min(len(pages) * self.page_size, len(request.tokens) - 1)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
         """Make the row long enough for `num_tokens`; False when there are too few pages (nothing changes then)."""

@@ -1,4 +1,4 @@
-"""`StepOutcome`: takes a step's tokens in, ends what has ended, and makes the `Tokens` message. Arrays for all rows;
+"""`OutputProcessor`: takes a step's tokens in, ends what has ended, and makes the `StepTokens` message. Arrays for all rows;
 a look at single requests only where one starts, ends or asked for more than its tokens."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
-from frame.core.messages import Finish, TokenLogprobs, Tokens
+from frame.core.messages import Finish, StepTokens, TokenLogprobs
 from frame.core.scheduling.request import NOT_FINITE, Request
 from frame.core.scheduling.request_slots import FIRST, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.scheduling.running import InFlight, RunningSet
@@ -31,7 +31,7 @@ class Sampled:
     broken: set[int] = field(default_factory=set)  # those of which nothing may be kept
 
 
-class StepOutcome:
+class OutputProcessor:
     """`end(request, finish, keep)` takes a finished request off the device; `clock` is the scheduler's, and so is `grammars`."""
 
     def __init__(
@@ -44,7 +44,7 @@ class StepOutcome:
         self._clock = clock
         self._grammars = grammars
 
-    def apply(self, record: InFlight, result: StepResult) -> Tokens:
+    def apply(self, record: InFlight, result: StepResult) -> StepTokens:
         """Append tokens (or hand out vectors), stop, insert, free. `record` must not be in flight any more."""
         if result.pooled is not None:
             return self._apply_pooled(record, result, result.pooled)
@@ -55,7 +55,7 @@ class StepOutcome:
         self._find_ended(sampled, self._append(sampled), result)
         slots = sampled.slots.tolist()
         rids = [self._table.rids[slot] for slot in slots]
-        message = Tokens(rids=rids, token_ids=sampled.tokens[:, None].tolist(), finishes=sampled.finishes)
+        message = StepTokens(rids=rids, token_ids=sampled.tokens[:, None].tolist(), finishes=sampled.finishes)
         self._add_details(sampled, result, message)
         self._share_prefilled(sampled, record)
         for i, finish in sampled.finishes.items():
@@ -74,7 +74,7 @@ class StepOutcome:
         live = self._table.arrays.epoch[slots] == record.epochs[rows]
         if not live.all():
             slots, tokens, entries, rows = slots[live], tokens[live], entries[live], rows[live]
-        fresh = self._table.arrays.known[slots] == record.num_computed[rows] + record.num_scheduled[rows]
+        fresh = self._table.arrays.num_committed_tokens[slots] == record.num_computed[rows] + record.num_scheduled[rows]
         return Sampled(slots, tokens, entries, rows, fresh)
 
     def _append(self, sampled: Sampled) -> np.ndarray:
@@ -83,15 +83,15 @@ class StepOutcome:
         if fresh.all():
             return self._table.append(sampled.slots, sampled.tokens)
         self._table.append(sampled.slots[fresh], sampled.tokens[fresh])
-        return self._table.arrays.known[sampled.slots]
+        return self._table.arrays.num_committed_tokens[sampled.slots]
 
-    def _apply_pooled(self, record: InFlight, result: StepResult, pooled: np.ndarray) -> Tokens:
+    def _apply_pooled(self, record: InFlight, result: StepResult, pooled: np.ndarray) -> StepTokens:
         """Every prompt that is complete ends with its row of `pooled`."""
         live = record.samples & (self._table.arrays.epoch[record.slots] == record.epochs)
         entries = (np.cumsum(record.samples) - 1)[live]
         requests = [self._table.request(slot) for slot in record.slots[live].tolist()]
         broken = result.invalid[entries].tolist() if result.invalid is not None else [False] * len(requests)
-        message = Tokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests])
+        message = StepTokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests])
         for i, (request, entry) in enumerate(zip(requests, entries.tolist(), strict=True)):
             finish = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}") if broken[i] else Finish("stop")
             message.finishes[i] = finish
@@ -104,8 +104,8 @@ class StepOutcome:
     def _find_ended(self, sampled: Sampled, known: np.ndarray, result: StepResult) -> None:
         a, slots, tokens = self._table.arrays, sampled.slots, sampled.tokens
         stops = (a.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        stops &= (known >= a.min_total[slots]) & sampled.fresh
-        for i in np.flatnonzero(known >= a.max_total[slots]).tolist():
+        stops &= (known >= a.min_num_tokens[slots]) & sampled.fresh
+        for i in np.flatnonzero(known >= a.max_num_tokens[slots]).tolist():
             sampled.finishes[i] = Finish("length")
         for i in np.flatnonzero(stops).tolist():
             sampled.finishes[i] = Finish("stop", matched=int(tokens[i]))
@@ -114,7 +114,7 @@ class StepOutcome:
                 sampled.finishes[i] = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}")
                 sampled.broken.add(i)
 
-    def _add_details(self, sampled: Sampled, result: StepResult, message: Tokens) -> None:
+    def _add_details(self, sampled: Sampled, result: StepResult, message: StepTokens) -> None:
         special = self._table.arrays.special[sampled.slots]
         if not special.any():
             return
@@ -143,7 +143,7 @@ class StepOutcome:
             elif is_end:
                 sampled.finishes[i] = Finish("stop")
 
-    def _add_first(self, request: Request, flags: int, i: int, message: Tokens) -> None:
+    def _add_first(self, request: Request, flags: int, i: int, message: StepTokens) -> None:
         """What comes with a request's first token only."""
         if flags & FIRST:
             request.is_reported = True
@@ -164,7 +164,7 @@ class StepOutcome:
             if i in sampled.finishes or slot not in self._running.prefilling:
                 continue
             request = self._running.prefilling.pop(slot)
-            duplicates = self._running.ledger.share(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
+            duplicates = self._running.kv_manager.share(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
             self._running.give_up(slot, duplicates)
 
     def _collect_prompt_logprobs(self, record: InFlight, chunks: list[PromptLogprobs | None]) -> None:
@@ -176,7 +176,7 @@ class StepOutcome:
                     request.prompt_logprobs.append(chunk)
 
 
-def _report_start(request: Request, i: int, message: Tokens) -> None:
+def _report_start(request: Request, i: int, message: StepTokens) -> None:
     """What a request's first result says about its beginning."""
     message.cached[i] = request.cached_tokens
     message.waited[i] = round(request.admitted - request.arrival, 6)

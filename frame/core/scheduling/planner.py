@@ -14,8 +14,8 @@ import numpy as np
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.admission import SchedulerConfig
 from frame.core.scheduling.policy_guard import GuardedPolicy
-from frame.core.scheduling.prefix_dedup import SharedStarts
-from frame.core.scheduling.request import Request, RequestState
+from frame.core.scheduling.prefix_dedup import InBatchPrefixSharing
+from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.waiting_queue import WaitingQueue
 
@@ -43,16 +43,16 @@ class StepPlanner:
     runs, some row is scheduled now or a step is in flight whose commit makes one possible."""
 
     def __init__(self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy) -> None:
-        self.num_retracted = 0
+        self.num_preempted = 0
         self.num_cached_tokens = 0
         self._config = config
         self._running = running
-        self._ledger = running.ledger
+        self._kv_manager = running.kv_manager
         self._queue = queue
         self._policy = GuardedPolicy(policy)
         self._usage = queue.usage
         self._ahead = config.growth_reserve
-        self._last_retraction = -1
+        self._last_preemption = -1
         self._step = 0
 
     def plan(self, step: int, now: float) -> Rows:
@@ -60,32 +60,32 @@ class StepPlanner:
         self._step = step
         if self._config.preemption and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
             self._preempt(now)
-        before = self.num_retracted
+        before = self.num_preempted
         rows = Rows(self._decodes(now), budget=self._config.token_budget)
         if self._is_crowded():
-            self._short_first(rows, now, may_admit=self.num_retracted == before)
-        if self._usage.is_shared and self._running.extending and self.num_retracted == before:
+            self._short_first(rows, now, may_admit=self.num_preempted == before)
+        if self._usage.is_shared and self._running.extending and self.num_preempted == before:
             self._admit(rows, now, only_owed=True)
         self._extend_running(rows)
         while not rows and self._running.extending and not self._running.in_flight:
-            if not self._retract_one(now):
+            if not self._preempt_one(now):
                 break
             self._extend_running(rows)
-        if self.num_retracted == before:  # else who was just retracted would come straight back
+        if self.num_preempted == before:  # else who was just retracted would come straight back
             self._admit(rows, now)
         return rows
 
-    def retract(self, request: Request, *, is_shortage: bool = True) -> None:
+    def preempt(self, request: Request, *, is_shortage: bool = True) -> None:
         """Take a request off the device, back to the head of the queue, with its tokens and its cached prefix. A shortage of pages makes
         the reserve for growth larger."""
-        self._running.leave(request, keep=True, state=RequestState.WAITING)
-        request.retractions += 1
+        self._running.leave(request, keep=True, state=RequestStatus.WAITING)
+        request.num_preemptions += 1
         request.prompt_logprobs = []  # its prompt is computed anew
         self._queue.push_front(request)
-        self.num_retracted += 1
-        if is_shortage and self._last_retraction != self._step:  # one shortage retracts several, but is one sign
+        self.num_preempted += 1
+        if is_shortage and self._last_preemption != self._step:  # one shortage retracts several, but is one sign
             self._ahead = min(max(1, self._ahead * 2), AHEAD_MOST)
-            self._last_retraction = self._step
+            self._last_preemption = self._step
 
     # decodes ------------------------------------------------------------------------------------------------------------
 
@@ -93,22 +93,22 @@ class StepPlanner:
         """The slots that decode, with a page for each new token."""
         a, page_size = self._running.table.arrays, self._config.page_size
         while True:
-            slots = np.flatnonzero(a.ready)
+            slots = np.flatnonzero(a.can_decode)
             if not slots.size:
                 return slots
-            computed = a.computed[slots]
+            computed = a.num_computed_tokens[slots]
             crosses = computed >= a.num_pages[slots] * page_size
             crossing = slots[crosses]
-            if not crossing.size or self._ledger.grow_by_one(crossing):
+            if not crossing.size or self._kv_manager.grow_by_one(crossing):
                 break
-            coming = self._ledger.num_available + self._running.num_deferred_pages
-            if coming >= crossing.size or not self._retract_one(now):
+            coming = self._kv_manager.num_available + self._running.num_deferred_pages
+            if coming >= crossing.size or not self._preempt_one(now):
                 slots, computed = slots[~crosses], computed[~crosses]  # the others wait for pages that are on their way
                 break
-        total = a.total[slots] + 1
-        a.computed[slots] = computed + 1
-        a.total[slots] = total
-        a.ready[slots] = total < a.max_total[slots]
+        total = a.num_tokens[slots] + 1
+        a.num_computed_tokens[slots] = computed + 1
+        a.num_tokens[slots] = total
+        a.can_decode[slots] = total < a.max_num_tokens[slots]
         a.last_step[slots] = self._step
         return slots
 
@@ -121,7 +121,7 @@ class StepPlanner:
 
     def _remaining(self, request: Request) -> int:
         """Tokens of a running request's prompt that are not scheduled yet."""
-        return len(request.tokens) - int(self._running.table.arrays.computed[request.slot])
+        return len(request.tokens) - int(self._running.table.arrays.num_computed_tokens[request.slot])
 
     def _short_first(self, rows: Rows, now: float, may_admit: bool) -> None:
         """Prompts that end within the budget kept for short ones, so that they do not wait for long ones. These get all the rest, and
@@ -145,21 +145,21 @@ class StepPlanner:
     def _extend(self, rows: Rows, request: Request) -> None:
         """Schedule the next chunk of a prompt (all of it, where prompts are computed whole), as long as budget and pages allow."""
         a, slot = self._running.table.arrays, request.slot
-        start, end = int(a.computed[slot]), len(request.tokens)
-        room = (int(a.num_pages[slot]) + self._ledger.num_available) * self._config.page_size - start
+        start, end = int(a.num_computed_tokens[slot]), len(request.tokens)
+        room = (int(a.num_pages[slot]) + self._kv_manager.num_available) * self._config.page_size - start
         count = min(end - start, rows.budget, room)
         if self._config.whole_prompts and count < end - start:
             return
-        if count <= 0 or not self._ledger.grow(slot, start + count):
+        if count <= 0 or not self._kv_manager.grow(slot, start + count):
             return
         rows.chunks.append((request, start, count))
         rows.budget -= count
         self._usage.add_tokens(request.tenant, count)
-        a.computed[slot] = self._running.table.roster[1, slot] = start + count
+        a.num_computed_tokens[slot] = self._running.table.inflight[1, slot] = start + count
         a.last_step[slot] = self._step
         if start + count == end:
-            a.total[slot] = end + 1
-            a.ready[slot] = end + 1 < request.max_total
+            a.num_tokens[slot] = end + 1
+            a.can_decode[slot] = end + 1 < request.max_num_tokens
             del self._running.extending[slot]
 
     # newcomers ----------------------------------------------------------------------------------------------------------
@@ -171,14 +171,16 @@ class StepPlanner:
         if not len(self._queue) or rows.budget <= 0 or not self._running.table.num_free:
             return
         reserved = self._reserved_pages()
-        if len(self._running) and reserved >= self._ledger.num_available:
+        if len(self._running) and reserved >= self._kv_manager.num_available:
             return
-        if self._step - self._last_retraction > CALM_STEPS:
-            self._ahead, self._last_retraction = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
+        if self._step - self._last_preemption > CALM_STEPS:
+            self._ahead, self._last_preemption = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
         floor = 0 if longest is None else rows.budget - longest
         most_tokens = self._least_served() if only_owed else None
         peeks = PEEKS
-        prefills = SharedStarts(self._running.prefilling.values() if self._ledger.cache.reuses else (), self._config.least_shared)
+        prefills = InBatchPrefixSharing(
+            self._running.prefilling.values() if self._kv_manager.cache.reuses else (), self._config.least_shared
+        )
         for request in self._candidates(now):
             if rows.budget <= floor or not self._running.table.num_free:
                 return
@@ -193,7 +195,7 @@ class StepPlanner:
             need = self._enter(request, reserved, now)
             if need is None:
                 return
-            if self._ledger.cache.reuses:
+            if self._kv_manager.cache.reuses:
                 prefills.add(request)
             held = int(self._running.table.arrays.num_pages[request.slot])
             self._extend(rows, request)
@@ -209,7 +211,7 @@ class StepPlanner:
         try:
             if self._policy.needs_matches:
                 for request in window:
-                    request.match = self._ledger.cache.match(request.all_tokens(), request.namespace)
+                    request.match = self._kv_manager.cache.match(request.all_tokens(), request.namespace)
             ordered = self._policy.order(window, self._view(now))
             yield from self._in_turn(ordered) if self._usage.is_shared else ordered
         finally:
@@ -226,7 +228,7 @@ class StepPlanner:
             queues.setdefault(request.tenant, []).append(request)
         return self._usage.take_turns(queues.values())
 
-    def _had_better_wait(self, request: Request, prefills: SharedStarts) -> bool:
+    def _had_better_wait(self, request: Request, prefills: InBatchPrefixSharing) -> bool:
         """Whether a waiting request should find its prefix in the cache, once the prefill that computes it is done. Not behind a prefill
         whose rest is long beside what it saves, since only whole prefills are inserted."""
         other, shared = prefills.find(request)
@@ -240,47 +242,47 @@ class StepPlanner:
     def _uncached(self, request: Request) -> int:
         """Tokens of a waiting request that must be computed."""
         tokens = request.all_tokens()
-        return max(1, len(tokens) - self._ledger.cache.match(tokens, request.namespace).num_tokens)
+        return max(1, len(tokens) - self._kv_manager.cache.match(tokens, request.namespace).num_tokens)
 
     def _enter(self, request: Request, reserved: int, now: float) -> int | None:
         """Put a request on the device if its whole prompt and the growth of all fit. -> pages it still needs, None: no room."""
         request.tokens = request.all_tokens()
-        cached = self._ledger.lock_prefix(request)
+        cached = self._kv_manager.lock_prefix(request)
         need = self._pages_for(request) - len(cached)
-        if len(self._running) and reserved + need > self._ledger.num_available:
-            self._ledger.unlock_prefix(request)
+        if len(self._running) and reserved + need > self._kv_manager.num_available:
+            self._kv_manager.unlock_prefix(request)
             return None
         self._queue.remove(request)
         self._running.enter(request, cached)
         if request.cached_tokens < 0:
-            request.cached_tokens = min(int(self._running.table.arrays.computed[request.slot]), request.prompt_len)
+            request.cached_tokens = min(int(self._running.table.arrays.num_computed_tokens[request.slot]), request.prompt_len)
             self.num_cached_tokens += request.cached_tokens
             request.admitted = now
         return need
 
     def _pages_for(self, request: Request) -> int:
         """Pages for all tokens of a waiting request and some growth."""
-        tokens = min(request.num_tokens + self._ahead, request.max_total)
+        tokens = min(request.num_tokens + self._ahead, request.max_num_tokens)
         return -(-tokens // self._config.page_size)
 
     def _reserved_pages(self, leaving: Set[Request] = frozenset()) -> int:
         """Pages that running requests will want soon, but for those that are leaving: the rest of their prompts and some growth."""
         a = self._running.table.arrays
         slots = np.array([request.slot for request in self._running.requests if request not in leaving], np.intp)
-        tokens = np.minimum(a.total[slots] + self._ahead, a.max_total[slots])
+        tokens = np.minimum(a.num_tokens[slots] + self._ahead, a.max_num_tokens[slots])
         wanted = -(-tokens // self._config.page_size) - a.num_pages[slots]
         return int(np.maximum(wanted, 0).sum())
 
     # who gives way ------------------------------------------------------------------------------------------------------
 
-    def _retract_one(self, now: float) -> bool:
+    def _preempt_one(self, now: float) -> bool:
         """Retract the policy's victim, or the newest when it names none; False when only the oldest is left."""
         running = self._running.requests
         if len(running) < 2:
             return False
         if self._usage.is_shared:
             running = self._of_largest_tenant(running)
-        self.retract(self._victim(running, now) or running[-1])
+        self.preempt(self._victim(running, now) or running[-1])
         return True
 
     def _of_largest_tenant(self, running: list[Request]) -> list[Request]:
@@ -303,10 +305,10 @@ class StepPlanner:
         if first is None:
             return
         first.tokens = first.all_tokens()
-        cached = self._ledger.lock_prefix(first)
+        cached = self._kv_manager.lock_prefix(first)
         for victim in self._victims_for(first, cached, now):
-            self.retract(victim, is_shortage=False)
-        self._ledger.unlock_prefix(first)
+            self.preempt(victim, is_shortage=False)
+        self._kv_manager.unlock_prefix(first)
 
     def _victims_for(self, first: Request, cached: np.ndarray, now: float) -> list[Request]:
         """Running requests that make room for `first`, whose locked prefix is `cached`, by leaving. None where it fits anyway, and where it
@@ -339,7 +341,7 @@ class StepPlanner:
     def _would_fit(self, first: Request, cached: np.ndarray, leaving: Set[Request]) -> bool:
         """Whether a newcomer fits without the requests that are leaving, once the steps in flight are done."""
         running = self._running
-        pages = self._ledger.num_available + running.num_deferred_pages + self._num_freed(cached, leaving)
+        pages = self._kv_manager.num_available + running.num_deferred_pages + self._num_freed(cached, leaving)
         need = self._pages_for(first) - len(cached)
         slots = running.table.num_free + running.num_deferred_slots + len(leaving)
         return slots > 0 and self._reserved_pages(leaving) + need <= pages
@@ -348,12 +350,12 @@ class StepPlanner:
         """Pages that can be had when requests leave: those that no other request holds. `cached` are the pages of another locked prefix."""
         if not leaving:
             return 0
-        ledger, is_freed = self._ledger, np.zeros(self._config.num_pages, np.bool_)
+        kv_manager, is_freed = self._kv_manager, np.zeros(self._config.num_pages, np.bool_)
         for request in leaving:
-            is_freed[ledger.shared_pages(request.slot)] = is_freed[ledger.private_pages(request.slot)] = True
+            is_freed[kv_manager.shared_pages(request.slot)] = is_freed[kv_manager.private_pages(request.slot)] = True
         for request in self._running.requests:
             if request not in leaving:
-                is_freed[ledger.shared_pages(request.slot)] = False
+                is_freed[kv_manager.shared_pages(request.slot)] = False
         is_freed[cached] = False
         return int(np.count_nonzero(is_freed))
 
@@ -362,7 +364,7 @@ class StepPlanner:
             now=now,
             num_running=len(self._running),
             token_budget=self._config.token_budget,
-            free_pages=self._ledger.allocator.num_free,
-            evictable_pages=self._ledger.cache.num_evictable,
+            free_pages=self._kv_manager.allocator.num_free,
+            evictable_pages=self._kv_manager.cache.num_evictable,
             page_size=self._config.page_size,
         )

@@ -1,4 +1,5 @@
-"""`SharedStarts`: in-batch prefix sharing. Finds the running request whose prefill computes the prefix of a waiting one, which then had
+"""`InBatchPrefixSharing`: in-batch prefix sharing. Finds the running request whose prefill computes the prefix of a waiting one, which
+then had
 better wait and find it in the prefix cache than compute it again.
 
 The planner uses it. It knows no page and no cache: only tokens, and how many of them a request would find cached.
@@ -16,7 +17,7 @@ LEAST = 256  # tokens that two prompts must share at least; for less, waiting a 
 MOST_COMPARED = 4  # prompts with the same first tokens that one is compared with
 
 
-class SharedStarts:
+class InBatchPrefixSharing:
     """The prefills under way, by their first tokens. Made anew for each step that admits anybody. `least`: tokens that must be shared."""
 
     def __init__(self, prefilling: Iterable[Request], least: int = LEAST) -> None:

@@ -32,7 +32,7 @@ def timed_out(seconds: float) -> Finish:
     return Finish("error", error=f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time")
 
 
-class RequestState(IntEnum):
+class RequestStatus(IntEnum):
     """Where a request is."""
 
     WAITING = 0
@@ -45,7 +45,8 @@ class Request:
     """One sequence. Identity is the object; `index` is its place in the order of arrival.
 
     `output` holds the committed tokens, up to date whenever a policy sees the request or the request is off the device.
-    `tokens` is prompt plus output as of the last admission or jump, int32. `max_total` and `min_total` count prompt and output together.
+    `tokens` is prompt plus output as of the last admission or jump, int32. `max_num_tokens` and `min_num_tokens` count prompt and
+    output together.
     `match` is filled in for policies that need it, and is only good while the policy looks at it.
     """
 
@@ -56,7 +57,7 @@ class Request:
     index: int
     arrival: float  # seconds, monotonic
     deadline: float  # seconds, monotonic
-    max_total: int
+    max_num_tokens: int
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     namespace: str = ""
@@ -64,7 +65,7 @@ class Request:
     grammar: Grammar | None = None
     grammar_state: GrammarState | None = None
     output: array[int] = field(default_factory=lambda: array("i"))
-    state: RequestState = RequestState.WAITING
+    state: RequestStatus = RequestStatus.WAITING
     slot: int = -1
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     unsent: list[int] = field(default_factory=list)  # the end of `output` that was not reported yet, since no step drew it
@@ -72,11 +73,11 @@ class Request:
     handle: Any = None  # the locked end of the cached prefix, while running
     cached_tokens: int = -1  # prompt tokens that came from the prefix cache at the first admission
     is_reported: bool = False  # tokens of it were sent
-    retractions: int = 0
+    num_preemptions: int = 0
     trace: str = ""  # W3C traceparent, where somebody traces
     first_token: float = 0.0  # seconds, monotonic
     admitted: float = 0.0  # seconds, monotonic; when it first came onto the device
-    segment: int = 0  # where a pair's second text begins
+    second_text_start: int = 0  # where a pair's second text begins
     wants_prompt_logprobs: bool = False
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
@@ -95,7 +96,7 @@ class Request:
     @property
     def max_new_tokens(self) -> int:
         """Most output tokens that the request may have."""
-        return self.max_total - len(self.prompt)
+        return self.max_num_tokens - len(self.prompt)
 
     def all_tokens(self) -> np.ndarray:
         """Prompt and output so far, int32; the prompt itself when there is no output."""

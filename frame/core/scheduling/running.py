@@ -14,8 +14,8 @@ from operator import attrgetter
 import numpy as np
 
 from frame.core.interfaces.batch import SlotSetup
-from frame.core.scheduling.kv_cache_manager import PageLedger
-from frame.core.scheduling.request import Request, RequestState
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
+from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.request_slots import RequestTable
 
 
@@ -40,9 +40,9 @@ class InFlight:
 class RunningSet:
     """Requests on the device, in order of arrival, and their comings and goings."""
 
-    def __init__(self, table: RequestTable, ledger: PageLedger) -> None:
+    def __init__(self, table: RequestTable, kv_manager: KVCacheManager) -> None:
         self.table = table
-        self.ledger = ledger
+        self.kv_manager = kv_manager
         self.requests: list[Request] = []  # oldest first
         self.extending: dict[int, Request] = {}  # by slot; those whose prompt is not wholly scheduled
         self.prefilling: dict[int, Request] = {}  # by slot; those whose prompt a step computes and the prefix cache lacks so far
@@ -67,7 +67,7 @@ class RunningSet:
     def enter(self, request: Request, cached: np.ndarray) -> None:
         """Put a request on the device; `cached` are the pages of its locked prefix. A slot must be free."""
         self.table.enter(request)
-        self.ledger.enter(request, cached)
+        self.kv_manager.enter(request, cached)
         insort(self.requests, request, key=attrgetter("index"))
         self.num_of_tenant[request.tenant] += 1
         self.extending[request.slot] = self.prefilling[request.slot] = request
@@ -81,18 +81,18 @@ class RunningSet:
         request.output.extend(tokens)
         request.unsent += tokens
         request.tokens = request.all_tokens()
-        a.known[slot] += len(tokens)
-        a.total[slot] = a.known[slot]
-        a.ready[slot] = False
+        a.num_committed_tokens[slot] += len(tokens)
+        a.num_tokens[slot] = a.num_committed_tokens[slot]
+        a.can_decode[slot] = False
         self.extending[slot] = request
         self._renewed[slot] = _setup(request)
 
-    def leave(self, request: Request, *, keep: bool, state: RequestState) -> None:
+    def leave(self, request: Request, *, keep: bool, state: RequestStatus) -> None:
         """Take a request off the device. `keep`: what was computed of it stays in the prefix cache."""
         slot = request.slot
-        computed = self.num_settled(slot) if keep else 0
+        num_computed_tokens = self.num_settled(slot) if keep else 0
         self.table.flush(slot)
-        pages = self.ledger.leave(request, request.all_tokens(), computed)
+        pages = self.kv_manager.leave(request, request.all_tokens(), num_computed_tokens)
         self.table.leave(request)
         request.state = state
         self.requests.remove(request)
@@ -115,7 +115,7 @@ class RunningSet:
             return
         record = self._last_step_of(slot)
         if record is None:
-            self.ledger.allocator.free(pages)
+            self.kv_manager.allocator.free(pages)
         else:
             record.pages.append(pages)
 
@@ -125,7 +125,7 @@ class RunningSet:
             rows = np.flatnonzero(record.slots == slot)
             if rows.size:
                 return int(record.num_computed[rows[0]])
-        return int(self.table.arrays.computed[slot])
+        return int(self.table.arrays.num_computed_tokens[slot])
 
     def is_in_flight(self, slot: int) -> bool:
         """Whether a step in flight has a row of a slot."""
@@ -141,7 +141,7 @@ class RunningSet:
     def end_commit(self, record: InFlight) -> None:
         """Give back what waited for the step."""
         for pages in record.pages:
-            self.ledger.allocator.free(pages)
+            self.kv_manager.allocator.free(pages)
         for slot in record.left:
             self._recycle(slot)
 
@@ -165,4 +165,4 @@ class RunningSet:
 
 def _setup(request: Request) -> SlotSetup:
     rid = request.rid if request.trace else ""
-    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.segment, rid)
+    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.second_text_start, rid)

@@ -21,14 +21,14 @@ from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
-from frame.core.ipc.inflight_file import open_roster
-from frame.core.messages import Finish, FinishReason, Generate, Tokens
+from frame.core.ipc.inflight_file import open_inflight
+from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
-from frame.core.scheduling.kv_cache_manager import PageLedger
-from frame.core.scheduling.output_processor import StepOutcome
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
+from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.planner import Rows, StepPlanner
-from frame.core.scheduling.request import QUEUE_FULL, Request, RequestState, timed_out
+from frame.core.scheduling.request import QUEUE_FULL, Request, RequestStatus, timed_out
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
 from frame.core.scheduling.running import InFlight, RunningSet
 from frame.core.scheduling.tenant_usage import TenantUsage
@@ -62,13 +62,13 @@ class Scheduler:
         self._clock = clock
         self._on_finish = on_finish
         self._requests: dict[str, Request] = {}
-        self._running = RunningSet(table, PageLedger(table, cache, allocator, config.page_size))
+        self._running = RunningSet(table, KVCacheManager(table, cache, allocator, config.page_size))
         self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
         self._planner = StepPlanner(config, self._running, self._queue, policy)
         self._grammars = GrammarCalls(config.vocab_size)
-        self._outcome = StepOutcome(self._running, self._end_running, clock, self._grammars)
+        self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars)
         self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
@@ -100,12 +100,12 @@ class Scheduler:
             if request is not None:
                 self._end(request, Finish(reason))
 
-    def drain_outputs(self) -> Tokens | None:
+    def drain_outputs(self) -> StepTokens | None:
         """The requests that ended outside of a step (aborts, deadlines) since the last call."""
         if not self._ended:
             return None
         ended, self._ended = self._ended, []
-        return Tokens(
+        return StepTokens(
             rids=[rid for rid, _ in ended],
             token_ids=[[] for _ in ended],
             finishes={i: finish for i, (_, finish) in enumerate(ended)},
@@ -135,20 +135,20 @@ class Scheduler:
         return batch
 
     def mask(self, batch: ScheduledBatch) -> np.ndarray | None:
-        """The mask of a batch whose `mask_follows`; all steps before it must be committed."""
+        """The mask of a batch whose `has_deferred_grammar_mask`; all steps before it must be committed."""
         mask = self._masks(batch.slots[batch.samples])
         self._stop_grammars()
         return mask
 
-    def commit(self, batch: ScheduledBatch, result: StepResult) -> Tokens:
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> StepTokens:
         """Take in the tokens of the oldest step in flight. Rows whose request has left since are ignored."""
         record = self._running.begin_commit(batch.step)
-        tokens = self._outcome.apply(record, result)
+        tokens = self._output.apply(record, result)
         self._running.end_commit(record)
         self._stop_grammars()
         return tokens
 
-    def fail(self, batch: ScheduledBatch, error: str) -> Tokens:
+    def fail(self, batch: ScheduledBatch, error: str) -> StepTokens:
         """The oldest step in flight raised: end all its requests with `error`, and keep nothing of what it computed."""
         record = self._running.begin_commit(batch.step)
         alive = self._running.table.arrays.epoch[record.slots] == record.epochs
@@ -158,19 +158,19 @@ class Scheduler:
         for request in requests:
             self._end_running(request, finish, False)
         self._running.end_commit(record)
-        self._running.ledger.write_again(batch.new_pages[:, 0])
+        self._running.kv_manager.write_again(batch.new_pages[:, 0])
         finishes = dict.fromkeys(range(len(requests)), finish)
-        return Tokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests], finishes=finishes)
+        return StepTokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests], finishes=finishes)
 
     @property
     def is_idle(self) -> bool:
         """Nothing waits, runs, is in flight, or is left to be reported."""
         return not (self._requests or self._running.in_flight or self._ended)
 
-    def publish_roster(self, path: Path) -> None:
+    def publish_inflight(self, path: Path) -> None:
         """Keep a roster of the running requests in a file, from now on. Where there is no room for it, there is none."""
         try:
-            self._running.table.roster = open_roster(path, self.config.max_running)
+            self._running.table.inflight = open_inflight(path, self.config.max_running)
         except OSError as error:
             path.unlink(missing_ok=True)
             log.warning("no roster of running requests is kept: %s; if the engine dies all requests are counted", error)
@@ -179,29 +179,29 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes that no running request uses. -> pages freed."""
-        ledger = self._running.ledger
-        pages = ledger.cache.reset()
-        ledger.allocator.free(pages)
+        kv_manager = self._running.kv_manager
+        pages = kv_manager.cache.reset()
+        kv_manager.allocator.free(pages)
         return len(pages)
 
     def outline_cache(self, limit: int) -> dict[str, Any]:
         """What the prefix cache holds, for display: its latest runs (`CachedRun` as plain data)."""
-        return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.ledger.cache.outline(limit)]}
+        return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.kv_manager.cache.outline(limit)]}
 
     def load(self) -> dict[str, int]:
         """Gauges and counters, named as in `Heartbeat`. Counters count from the start."""
-        ledger = self._running.ledger
-        total, evictable = self.config.num_pages - 1, ledger.cache.num_evictable
+        kv_manager = self._running.kv_manager
+        total, evictable = self.config.num_pages - 1, kv_manager.cache.num_evictable
         return {
             "running": len(self._running),
             "waiting": len(self._queue) + len(self._grammars),
-            "used_pages": total - ledger.allocator.num_free - evictable,
+            "used_pages": total - kv_manager.allocator.num_free - evictable,
             "total_pages": total,
             "evictable_pages": evictable,
-            "retracted": self._planner.num_retracted,
+            "preempted": self._planner.num_preempted,
             "cached_tokens": self._planner.num_cached_tokens,
             "prompt_tokens": self._num_prompt_tokens,
-            "generated_tokens": self._outcome.num_generated,
+            "generated_tokens": self._output.num_generated,
             "jumped_tokens": self._jumps.num_tokens,
         }
 
@@ -223,7 +223,7 @@ class Scheduler:
         """The arrays of a step, and the record of it that stays until its commit."""
         running, a = self._running, self._running.table.arrays
         slots, num_decodes = rows.decodes, len(rows.decodes)
-        num_computed = a.computed[slots] - 1
+        num_computed = a.num_computed_tokens[slots] - 1
         num_scheduled = np.ones(num_decodes, np.int32)
         samples = np.ones(num_decodes, np.bool_)
         token_ids, prompt_logprobs, cached = _NO_TOKENS, None, None
@@ -248,13 +248,13 @@ class Scheduler:
             num_scheduled=num_scheduled,
             token_ids=token_ids,
             samples=samples,
-            new_pages=running.ledger.take_writes(),
+            new_pages=running.kv_manager.take_writes(),
             setups=running.take_setups(),
             released=running.take_released(),
             prompt_logprobs=prompt_logprobs,
             cached=cached,
             grammar_mask=None if waits else self._masks(slots[samples]),
-            mask_follows=waits,
+            has_deferred_grammar_mask=waits,
         )
         return batch, InFlight(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
 
@@ -270,8 +270,8 @@ class Scheduler:
         """Take requests off the device whose grammars are slow, until their masks are made. Their rows in the step in flight are void, as
         those of requests that ended."""
         for request in self._grammars.take_stopped():
-            if request.state == RequestState.RUNNING:
-                self._running.leave(request, keep=True, state=RequestState.WAITING)
+            if request.state == RequestStatus.RUNNING:
+                self._running.leave(request, keep=True, state=RequestStatus.WAITING)
                 self._grammars.hold(request)
 
     def _settle_grammars(self) -> None:
@@ -283,17 +283,17 @@ class Scheduler:
 
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""
-        if request.state == RequestState.WAITING:
+        if request.state == RequestStatus.WAITING:
             if not self._grammars.drop(request):
                 self._queue.remove(request)
-            request.state = RequestState.FINISHED
+            request.state = RequestStatus.FINISHED
             self._forget(request, finish)
         else:
             self._end_running(request, finish, True)
         self._ended.append((request.rid, finish))
 
     def _end_running(self, request: Request, finish: Finish, keep: bool) -> None:
-        self._running.leave(request, keep=keep, state=RequestState.FINISHED)
+        self._running.leave(request, keep=keep, state=RequestStatus.FINISHED)
         self._forget(request, finish)
 
     def _forget(self, request: Request, finish: Finish) -> None:

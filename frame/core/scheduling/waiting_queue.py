@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 
-from frame.core.scheduling.request import Request, RequestState
+from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.tenant_usage import TenantUsage
 
 Level = dict[str, OrderedDict[str, Request]]  # by tenant, then by rid
@@ -87,7 +87,7 @@ class Deadlines:
         """Add a request; `num_alive` is how many requests there are in all."""
         heapq.heappush(self._heap, (request.deadline, request.index, request))
         if len(self._heap) > 2 * num_alive + 64:
-            self._heap = [entry for entry in self._heap if entry[2].state != RequestState.FINISHED]
+            self._heap = [entry for entry in self._heap if entry[2].state != RequestStatus.FINISHED]
             heapq.heapify(self._heap)
 
     def expired(self, now: float) -> list[Request]:
@@ -95,6 +95,6 @@ class Deadlines:
         late = []
         while self._heap and self._heap[0][0] <= now:
             request = heapq.heappop(self._heap)[2]
-            if request.state != RequestState.FINISHED:
+            if request.state != RequestStatus.FINISHED:
                 late.append(request)
         return late

@@ -1,4 +1,4 @@
-"""Token ids to text, step by step: `Tokens` in, `Text` out, for all requests at once.
+"""Token ids to text, step by step: `StepTokens` in, `StepText` out, for all requests at once.
 
 Holds one small state a request, dropped when the engine says that the request ended. Knows no socket and no HTTP; how one answer's text is
 made is `frame.core.text.incremental_decoder`'s.
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frame.core.ipc.inflight_file import mark_of
-from frame.core.messages import Finish, Text, TokenLogprobs, Tokens, Watch
+from frame.core.ipc.inflight_file import hash_request
+from frame.core.messages import Finish, StartDetokenize, StepText, StepTokens, TokenLogprobs
 from frame.core.text.incremental_decoder import FAILED, ByteDecoder, TextStream, WindowDecoder
 
 if TYPE_CHECKING:
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.text.tokenizer import Tokenizer
 
-BY_INDEX = tuple(name for name in Tokens.__struct_fields__ if name not in ("rids", "token_ids"))  # what only some requests of a step have
+# what only some requests of a step have
+BY_INDEX = tuple(name for name in StepTokens.__struct_fields__ if name not in ("rids", "token_ids"))
 
 
 class Detokenizer:
     """All requests' streams. `process` takes a step's tokens of every request at once."""
 
-    def __init__(self, tokenizer: Tokenizer, early_limit: int = 0, roster: np.ndarray | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, early_limit: int = 0, inflight: np.ndarray | None = None) -> None:
         """`early_limit`: of how many requests tokens are kept that came before the request's Watch. 0 where nothing can overtake it.
-        `roster` (uint64 [1]) has the mark of the request that is at work: whose decoder it was, if this process ends in it."""
+        `inflight` (uint64 [1]) has the mark of the request that is at work: whose decoder it was, if this process ends in it."""
         self._tokenizer = tokenizer
         self._early_limit = early_limit
-        self._roster = roster
+        self._inflight = inflight
         self._pieces = tokenizer.pieces
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
         self._streams: dict[str, TextStream] = {}
-        self._early: dict[str, list[Tokens]] = {}  # tokens that overtook their Watch; two sockets keep no common order
+        self._early: dict[str, list[StepTokens]] = {}  # tokens that overtook their Watch; two sockets keep no common order
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -49,15 +50,15 @@ class Detokenizer:
         pieces, strings = self._table(params.skip_special_tokens)
         return TextStream(ByteDecoder(pieces), params, strings)
 
-    def watch(self, message: Watch) -> list[Text]:
+    def watch(self, message: StartDetokenize) -> list[StepText]:
         """Begin a request; returns the text of tokens that came before."""
         stream = self._streams[message.rid] = self.stream(message.params, message.prompt_tail)
-        if self._roster is not None:
-            stream.mark = mark_of(message.rid)
+        if self._inflight is not None:
+            stream.request_hash = hash_request(message.rid)
         if message.token_ids:
             *_, end = self._feed(stream, message.token_ids, None)
             if end is FAILED:
-                return [Text(rids=[message.rid], texts=[""], token_ids=[[]], finishes={0: end}, stopped=[0])]
+                return [StepText(rids=[message.rid], texts=[""], token_ids=[[]], finishes={0: end}, stopped=[0])]
         return [self.process(tokens) for tokens in self._early.pop(message.rid, ())]
 
     def forget(self, rids: Iterable[str]) -> None:
@@ -71,7 +72,7 @@ class Detokenizer:
         self._streams.clear()
         self._early.clear()
 
-    def process(self, tokens: Tokens) -> Text:
+    def process(self, tokens: StepTokens) -> StepText:
         """The step's text. Requests that hit a stop string are in `stopped`; what the engine still sends of them is left out."""
         streams, finishes = self._streams, tokens.finishes
         texts: list[str] = []
@@ -108,7 +109,7 @@ class Detokenizer:
             tokens = _trim(tokens, trimmed)
         if left_out:
             return _leave_out(tokens, texts, ended, stopped, left_out)
-        return Text(
+        return StepText(
             rids=tokens.rids,
             texts=texts,
             token_ids=tokens.token_ids,
@@ -121,13 +122,13 @@ class Detokenizer:
         )
 
     def _feed(self, stream: TextStream, ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
-        if self._roster is None:
+        if self._inflight is None:
             return stream.feed(ids, finish)
-        self._roster[0] = stream.mark
+        self._inflight[0] = stream.request_hash
         try:
             return stream.feed(ids, finish)
         finally:
-            self._roster[0] = 0
+            self._inflight[0] = 0
 
     def _table(self, skip_special: bool) -> tuple[list[bytes], list[str | None]]:
         table = self._tables.get(skip_special)
@@ -137,14 +138,14 @@ class Detokenizer:
             table = self._tables[skip_special] = (pieces, [_as_characters(piece) for piece in pieces])
         return table
 
-    def _put_aside(self, tokens: Tokens, index: int, stream: TextStream | None) -> None:
+    def _put_aside(self, tokens: StepTokens, index: int, stream: TextStream | None) -> None:
         rid = tokens.rids[index]
         if stream is None:
             self._keep_early(rid, _only(tokens, index))
         elif index in tokens.finishes:  # the engine heard of the stop string
             del self._streams[rid]
 
-    def _keep_early(self, rid: str, tokens: Tokens) -> None:
+    def _keep_early(self, rid: str, tokens: StepTokens) -> None:
         if self._early_limit:
             self._early.setdefault(rid, []).append(tokens)
         while len(self._early) > self._early_limit:  # the oldest is of a request that nobody will ask for any more
@@ -162,13 +163,13 @@ def _as_characters(piece: bytes) -> str | None:
         return None
 
 
-def _only(tokens: Tokens, index: int) -> Tokens:
+def _only(tokens: StepTokens, index: int) -> StepTokens:
     """The message about one of its requests."""
     parts = {name: {0: values[index]} for name in BY_INDEX if index in (values := getattr(tokens, name))}
-    return Tokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **parts)
+    return StepTokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **parts)
 
 
-def _trim(tokens: Tokens, counts: dict[int, int]) -> Tokens:
+def _trim(tokens: StepTokens, counts: dict[int, int]) -> StepTokens:
     """The message without the tokens that came after a stop string."""
     ids, logprobs = list(tokens.token_ids), dict(tokens.logprobs)
     for index, count in counts.items():
@@ -179,11 +180,11 @@ def _trim(tokens: Tokens, counts: dict[int, int]) -> Tokens:
     return msgspec.structs.replace(tokens, token_ids=ids, logprobs=logprobs)
 
 
-def _leave_out(tokens: Tokens, texts: list[str], ended: dict[int, Finish], stopped: list[int], left_out: list[int]) -> Text:
+def _leave_out(tokens: StepTokens, texts: list[str], ended: dict[int, Finish], stopped: list[int], left_out: list[int]) -> StepText:
     gone = set(left_out)
     kept = [index for index in range(len(texts)) if index not in gone]
     place = {index: new for new, index in enumerate(kept)}
-    return Text(
+    return StepText(
         rids=[tokens.rids[i] for i in kept],
         texts=[texts[i] for i in kept],
         token_ids=[tokens.token_ids[i] for i in kept],

@@ -64,37 +64,37 @@ class WindowDecoder:
     `MAX_PENDING` tokens are held back, so a token costs the same however long its text stays uncertain or empty.
     """
 
-    __slots__ = ("ids", "known", "shown", "skip_special", "tokenizer")
+    __slots__ = ("ids", "num_seen", "shown", "skip_special", "tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, tail: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.skip_special = skip_special
         self.ids = list(tail)
-        self.known = len(self.ids)  # ids[:known] are out
+        self.num_seen = len(self.ids)  # ids[:known] are out
         self.shown: int | None = None  # characters of ids[:known]; None: not decoded yet
 
     def feed(self, token_id: int) -> str:
         self.ids.append(token_id)
         text = self._added()
-        is_full = len(self.ids) - self.known >= MAX_PENDING
+        is_full = len(self.ids) - self.num_seen >= MAX_PENDING
         if not text:
             if is_full:
-                del self.ids[self.known :]  # tokens without text, such as special ones that are skipped
+                del self.ids[self.num_seen :]  # tokens without text, such as special ones that are skipped
             return ""
         if text.endswith("\ufffd") and not is_full:
             return ""  # perhaps a character's first bytes
-        self.ids = self.ids[self.known :]
-        self.known, self.shown = len(self.ids), None
+        self.ids = self.ids[self.num_seen :]
+        self.num_seen, self.shown = len(self.ids), None
         return text
 
     def flush(self) -> str:
         text = self._added()
-        self.known, self.shown = len(self.ids), None
+        self.num_seen, self.shown = len(self.ids), None
         return text
 
     def _added(self) -> str:
         if self.shown is None:
-            self.shown = len(self.tokenizer.decode(self.ids[: self.known], self.skip_special))
+            self.shown = len(self.tokenizer.decode(self.ids[: self.num_seen], self.skip_special))
         return self.tokenizer.decode(self.ids, self.skip_special)[self.shown :]
 
 
@@ -156,7 +156,7 @@ def _next_entry(stop: str, table: list[int]) -> int:
 class TextStream:
     """One answer's text: decoder, stop strings, and what is held back because a stop string may begin in it."""
 
-    __slots__ = ("closed", "decoder", "held", "include_stop", "mark", "minimum", "search", "seen", "stops", "strings")
+    __slots__ = ("closed", "decoder", "held", "include_stop", "minimum", "request_hash", "search", "seen", "stops", "strings")
 
     def __init__(self, decoder: Decoder, params: SamplingParams, strings: Sequence[str | None] | None = None) -> None:
         self.decoder = decoder
@@ -168,7 +168,7 @@ class TextStream:
         self.held = ""
         self.closed = False  # a stop string was found; the engine's last tokens of this request are not wanted
         self.strings = strings  # whole characters by id; None for an id whose bytes are a part of a character
-        self.mark = 0  # in a roster
+        self.request_hash = 0  # in a roster
 
     def feed(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
         """-> (text that is certain, how many of the tokens count, how the request ended). A decoder that fails ends the request."""

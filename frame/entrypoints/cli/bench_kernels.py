@@ -90,13 +90,13 @@ def attention(
     names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[Span],
     new: int | None, page_size: int, path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
-    from frame.core.loading.model_config import read_facts
+    from frame.core.loading.model_config import read_model_config
     from frame.entrypoints.tools.bench.attention import AttentionBench, AttentionShape, parse_batches
     from frame.plugins.loader import load_registry
 
     phases = ("decode", "extend") if phase == "both" else (phase,)
     batches = parse_batches(phases, rows, contexts, new)
-    shape = AttentionShape(heads, kv_heads, head_dim, head_dim) if model is None else AttentionShape.of(read_facts(model))
+    shape = AttentionShape(heads, kv_heads, head_dim, head_dim) if model is None else AttentionShape.of(read_model_config(model))
     clock, ceilings, dtype = _machine(machine)
     bench = AttentionBench(load_registry(), shape, clock, ceilings, dtype, page_size)
 
@@ -120,13 +120,13 @@ def moe(
     names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
     path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
-    from frame.core.loading.model_config import read_facts
+    from frame.core.loading.model_config import read_model_config
     from frame.entrypoints.tools.bench.experts import ExpertBench, ExpertShape
     from frame.plugins.loader import load_registry
 
     if model is None and top_k > experts:
         raise ConfigError(f"--top-k {top_k} is more than --experts {experts}; a token uses each expert once.")
-    shape = ExpertShape(experts, top_k, hidden, inner) if model is None else ExpertShape.of(read_facts(model))
+    shape = ExpertShape(experts, top_k, hidden, inner) if model is None else ExpertShape.of(read_model_config(model))
     clock, ceilings, dtype = _machine(machine)
     bench = ExpertBench(load_registry(), shape, clock, ceilings, dtype)
 

@@ -27,7 +27,7 @@ def command() -> None:
 @config_command(help="Resolve the configuration for this machine. Prints what would run with its model, or why it cannot.")
 def check(loaded: LoadedConfig) -> None:
     resolved = prepare(loaded.config, is_served=True).resolved
-    click.echo(f"ok: {resolved.served_name} ({resolved.facts.architecture}) on {resolved.device} in {resolved.dtype}")
+    click.echo(f"ok: {resolved.served_name} ({resolved.model.architecture}) on {resolved.device} in {resolved.dtype}")
     for kind, choices in sorted(resolved.plugins.items()):
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
 

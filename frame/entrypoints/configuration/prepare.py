@@ -17,7 +17,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import UnknownPluginError
 from frame.core.errors import ConfigError, PluginError
 from frame.core.interfaces.model import ModelCapabilities
-from frame.core.loading.model_config import find_model, read_facts
+from frame.core.loading.model_config import find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
 from frame.core.text.chat_template import ChatTemplate, find_template, read_template
 from frame.core.text.tokenizer import read_settings
@@ -58,14 +58,14 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         _log.warning("plugin not read: %s", broken)
     for name in registry.unmatched:
         _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
-    facts = replace(read_facts(config.model.path), chat_template=_chat_template(config))
+    model_config = replace(read_model_config(config.model.path), chat_template=_chat_template(config))
     read_policy(config.text.moderation_policy)
     if config.text.score_prompt is not None:
         from frame.entrypoints.relevance import read_score_prompt  # imports numpy, which nothing else here needs
 
         read_score_prompt(config.text.score_prompt)
     try:
-        resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), facts, registry.all_records())
+        resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), model_config, registry.all_records())
     except UnknownPluginError as error:
         registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
         raise PluginError(str(error)) from None
@@ -81,7 +81,7 @@ def _check_code(resolved: Resolved, registry: Registry) -> None:
         check_tokenizer_code(Path(resolved.tokenizer_path))
     capabilities = registry.get("model", resolved.choice("model").name).capabilities
     if isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None:
-        check_model_code(resolved.facts, resolved.model_path)
+        check_model_code(resolved.model, resolved.model_path)
 
 
 def _chat_template(config: FrameConfig) -> str:

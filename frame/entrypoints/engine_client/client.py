@@ -26,9 +26,9 @@ from frame.core.messages import (
     Heartbeat,
     Message,
     Ready,
-    Text,
+    StepText,
+    StepTokens,
     Tokenized,
-    Tokens,
 )
 from frame.core.scheduling.request import TIMED_OUT
 from frame.core.text.detokenizer import Detokenizer
@@ -43,11 +43,11 @@ from frame.entrypoints.engine_client.limits import (
     check_request,
     sibling,
 )
-from frame.entrypoints.engine_client.request_recovery import Readmission
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.request_recovery import RequestRecovery
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.resubmission import generate_of, watch_of
 from frame.entrypoints.engine_client.stats import ClientStats
-from frame.entrypoints.engine_client.token_router import Feed
+from frame.entrypoints.engine_client.token_router import TokenRouter
 from frame.entrypoints.tracing import TRACE
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ class EngineClient:
         self.on_tokenized: Callable[[Tokenized], None] | None = None
         self._detokenizer = detokenizer  # None: another process sends Text, or there is no text at all
         self._remote_text = remote_text
-        self._sequences: dict[str, Stream] = {}  # by their names in the engine
+        self._sequences: dict[str, SequenceState] = {}  # by their names in the engine
         self._rids: set[str] = set()
-        self._feed = Feed(self._sequences, ClientStats(), self._end)
-        self._readmission = Readmission(self._admit, self._withdraw, limits.grammar_processes)
+        self._feed = TokenRouter(self._sequences, ClientStats(), self._end)
+        self._recovery = RequestRecovery(self._admit, self._withdraw, limits.grammar_processes)
         self._random = random.Random(limits.seed)
         self._controls = Controls(link.send)
         self._reserved = 0
@@ -137,10 +137,10 @@ class EngineClient:
         rid: str | None = None,
         owner: str = "",
         deadline: float | None = None,
-        segments: Sequence[int] = (),
-    ) -> Answer:
+        second_text_starts: Sequence[int] = (),
+    ) -> RequestState:
         """Start every prompt `params.n` times, at once; see `prepare`, `start` and `cancel`."""
-        answer = self.prepare(prompts, params, rid, owner, segments)
+        answer = self.prepare(prompts, params, rid, owner, second_text_starts)
         try:
             for sequence in answer.sequences:
                 self.start(sequence, priority, namespace, deadline)
@@ -150,30 +150,35 @@ class EngineClient:
         return answer
 
     def prepare(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], rid: str | None, owner: str = "", segments: Sequence[int] = ()
-    ) -> Answer:
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        rid: str | None,
+        owner: str = "",
+        second_text_starts: Sequence[int] = (),
+    ) -> RequestState:
         """The sequences of every prompt `params.n` times, each to be started. All have passed `check`. `owner` is the tenant whose name
-        `rid` is: tenants may use the same names. `segments` are for pairs of texts: where the second one begins."""
+        `rid` is: tenants may use the same names. `second_text_starts` are for pairs of texts: where the second one begins."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        answer = Answer(rid or uuid.uuid4().hex, owner)
+        answer = RequestState(rid or uuid.uuid4().hex, owner)
         alone = len(prompts) == 1 and params[0].n == 1
         for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             for number in range(wanted.n):
                 own = self._seeded(wanted if wanted.n == 1 else sibling(wanted, number))
                 index = len(answer.sequences)
-                sequence = Stream(answer, index, prompt_index, answer.rid if alone else f"{answer.rid}-{index}", prompt, own)
+                sequence = SequenceState(answer, index, prompt_index, answer.rid if alone else f"{answer.rid}-{index}", prompt, own)
                 self._check_name(sequence)
                 answer.sequences.append(sequence)
-        answer.segments = segments
+        answer.second_text_starts = second_text_starts
         answer.open = len(answer.sequences)
         return answer
 
-    def _check_name(self, sequence: Stream) -> None:
+    def _check_name(self, sequence: SequenceState) -> None:
         if sequence.rid in self._rids or sequence.rid in self._sequences:
             raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: RequestState) -> None:
         """Give up an answer of which not all sequences could be started; their places are the caller's again, who gives them back."""
         started = sum(sequence.standing.message is not None for sequence in answer.sequences)
         self.abandon(answer)
@@ -183,7 +188,7 @@ class EngineClient:
         """With a seed of its own, so that the request draws the same again wherever it is admitted again."""
         return params if params.seed is not None else msgspec.structs.replace(params, seed=self._random.getrandbits(63))
 
-    def start(self, sequence: Stream, priority: int = 0, namespace: str = "", deadline: float | None = None) -> None:
+    def start(self, sequence: SequenceState, priority: int = 0, namespace: str = "", deadline: float | None = None) -> None:
         """Start a prepared sequence, in a place that its caller has `reserve`d. Raises EngineDeadError, and InvalidRequestError where its
         name was taken meanwhile."""
         if self.dead is not None:
@@ -200,26 +205,26 @@ class EngineClient:
             priority=priority,
             namespace=namespace,
             deadline=deadline,
-            segment=sequence.answer.segment_of(sequence),
+            second_text_start=sequence.answer.second_text_start_of(sequence),
             trace=TRACE.get(),
         )
         self._reserved -= 1
         sequence.standing.expires = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
-        self._readmission.offer(sequence)
+        self._recovery.offer(sequence)
 
-    def abandon(self, answer: Answer) -> None:
+    def abandon(self, answer: RequestState) -> None:
         """The answer is not wanted any more: stop what still runs. Safe to call at any time."""
         started = [s for s in answer.sequences if s.finish is None and s.standing.message is not None]
         gone = [s for s in started if self._sequences.pop(s.standing.name, None) is not None]
         if not gone:
             return
         self.stats.count_ends("abort", len(gone))
-        admitted = [sequence.standing.name for sequence in gone if not self._readmission.is_held(sequence)]
+        admitted = [sequence.standing.name for sequence in gone if not self._recovery.is_held(sequence)]
         if admitted:
             self.link.send(Abort(rids=admitted))
         for sequence in gone:
             self._rids.discard(sequence.rid)
-            self._readmission.drop(sequence)
+            self._recovery.drop(sequence)
 
     def abort(self, names: list[str], owner: str | None = None) -> int:
         """End requests by name (all, when empty), of one tenant alone where `owner` is given; they finish with reason "abort". A request's
@@ -230,20 +235,20 @@ class EngineClient:
             for s in self._sequences.values()
             if (owner is None or s.answer.owner == owner) and (is_all or s.name in named or s.answer.rid in named)
         ]
-        admitted = [sequence.standing.name for sequence in found if not self._readmission.is_held(sequence)]
+        admitted = [sequence.standing.name for sequence in found if not self._recovery.is_held(sequence)]
         for sequence in found:
             sequence.standing.is_aborted = True
         if is_all and owner is None:
             self.link.send(Abort())  # what it runs that we know nothing of, too
         elif admitted:  # an empty list would mean all
             self.link.send(Abort(rids=admitted))
-        self._end_here([s for s in found if self._readmission.is_held(s)], Finish("abort"))
+        self._end_here([s for s in found if self._recovery.is_held(s)], Finish("abort"))
         return len(found)
 
     @property
     def away(self) -> str | None:
         """Why the engine takes nothing now; what is submitted waits for it."""
-        return self._readmission.away
+        return self._recovery.away
 
     @property
     def num_outstanding(self) -> int:
@@ -264,7 +269,7 @@ class EngineClient:
         self.take_in(self.link.receive(0.0))
 
     def take_in(self, messages: Iterable[AnyMessage]) -> None:
-        touched: list[Answer] = []
+        touched: list[RequestState] = []
         for message in messages:
             try:
                 self._take(message, touched)
@@ -277,17 +282,17 @@ class EngineClient:
                     answer.wake()
             except Exception:  # nor the others' news with one answer's
                 log.exception("the news of request %s could not be handed on", answer.rid)
-        if self._readmission.on_trial is not None:
-            self._readmission.look()
+        if self._recovery.on_trial is not None:
+            self._recovery.look()
 
-    def _take(self, message: AnyMessage, touched: list[Answer]) -> None:
-        if isinstance(message, Tokens) and self._detokenizer is not None:
+    def _take(self, message: AnyMessage, touched: list[RequestState]) -> None:
+        if isinstance(message, StepTokens) and self._detokenizer is not None:
             message = self._detokenizer.process(message)
-        if isinstance(message, Text):
+        if isinstance(message, StepText):
             self._feed.take(message, message.texts, touched)
             if message.stopped:
                 self.link.send(Abort(rids=[message.rids[place] for place in message.stopped], reason="stop"))
-        elif isinstance(message, Tokens):
+        elif isinstance(message, StepTokens):
             self._feed.take(message, None, touched)
         else:
             self._take_other(message)
@@ -308,19 +313,19 @@ class EngineClient:
         else:
             raise TypeError(f"the client does not take {type(message).__name__}")
 
-    def _end(self, sequence: Stream, finish: Finish, now: float) -> None:
+    def _end(self, sequence: SequenceState, finish: Finish, now: float) -> None:
         sequence.finish = finish
         self._rids.discard(sequence.rid)
         sequence.answer.open -= 1
         self.stats.ended(sequence, finish, now)
 
-    def _end_here(self, sequences: Sequence[Stream], finish: Finish) -> None:
+    def _end_here(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences that the engine does not have (any more)."""
         now = time.perf_counter()
         for sequence in sequences:
             self._sequences.pop(sequence.standing.name, None)
             self._end(sequence, finish, now)
-            self._readmission.drop(sequence)
+            self._recovery.drop(sequence)
             if not sequence.changed:
                 sequence.changed = True
                 sequence.answer.changed.append(sequence)
@@ -329,16 +334,16 @@ class EngineClient:
 
     def _give_up(self, message: AnyMessage) -> None:
         """End the requests of a step that could not be taken in: it may have held their last tokens."""
-        if not isinstance(message, Tokens | Text):
+        if not isinstance(message, StepTokens | StepText):
             return
         try:
             self._end_lost([s for rid in message.rids if (s := self._sequences.get(rid)) is not None], Finish("error", None, LOST))
         except Exception:
             log.exception("the requests of a %s that was lost could not all be ended", type(message).__name__)
 
-    def _end_lost(self, sequences: Sequence[Stream], finish: Finish) -> None:
+    def _end_lost(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences that the engine may go on with, which is told to stop."""
-        admitted = [sequence.standing.name for sequence in sequences if not self._readmission.is_held(sequence)]
+        admitted = [sequence.standing.name for sequence in sequences if not self._recovery.is_held(sequence)]
         self._end_here(sequences, finish)
         if admitted:
             self.link.send(Abort(rids=admitted))
@@ -351,18 +356,18 @@ class EngineClient:
         """It is over: every answer ends with this error, and no more are taken."""
         if self.dead is None:
             self.dead = error
-        self._readmission.hold((), error)
+        self._recovery.hold((), error)
         self._end_here(list(self._sequences.values()), Finish("error", None, error))
         self._controls.refuse(error)
 
-    def suspend(self, reason: str, roster: Mapping[int, int] | None = None, text_roster: frozenset[int] = frozenset()) -> None:
-        """The engine, or the detokenizer that it sends to, is gone and comes again: keep everything until `resume`. `roster`: who was on
-        the device, when it is the engine that died; `text_roster`: whose text was being made, when it is the detokenizer."""
+    def suspend(self, reason: str, inflight: Mapping[int, int] | None = None, inflight_text: frozenset[int] = frozenset()) -> None:
+        """The engine, or the detokenizer that it sends to, is gone and comes again: keep everything until `resume`. `inflight`: who was on
+        the device, when it is the engine that died; `inflight_text`: whose text was being made, when it is the detokenizer."""
         sequences = sorted(self._sequences.values(), key=lambda s: (s.answer.created, s.index))
-        is_engine = roster is not None
-        guilty = self._readmission.blame_text(sequences, text_roster) if roster is None else self._readmission.blame(sequences, roster)
-        self._void([sequence for sequence in sequences if not self._readmission.is_held(sequence)], is_running=not is_engine)
-        self._readmission.hold(sequences, reason)
+        is_engine = inflight is not None
+        guilty = self._recovery.blame_text(sequences, inflight_text) if inflight is None else self._recovery.blame(sequences, inflight)
+        self._void([sequence for sequence in sequences if not self._recovery.is_held(sequence)], is_running=not is_engine)
+        self._recovery.hold(sequences, reason)
         if self._detokenizer is not None:
             self._detokenizer.reset()
         self._controls.refuse(reason)
@@ -375,26 +380,26 @@ class EngineClient:
     def resume(self) -> None:
         """It is back: every sequence goes on from where it was."""
         self._controls.repeat()
-        self._readmission.resume()
+        self._recovery.resume()
 
     def expire(self) -> None:
         """End what waits outside the engine and is past its time. The engine does so for its own; what it has not ended `EXPIRY_GRACE`
         seconds later is ended here as well, whatever became of it there."""
         now = time.monotonic()
-        late = [sequence for sequence in self._readmission.held if sequence.standing.expires <= now]
-        late += [s for s in self._sequences.values() if s.standing.expires + EXPIRY_GRACE <= now and not self._readmission.is_held(s)]
+        late = [sequence for sequence in self._recovery.held if sequence.standing.expires <= now]
+        late += [s for s in self._sequences.values() if s.standing.expires + EXPIRY_GRACE <= now and not self._recovery.is_held(s)]
         for sequence in late:
             asked = sequence.standing.message.deadline if sequence.standing.message is not None else None
             seconds = self.limits.request_timeout if asked is None else asked
             sentence = f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time"
             self._end_lost([sequence], Finish("error", None, sentence))
 
-    def _admit(self, sequence: Stream) -> None:
+    def _admit(self, sequence: SequenceState) -> None:
         """Send a sequence to the engine, from where it stands."""
         message = generate_of(sequence)
-        self.stats.readmitted += sequence.standing.admissions > 0
+        self.stats.recovered += sequence.standing.admissions > 0
         sequence.standing.admissions += 1
-        texts: list[Text] = []
+        texts: list[StepText] = []
         if self._detokenizer is not None:
             texts = self._detokenizer.watch(watch_of(sequence, message))
         elif self._remote_text:
@@ -403,11 +408,11 @@ class EngineClient:
         if texts:
             self.take_in(texts)
 
-    def _withdraw(self, sequence: Stream) -> None:
+    def _withdraw(self, sequence: SequenceState) -> None:
         """Take a sequence out of the engine; it keeps what it has."""
         self._void([sequence], is_running=True)
 
-    def _void(self, sequences: Sequence[Stream], is_running: bool) -> None:
+    def _void(self, sequences: Sequence[SequenceState], is_running: bool) -> None:
         """Give sequences new names, so that nothing is believed that is still sent under the old ones."""
         if is_running and sequences:
             self.link.send(Abort(rids=[sequence.standing.name for sequence in sequences]))

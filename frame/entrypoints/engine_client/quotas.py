@@ -1,4 +1,4 @@
-"""`Shares`: how much each key has at work, over all protocols, and the most that it may; `Places`, which keys are given in turn.
+"""`TenantQuotas`: how much each key has at work, over all protocols, and the most that it may; `Places`, which keys are given in turn.
 
 Knows no key, only whose it is; no protocol.
 """
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 
-class ShareExceededError(Exception):
+class QuotaExceededError(Exception):
     """A key has as much at work as it may; one sentence for the client. `is_hopeless`: this alone is more than a key may have."""
 
     def __init__(self, sentence: str, is_hopeless: bool = False) -> None:
@@ -21,7 +21,7 @@ class ShareExceededError(Exception):
         self.is_hopeless = is_hopeless
 
 
-class Shares:
+class TenantQuotas:
     """One a server. `most` places a tenant, None: no limit; `most_sequences` of all sequences that the server holds, whatever they are
     for, None: as many as there are. Who brings no key (tenant "") has no limit."""
 
@@ -31,19 +31,19 @@ class Shares:
         self._held: Counter[str] = Counter()  # places by tenant; as many entries as keys
         self._sequences: Counter[str] = Counter()
 
-    def open(self, tenant: str) -> Share:
+    def open(self, tenant: str) -> QuotaLease:
         """A request's share, of one place, to be closed with the request. Raises ShareExceededError."""
         self.take(tenant, 1)
-        return Share(self, tenant)
+        return QuotaLease(self, tenant)
 
     def take(self, tenant: str, count: int, asked: int = 1) -> None:
         """`count` places more, of `asked` for a request. Raises ShareExceededError."""
         held, most = self._held[tenant], self._most
         if tenant and most is not None and held + count > most:
             if asked > most:
-                raise ShareExceededError(f"the request asks for {asked} sequences, and a key may have {most} at once; ask for fewer", True)
+                raise QuotaExceededError(f"the request asks for {asked} sequences, and a key may have {most} at once; ask for fewer", True)
             others = held + count - asked
-            raise ShareExceededError(
+            raise QuotaExceededError(
                 f"{others} requests of this key are running or waiting, and it may have {most}, each sequence counted; try again later"
             )
         self._held[tenant] += count
@@ -53,10 +53,10 @@ class Shares:
         held, most = self._sequences[tenant], self._most_sequences
         if tenant and most is not None and held + count > most:
             if count > most:
-                raise ShareExceededError(
+                raise QuotaExceededError(
                     f"the request asks for {count} sequences, and one key may hold {most} of this server's places; ask for fewer", True
                 )
-            raise ShareExceededError(
+            raise QuotaExceededError(
                 f"{held} sequences of this key are running or waiting, and one key may hold {most} of this server's places; try again later"
             )
         self._sequences[tenant] += count
@@ -67,10 +67,10 @@ class Shares:
         self._sequences[tenant] -= sequences
 
 
-class Share:
+class QuotaLease:
     """What one request holds: one place from its beginning on, and one for each sequence once it is known how many there are."""
 
-    def __init__(self, shares: Shares, tenant: str, held: int = 1, sequences: int = 0) -> None:
+    def __init__(self, shares: TenantQuotas, tenant: str, held: int = 1, sequences: int = 0) -> None:
         self._shares = shares
         self._tenant = tenant
         self._held = held
@@ -86,9 +86,9 @@ class Share:
         self._shares.take_sequences(self._tenant, further)
         self._sequences += further
 
-    def handed_on(self) -> Share:
+    def handed_on(self) -> QuotaLease:
         """All that this one holds, for what goes on when its request has been answered."""
-        other = Share(self._shares, self._tenant, self._held, self._sequences)
+        other = QuotaLease(self._shares, self._tenant, self._held, self._sequences)
         self._held = self._sequences = 0
         return other
 

@@ -1,4 +1,5 @@
-"""`Readmission`: what becomes of sequences while the engine is away, and of those that may have ended it. Knows no process and no message.
+"""`RequestRecovery`: what becomes of sequences while the engine is away, and of those that may have ended it. Knows no process and no
+message.
 
 After a death all come back where they were. Those that were on the device in two deaths, without getting any further in between, are
 suspects: they come back one at a time, with nothing else in the engine, until they are past the place where it died. So the one that
@@ -10,41 +11,43 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from frame.core.ipc.inflight_file import mark_of
-from frame.entrypoints.engine_client.response_state import Stream
+from frame.core.ipc.inflight_file import hash_request
+from frame.entrypoints.engine_client.response_state import SequenceState
 
 PASSED = 4  # tokens beyond the place of a death that clear a suspect: the last ones before it may not have reached us
 SUSPECT = 2  # deaths at one place
 
 
-class Readmission:
+class RequestRecovery:
     """`admit` sends a sequence to the engine from where it stands; `withdraw` takes it out again, unfinished. A sequence is held
     (here) or admitted (in the engine)."""
 
-    def __init__(self, admit: Callable[[Stream], None], withdraw: Callable[[Stream], None], compiles_elsewhere: bool = False) -> None:
+    def __init__(
+        self, admit: Callable[[SequenceState], None], withdraw: Callable[[SequenceState], None], compiles_elsewhere: bool = False
+    ) -> None:
         self.away: str | None = None  # why the engine takes nothing now
-        self.on_trial: Stream | None = None
+        self.on_trial: SequenceState | None = None
         self._compiles_elsewhere = compiles_elsewhere  # grammars, in processes that the engine outlives
         self._admit = admit
         self._withdraw = withdraw
-        self._held: dict[str, Stream] = {}  # by rid, oldest first
-        self._suspects: deque[Stream] = deque()
+        self._held: dict[str, SequenceState] = {}  # by rid, oldest first
+        self._suspects: deque[SequenceState] = deque()
 
-    def offer(self, sequence: Stream) -> None:
+    def offer(self, sequence: SequenceState) -> None:
         """A new sequence: admitted, if the engine takes any now."""
         if self.away is not None or self.on_trial is not None:
             self._held[sequence.rid] = sequence
         else:
             self._admit(sequence)
 
-    def is_held(self, sequence: Stream) -> bool:
+    def is_held(self, sequence: SequenceState) -> bool:
         return sequence.rid in self._held
 
     @property
-    def held(self) -> list[Stream]:
+    def held(self) -> list[SequenceState]:
         return list(self._held.values())
 
-    def drop(self, sequence: Stream) -> None:
+    def drop(self, sequence: SequenceState) -> None:
         """The sequence ended, or nobody wants it any more."""
         self._held.pop(sequence.rid, None)
         if sequence is self.on_trial:
@@ -63,18 +66,18 @@ class Readmission:
 
     # deaths --------------------------------------------------------------------------------------------------------
 
-    def blame(self, sequences: Iterable[Stream], on_device: Mapping[int, int]) -> Stream | None:
+    def blame(self, sequences: Iterable[SequenceState], on_device: Mapping[int, int]) -> SequenceState | None:
         """The engine died with these marks and prefilled tokens in its roster: count it for the sequences that were there; if it had
         nothing on the device, for all but those whose grammar another process may have been compiling. -> the one that is to be
         refused."""
         admitted = [sequence for sequence in sequences if sequence.rid not in self._held]
         if on_device:
-            there = [sequence for sequence in admitted if mark_of(sequence.standing.name) in on_device]
+            there = [sequence for sequence in admitted if hash_request(sequence.standing.name) in on_device]
         else:
             there = [sequence for sequence in admitted if not (self._compiles_elsewhere and _may_compile(sequence))]
         for sequence in there:
             standing = sequence.standing
-            in_prompt = min(on_device.get(mark_of(standing.name), 0), len(sequence.prompt))
+            in_prompt = min(on_device.get(hash_request(standing.name), 0), len(sequence.prompt))
             if sequence.num_tokens > standing.died_at + PASSED or in_prompt > standing.died_in_prompt + PASSED:
                 standing.deaths = 0
             standing.deaths += 1
@@ -83,11 +86,11 @@ class Readmission:
         is_alone = len(on_device or there) == 1 == len(there)
         return there[0] if is_alone and there[0].standing.deaths >= SUSPECT else None
 
-    def blame_text(self, sequences: Iterable[Stream], in_work: frozenset[int]) -> Stream | None:
+    def blame_text(self, sequences: Iterable[SequenceState], in_work: frozenset[int]) -> SequenceState | None:
         """The detokenizer died in the midst of this one's text: count it. -> the one that is to be refused. It works on one at a time, so
         nobody need come back alone to be found out."""
         for sequence in sequences:
-            if sequence.rid in self._held or mark_of(sequence.standing.name) not in in_work:
+            if sequence.rid in self._held or hash_request(sequence.standing.name) not in in_work:
                 continue
             standing = sequence.standing
             if sequence.num_tokens > standing.text_died_at + PASSED:
@@ -98,7 +101,7 @@ class Readmission:
                 return sequence
         return None
 
-    def hold(self, sequences: Sequence[Stream], reason: str) -> None:
+    def hold(self, sequences: Sequence[SequenceState], reason: str) -> None:
         """The engine, or what it sends to, is away: all of these, oldest first, wait for `resume`."""
         self.away = reason
         self.on_trial = None
@@ -123,5 +126,5 @@ class Readmission:
             self._admit(sequence)
 
 
-def _may_compile(sequence: Stream) -> bool:
+def _may_compile(sequence: SequenceState) -> bool:
     return sequence.params.grammar is not None and not sequence.num_tokens

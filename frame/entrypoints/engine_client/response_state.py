@@ -1,4 +1,5 @@
-"""`Answer` and its `Stream`s: what one client request waits for, filled a step at a time by the client. Knows no transport and no HTTP."""
+"""`RequestState` and its `SequenceState`s: what one client request waits for, filled a step at a time by the client. Knows no
+transport and no HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Times:
         self.last = 0.0  # token
 
 
-class Standing:
+class RecoveryState:
     """All that a sequence needs to go on in another engine. `name` is what it is called in the engine: another one after each
     re-admission, so that whatever an admission before it still sends is nobody's."""
 
@@ -45,7 +46,7 @@ class Standing:
         self.text_died_at = 0
 
 
-class Stream:
+class SequenceState:
     """One sequence of an answer: what came since the last `take`, totals, and where it stands. `index` is its place in the answer. `name`
     is unique among those of its tenant, `rid` in the server."""
 
@@ -54,7 +55,7 @@ class Stream:
         "standing", "texts", "times", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, answer: Answer, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, answer: RequestState, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.answer = answer
         self.index = index
         self.prompt_index = prompt_index
@@ -69,7 +70,7 @@ class Stream:
         self.cached = 0
         self.times = Times()
         self.changed = False
-        self.standing = Standing(self.rid)
+        self.standing = RecoveryState(self.rid)
 
     @property
     def rid(self) -> str:
@@ -89,25 +90,25 @@ class Stream:
         return (texts[0] if len(texts) == 1 else "".join(texts)), ids, logprobs
 
 
-class Answer:
+class RequestState:
     """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
 
     __slots__ = (
         "_most_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "gone", "on_news", "open", "owner", "rid",
-        "segments", "sequences", "submitted", "vectors",
+        "second_text_starts", "sequences", "submitted", "vectors",
     )  # fmt: skip
 
     def __init__(self, rid: str = "", owner: str = "") -> None:
         self.rid = rid  # of the request, as its client knows it; its sequences' names begin with it
         self.owner = owner  # the tenant that sent it; "" where no key is asked for
-        self.sequences: list[Stream] = []
-        self.changed: list[Stream] = []
+        self.sequences: list[SequenceState] = []
+        self.changed: list[SequenceState] = []
         self.open = 0  # sequences without a finish
         self.submitted = time.perf_counter()
         self.created = self.submitted  # when the request arrived, if it was read and tokenized before
         self.gone = False  # the client hung up
         self.on_news: Callable[[], None] | None = None  # instead of a waiter
-        self.segments: Sequence[int] = ()  # of prompts that are pairs of texts: where the second one begins
+        self.second_text_starts: Sequence[int] = ()  # of prompts that are pairs of texts: where the second one begins
         self.vectors: dict[int, bytes] = {}  # float32, by sequence; of an engine that embeds or classifies
         self._num_unread = 0  # tokens on top of others that nobody has taken
         self._most_unread: int | None = None
@@ -119,17 +120,17 @@ class Answer:
         `on_overrun` is called, once; it should end the request. An answer that is sent whole waits for its last token."""
         self._most_unread, self._on_overrun = most_unread, on_overrun
 
-    def pile_up(self, sequence: Stream, count: int) -> None:
+    def add_unread(self, sequence: SequenceState, count: int) -> None:
         """So many tokens more came of a sequence whose last ones have not been taken yet."""
         self._num_unread += count * (1 + (sequence.params.logprobs or 0))
         if self._most_unread is not None and self._on_overrun is not None and self._num_unread > self._most_unread:
             self._most_unread = None
             self._on_overrun()
 
-    def segment_of(self, sequence: Stream) -> int:
-        return self.segments[sequence.prompt_index] if self.segments else 0
+    def second_text_start_of(self, sequence: SequenceState) -> int:
+        return self.second_text_starts[sequence.prompt_index] if self.second_text_starts else 0
 
-    async def wait(self) -> list[Stream]:
+    async def wait(self) -> list[SequenceState]:
         """The sequences with something new; empty when the client is gone or all is over."""
         while not self.changed and not self.gone and self.open:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -139,7 +140,7 @@ class Answer:
                 self._waiter = None
         return self.take_changed()
 
-    def take_changed(self) -> list[Stream]:
+    def take_changed(self) -> list[SequenceState]:
         changed, self.changed, self._num_unread = self.changed, [], 0
         for sequence in changed:
             sequence.changed = False

@@ -6,14 +6,14 @@ import time
 
 import msgspec
 
-from frame.core.messages import Generate, Watch
+from frame.core.messages import Generate, StartDetokenize
 from frame.core.text.incremental_decoder import PROMPT_TAIL
-from frame.entrypoints.engine_client.response_state import Stream
+from frame.entrypoints.engine_client.response_state import SequenceState
 
 SHORTEST = 0.001  # seconds that are left of a deadline that is past, so that it is the engine that says so
 
 
-def generate_of(sequence: Stream) -> Generate:
+def generate_of(sequence: SequenceState) -> Generate:
     """What the engine is sent, with what is left of the request's time: it may have waited for an engine, the first one too. Raises
     RuntimeError for a sequence that was never submitted."""
     standing = sequence.standing
@@ -35,9 +35,9 @@ def generate_of(sequence: Stream) -> Generate:
     )
 
 
-def watch_of(sequence: Stream, message: Generate) -> Watch:
+def watch_of(sequence: SequenceState, message: Generate) -> StartDetokenize:
     """What the detokenizer is told before the tokens that `message` asks for come."""
-    return Watch(
+    return StartDetokenize(
         rid=message.rid,
         params=message.params,
         prompt_tail=sequence.prompt[-PROMPT_TAIL:],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from frame.core.messages import Finish
-    from frame.entrypoints.engine_client.response_state import Stream
+    from frame.entrypoints.engine_client.response_state import SequenceState
 
 
 @dataclass(slots=True)
@@ -27,13 +27,13 @@ class ClientStats:
     output_limits: list[float] = field(default_factory=list)  # max_tokens, where it was given
     finished: dict[str, int] = field(default_factory=dict)  # by reason
     restarts: dict[str, int] = field(default_factory=dict)  # by process
-    readmitted: int = 0
+    recovered: int = 0
     rejected: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
 
-    def ended(self, sequence: Stream, finish: Finish, now: float) -> None:
+    def ended(self, sequence: SequenceState, finish: Finish, now: float) -> None:
         """A sequence came to its end (`now`: `time.perf_counter`)."""
         self.end_to_end.append(now - sequence.answer.created)
         self.prompt_sizes.append(len(sequence.prompt))
@@ -47,7 +47,7 @@ class ClientStats:
                 self.per_output_token.append((now - first) / (sequence.num_tokens - 1))
         self.count_ends(finish.reason, 1)
 
-    def waited(self, sequence: Stream, seconds: float, now: float) -> None:
+    def waited(self, sequence: SequenceState, seconds: float, now: float) -> None:
         """A sequence's first token came, and it had waited so long for a place on the device."""
         self.queue.append(seconds)
         self.prefill.append(max(0.0, now - sequence.answer.submitted - seconds))

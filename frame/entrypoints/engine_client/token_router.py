@@ -1,4 +1,5 @@
-"""`Feed`: what a step's message brings, put where the handlers of its requests find it. The path of every token: one pass a message, no
+"""`TokenRouter`: what a step's message brings, put where the handlers of its requests find it. The path of every token: one pass a
+message, no
 object and no task a token. Knows no link, no engine and no death.
 """
 
@@ -7,21 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from frame.core.messages import Finish, Text, TokenLogprobs, Tokens
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.core.messages import Finish, StepText, StepTokens, TokenLogprobs
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.stats import ClientStats
 
 
-class Feed:
+class TokenRouter:
     """`sequences`, by their names in the engine, is the client's own dict; who ends leaves it and is told to `end`, with the time
     (`time.perf_counter`)."""
 
-    def __init__(self, sequences: dict[str, Stream], stats: ClientStats, end: Callable[[Stream, Finish, float], None]) -> None:
+    def __init__(
+        self, sequences: dict[str, SequenceState], stats: ClientStats, end: Callable[[SequenceState, Finish, float], None]
+    ) -> None:
         self._sequences = sequences
         self.stats = stats
         self._end = end
 
-    def take(self, message: Text | Tokens, texts: list[str] | None, touched: list[Answer]) -> None:
+    def take(self, message: StepText | StepTokens, texts: list[str] | None, touched: list[RequestState]) -> None:
         """One message; `touched` gets the answers that it is the first news of."""
         sequences, token_ids, now = self._sequences, message.token_ids, time.perf_counter()
         latencies, count = self.stats.inter_token, 0
@@ -50,11 +53,11 @@ class Feed:
                     touched.append(answer)
                 answer.changed.append(sequence)
             else:
-                sequence.answer.pile_up(sequence, len(ids))
+                sequence.answer.add_unread(sequence, len(ids))
         self.stats.generated_tokens += count
         self._take_rest(message, now)
 
-    def _take_rest(self, message: Text | Tokens, now: float) -> None:
+    def _take_rest(self, message: StepText | StepTokens, now: float) -> None:
         """What concerns a few of the requests only."""
         rids, sequences = message.rids, self._sequences
         for place, cached in message.cached.items():
@@ -71,7 +74,7 @@ class Feed:
         for place, logprobs in message.prompt_logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.prompt_logprobs = _joined(sequence.prompt_logprobs, logprobs)
-        if isinstance(message, Tokens):
+        if isinstance(message, StepTokens):
             for place, vector in message.pooled.items():
                 if (sequence := sequences.get(rids[place])) is not None:
                     sequence.answer.vectors[sequence.index] = vector

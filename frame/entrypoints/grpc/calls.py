@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from frame.entrypoints.engine_client.quotas import Share, ShareExceededError
+from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
 from frame.entrypoints.grpc.schema import SERVICE, read
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import too_many
@@ -18,7 +18,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 
 if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import Answer
+    from frame.entrypoints.engine_client.response_state import RequestState
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,13 +39,13 @@ UNTRACED = frozenset({"ServerInfo"})  # what is looked at all the time
 class GrpcCaller:
     """Who calls, as `Services.begin` wants to know it. `headers` are the call's metadata."""
 
-    def __init__(self, context: Any, tenant: str, share: Share | None = None) -> None:
+    def __init__(self, context: Any, tenant: str, share: QuotaLease | None = None) -> None:
         self.context = context
         self.headers = headers_of(context.invocation_metadata())
         self.tenant = tenant
         self.share = share
         self.request_id = request_id_of(self.headers)
-        self.answer: Answer | None = None
+        self.answer: RequestState | None = None
         REQUEST_ID.set(self.request_id)
 
     def header(self, name: bytes) -> str | None:
@@ -79,7 +79,7 @@ class Entrance:
                 with self._services.shares.open(tenant) as share:
                     caller = GrpcCaller(context, tenant, share)
                     return await traced(self._services, caller, name, act(read(kind, data), caller))
-            except ShareExceededError as error:
+            except QuotaExceededError as error:
                 found = too_many(error)
             except ApiError as error:
                 found = error

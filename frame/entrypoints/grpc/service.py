@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from frame.core.messages import Finish
-from frame.entrypoints.engine_client.quotas import ShareExceededError
+from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.errors import ApiError
@@ -27,7 +27,7 @@ from frame.entrypoints.http.request_options import Terms
 from frame.entrypoints.http.services import Services
 
 if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import Answer, Stream
+    from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Service:
         return self._schema["ServerInfoReply"](
             model=services.resolved.served_name,
             version=package_version(),
-            architecture=services.resolved.facts.architecture,
+            architecture=services.resolved.model.architecture,
             max_context=services.resolved.max_context,
             max_total_tokens=int(services.info.get("max_total_tokens", 0)),
             ready=services.ready_problem() is None,
@@ -106,7 +106,7 @@ class Service:
                 own = copy(caller)
                 own.share, own.answer = share, None
                 await traced(self._services, own, "Generate", self._put_each(request, own, put))
-        except ShareExceededError as error:
+        except QuotaExceededError as error:
             await put(self._refused(request.id, too_many(error)))
         except ApiError as error:
             await put(self._refused(request.id, error))
@@ -129,7 +129,7 @@ class Service:
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
         params, _ = sampling_of(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
-        answer: Answer | None = None
+        answer: RequestState | None = None
         try:
             salt, limit = request.cache_salt, caller.time_left()
             terms = Terms(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
@@ -148,12 +148,12 @@ class Service:
             if answer is not None:
                 self._services.client.abandon(answer)
 
-    def _give_up(self, answer: Answer, given_up: list[ApiError], error: ApiError) -> None:
+    def _give_up(self, answer: RequestState, given_up: list[ApiError], error: ApiError) -> None:
         """The client falls too far behind: stop its request now; it hears of it when it has read what was sent."""
         self._services.client.abandon(answer)
         given_up.append(error)
 
-    def _reply(self, name: str, sequence: Stream) -> Any:
+    def _reply(self, name: str, sequence: SequenceState) -> Any:
         text, ids, parts = sequence.take()
         reply = self._schema["GenerateReply"](
             id=name, index=sequence.index, text=text, token_ids=ids, prompt_tokens=len(sequence.prompt),

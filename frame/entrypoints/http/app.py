@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from frame.entrypoints.engine_client.quotas import ShareExceededError
+from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.http.anthropic import messages as anthropic
 from frame.entrypoints.http.dialects import cohere, ollama, sagemaker, sglang, tei, vllm
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
@@ -161,7 +161,7 @@ class App:
                 raise _wrong_method(scope, found.methods())
             errors, scope["path_params"] = endpoint.errors, found.parameters
             await endpoint(scope, receive, send)
-        except ShareExceededError as error:
+        except QuotaExceededError as error:
             await self._refuse(scope, receive, send, too_many(error), errors)
         except ApiError as error:
             await self._refuse(scope, receive, send, error, errors)

@@ -9,12 +9,12 @@ from frame.core.messages import Finish
 from frame.core.scheduling.request import QUEUE_FULL, TIMED_OUT
 from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError
-from frame.entrypoints.engine_client.quotas import ShareExceededError
-from frame.entrypoints.engine_client.response_state import Stream
+from frame.entrypoints.engine_client.quotas import QuotaExceededError
+from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, RETRY_AFTER, ApiError, public
 
 
-def raise_failed(sequences: Sequence[Stream]) -> None:
+def raise_failed(sequences: Sequence[SequenceState]) -> None:
     """Raise ApiError for the first sequence that ended with an error."""
     for sequence in sequences:
         if sequence.finish is not None and sequence.finish.reason == "error":
@@ -34,7 +34,7 @@ def failure(finish: Finish) -> ApiError:
     return ApiError(500, sentence)
 
 
-def too_many(error: ShareExceededError) -> ApiError:
+def too_many(error: QuotaExceededError) -> ApiError:
     """The refusal of a request whose key has all that it may."""
     if error.is_hopeless:
         return ApiError(400, str(error), "n")

@@ -18,8 +18,8 @@ from frame.entrypoints.http.validation_errors import misfit, unreadable
 from frame.entrypoints.logs import HEADER
 
 if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.quotas import Share
-    from frame.entrypoints.engine_client.response_state import Answer
+    from frame.entrypoints.engine_client.quotas import QuotaLease
+    from frame.entrypoints.engine_client.response_state import RequestState
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -49,7 +49,7 @@ class Call:
         self.max_body = max_body
         self.errors = errors
         self.started = False
-        self.answer: Answer | None = None  # what is generated for it
+        self.answer: RequestState | None = None  # what is generated for it
         self.status = 0  # of the response, once it has started
         self.ignored: tuple[str, ...] = ()  # fields of the body that no one reads, which the response names
         self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
@@ -70,7 +70,7 @@ class Call:
         return str(self.scope.get("tenant", ""))
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> QuotaLease | None:
         """Of what its key may have at work; None where nothing is counted."""
         return self.scope.get("share")
 

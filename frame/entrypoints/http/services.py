@@ -22,8 +22,8 @@ from frame.core.text.chat_template import ChatTemplateError
 from frame.core.text.text_bounds import TextTooLongError
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
-from frame.entrypoints.engine_client.quotas import Share, ShareExceededError, Shares
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease, TenantQuotas
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape, quoted
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.openai.batch_files import FileStore
@@ -84,7 +84,7 @@ Prompt = str | list[int] | Chat | Pair
 class Caller(Protocol):
     """A request's sender, whatever protocol it speaks."""
 
-    answer: Answer | None  # filled in by `begin`
+    answer: RequestState | None  # filled in by `begin`
 
     @property
     def tenant(self) -> str: ...
@@ -93,7 +93,7 @@ class Caller(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def share(self) -> Share | None: ...  # of what its key may have at work
+    def share(self) -> QuotaLease | None: ...  # of what its key may have at work
 
     def header(self, name: bytes) -> str | None: ...
 
@@ -126,7 +126,7 @@ class Services:
     watch: UsageWatch | None = None  # over what processes hold
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
-    shares: Shares = field(init=False)  # what each key has at work
+    shares: TenantQuotas = field(init=False)  # what each key has at work
     responses: ResponseStore = field(init=False)  # of /v1/responses
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)  # of requests whose clients do not wait
     batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
@@ -136,7 +136,7 @@ class Services:
         server, batches = self.resolved.user.server, self.resolved.user.batches
         self.fingerprint = _fingerprint(self.resolved)
         has_neighbours = len(load_keys(server) or ()) > 1
-        self.shares = Shares(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
+        self.shares = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
         if self.tokenizer is not None:
             _ = self.tokenizer.bounds  # reading a large vocabulary takes a while, which no request should wait for
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
@@ -198,7 +198,7 @@ class Services:
         longest: int | None = None,
         prefix: str = "",
         refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
-    ) -> Answer:
+    ) -> RequestState:
         """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
 
         `terms.timeout`, or the header x-request-timeout, ends it early. `tasks` are those that the route is for; with other tasks than
@@ -219,7 +219,7 @@ class Services:
             if call.share is not None:
                 call.share.widen(count, counts="generate" in tasks)
             self.client.reserve(count)
-        except ShareExceededError as error:
+        except QuotaExceededError as error:
             raise too_many(error) from None
         except QueueFullError as error:
             raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
@@ -229,7 +229,7 @@ class Services:
             rid = f"{prefix}{call.request_id}-{uuid.uuid4().hex[:8]}" if call.request_id else f"{prefix}{uuid.uuid4().hex}"
         try:
             most = self.countable_tokens if terms.truncates else self.client.limits.max_context
-            ids, segments = await self._encode_all(prompts, add_special_tokens, longest, most)
+            ids, second_text_starts = await self._encode_all(prompts, add_special_tokens, longest, most)
             room = self.client.limits.max_context
             ids = [terms.truncated(prompt, room - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
             async for prompt, own in paced(zip(ids, params, strict=True)):
@@ -240,7 +240,7 @@ class Services:
             async for own in paced(_unique(params)):
                 self.client.check_params(own)
             space = self._namespace(call, salt)
-            answer = self.client.prepare(ids, params, rid, call.tenant, segments)
+            answer = self.client.prepare(ids, params, rid, call.tenant, second_text_starts)
             await self._start(answer, priority, space, deadline)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
             self.client.release(count)
@@ -250,7 +250,7 @@ class Services:
         call.on_disconnect(answer.hang_up)
         return answer
 
-    async def _start(self, answer: Answer, priority: int, namespace: str, deadline: float | None) -> None:
+    async def _start(self, answer: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
         """Start all sequences of a prepared answer, or none."""
         try:
             async for sequence in paced(answer.sequences):
@@ -267,7 +267,7 @@ class Services:
             raise ApiError(400, f"{sentence}; send several requests", param)
 
     def _check_params(self, params: Sequence[SamplingParams], priority: int, terms: Terms) -> None:
-        vocabulary = self.resolved.facts.vocab_size
+        vocabulary = self.resolved.model.vocab_size
         for own in _unique(params):
             problems = own.problems(vocabulary)
             if problems:
@@ -308,7 +308,7 @@ class Services:
         special = add_special_tokens or self.resolved.task != "generate"
         bound = None if longest is not None else most  # what is cut has no bound
         encoded = await self._within(most, self.need_text_input().encode_inputs(inputs, longest, bound, special))
-        return [ids for ids, _ in encoded], [segment for _, segment in encoded if self.resolved.task != "generate"]
+        return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if self.resolved.task != "generate"]
 
     async def encode(self, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of a text or a conversation. Raises ApiError for one of more than `most` tokens (the context's, where it is left
@@ -345,7 +345,7 @@ class Services:
         made = {id(own): await asyncio.to_thread(tokenizer.with_bad_words, own) for own in _unique(params) if own.bad_words}
         return [made.get(id(own), own) for own in params]
 
-    async def complete(self, answer: Answer) -> list[Stream]:
+    async def complete(self, answer: RequestState) -> list[SequenceState]:
         """Wait for a whole answer. Raises ApiError when a sequence failed, DisconnectedError when nobody waits any more."""
         await answer.complete()
         if answer.gone:
@@ -354,7 +354,12 @@ class Services:
         return answer.sequences
 
     async def stream(
-        self, call: Call, answer: Answer, write: Callable[[Stream], bytes], close: Callable[[], bytes], media_type: bytes = EVENT_STREAM
+        self,
+        call: Call,
+        answer: RequestState,
+        write: Callable[[SequenceState], bytes],
+        close: Callable[[], bytes],
+        media_type: bytes = EVENT_STREAM,
     ) -> None:
         """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
         ordinary error response; a later one is an event of its sequence. A client that falls too far behind is told so and given up."""
@@ -370,7 +375,7 @@ class Services:
             raise DisconnectedError
         await call.end(close())
 
-    def bound(self, answer: Answer, give_up: Callable[[ApiError], None]) -> None:
+    def bound(self, answer: RequestState, give_up: Callable[[ApiError], None]) -> None:
         """Let no more of a streamed answer wait for its reader than the server allows."""
         most = self.resolved.user.server.max_unread_tokens
         sentence = f"the answer was not read: more than {most} of its tokens wait (server.max_unread_tokens); read it as it comes"

@@ -15,7 +15,7 @@ from frame.entrypoints.http.errors import DisconnectedError
 from frame.entrypoints.http.request_context import CLOSED
 
 if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import Answer, Stream
+    from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
     from frame.entrypoints.http.request_context import Call
 
 
@@ -24,14 +24,14 @@ class EventPump:
 
     __slots__ = ("_answer", "_call", "_done", "_waiting", "_write")
 
-    def __init__(self, call: Call, answer: Answer, write: Callable[[Stream], bytes]) -> None:
+    def __init__(self, call: Call, answer: RequestState, write: Callable[[SequenceState], bytes]) -> None:
         self._call = call
         self._answer = answer
         self._write = write
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: asyncio.Task[None] | None = None  # for a connection that is full
 
-    async def run(self, changed: Sequence[Stream]) -> None:
+    async def run(self, changed: Sequence[SequenceState]) -> None:
         """Write `changed` and all that follows, until every sequence ended or the client is gone. Raises what writing raises."""
         self._answer.on_news = self._push
         try:
@@ -53,7 +53,7 @@ class EventPump:
         if self._waiting is None and not self._done.done():
             self._send(self._answer.take_changed())
 
-    def _send(self, changed: Sequence[Stream]) -> None:
+    def _send(self, changed: Sequence[SequenceState]) -> None:
         sending: Any = None
         try:
             body = b"".join([self._write(sequence) for sequence in changed])

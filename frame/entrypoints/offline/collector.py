@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Message, Text, TokenLogprobs, Tokens
+from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Message, StepText, StepTokens, TokenLogprobs
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.incremental_decoder import FAILED, PROMPT_TAIL, TextStream
 
@@ -67,7 +67,7 @@ class Job:
     def __init__(self, on_done: Callable[[], None], on_delta: Callable[[Delta], None] | None = None) -> None:
         self.sequences: list[Collected] = []
         self.prompts: list[list[int]] = []  # one a sequence
-        self.segments: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
+        self.second_text_starts: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
         self.open = 0
         self.collector: Collector | None = None  # where it was added last
         self.deaths = 0  # of engines, under this job
@@ -120,7 +120,7 @@ class Collector:
 
     def take(self, message: AnyMessage) -> None:
         """The sink of the transport."""
-        if isinstance(message, Tokens):
+        if isinstance(message, StepTokens):
             self._tokens(message)
         elif isinstance(message, ControlReply):
             on_reply = self._replies.pop(message.id, None)
@@ -128,10 +128,10 @@ class Collector:
                 on_reply(message)
         elif isinstance(message, Fatal):
             self.fail(f"{message.process} failed: {message.error}")
-        elif isinstance(message, Text):
+        elif isinstance(message, StepText):
             raise TypeError("the collector decodes text itself")
 
-    def _tokens(self, message: Tokens) -> None:
+    def _tokens(self, message: StepTokens) -> None:
         sequences = self._sequences
         extras = message.logprobs or message.prompt_logprobs or message.cached or message.pooled
         for place, rid in enumerate(message.rids):
@@ -189,7 +189,7 @@ class Collector:
                     output.finish_reason, output.error = end.reason, end.error
 
 
-def _take_extras(output: Output, message: Tokens, place: int) -> None:
+def _take_extras(output: Output, message: StepTokens, place: int) -> None:
     if place in message.cached:
         output.cached_tokens = message.cached[place]
     output.vector = message.pooled.get(place, output.vector)

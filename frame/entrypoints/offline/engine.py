@@ -231,12 +231,12 @@ class Engine:
         """Run sequences that yield vectors to their end. -> float32 [sequences, width]."""
         done = threading.Event()
         job = Job(done.set)
-        for ids, segment in encoded:
+        for ids, second_text_start in encoded:
             ids = token_ids_of(ids)
             check_request(self._session.limits, ids, NOTHING_SAMPLED)
             job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", ids, NOTHING_SAMPLED))
             job.prompts.append(ids)
-            job.segments.append(segment)
+            job.second_text_starts.append(second_text_start)
         self._run(job, done)
         outputs = [sequence.output for sequence in job.sequences]
         for output in outputs:
@@ -278,10 +278,10 @@ class Engine:
             session.collector.add(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
-        segments = job.segments or [0] * len(job.sequences)
+        second_text_starts = job.second_text_starts or [0] * len(job.sequences)
         session.send_all([
-            _message(sequence, prompt, segment)
-            for sequence, prompt, segment in zip(job.sequences, job.prompts, segments, strict=True)
+            _message(sequence, prompt, second_text_start)
+            for sequence, prompt, second_text_start in zip(job.sequences, job.prompts, second_text_starts, strict=True)
             if sequence.output.finish_reason is None
         ])  # fmt: skip
         if job.is_stopped:  # meanwhile
@@ -322,13 +322,13 @@ class Engine:
             job.collector.finish_text(job)
 
 
-def _message(sequence: Collected, prompt: list[int], segment: int) -> Generate:
+def _message(sequence: Collected, prompt: list[int], second_text_start: int) -> Generate:
     """What asks for a sequence, or for the rest of one."""
     output, params = sequence.output, sequence.params
     if output.prompt_logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     ids = output.token_ids
-    return Generate(rid=sequence.rid, token_ids=prompt + ids, params=params, output_len=len(ids), segment=segment)
+    return Generate(rid=sequence.rid, token_ids=prompt + ids, params=params, output_len=len(ids), second_text_start=second_text_start)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:

@@ -49,10 +49,10 @@ class Vectors:
     def embed(self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool) -> np.ndarray:
         """float32 [texts, width]. A text may be a list of token ids."""
         need_task(self._resolved, "embed")
-        width, pooling = self._resolved.facts.hidden_size, self._resolved.pooling
+        width, pooling = self._resolved.model.hidden_size, self._resolved.pooling
         if dimensions is not None and not 1 <= dimensions <= width:
             raise InvalidRequestError(f"dimensions is {dimensions}; it must be from 1 to {width}", "dimensions")
-        lead = self._resolved.facts.sentence.lead(prompt_name) if self._resolved.facts.sentence is not None else ""
+        lead = self._resolved.model.sentence.lead(prompt_name) if self._resolved.model.sentence is not None else ""
         vectors = self._run(self._encode(texts, truncate, lead))
         return shortened(vectors, dimensions, pooling is not None and pooling.normalize)
 
@@ -60,7 +60,7 @@ class Vectors:
         """The probability of each class, by its name."""
         need_task(self._resolved, "classify")
         pooling = self._resolved.pooling
-        names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.facts.labels
+        names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.model.labels
         return [dict(zip(names, row, strict=True)) for row in self._run(self._encode(texts, truncate)).tolist()]
 
     def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool) -> np.ndarray:

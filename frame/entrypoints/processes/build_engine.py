@@ -94,8 +94,8 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     """Where the kernels of this configuration are kept on this chip, and the name of what a start compiles for."""
     plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
-    facts = resolved.facts
-    shape = (facts.architecture, facts.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
+    model_config = resolved.model
+    shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
     sizes = (resolved.user.parallel.tp, resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
     key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
     return KernelCache(kernel_folder(chip), key)
@@ -196,12 +196,12 @@ def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
     """What clients may know of the engine; JSON."""
     return {
         "model": resolved.served_name,
-        "architecture": resolved.facts.architecture,
+        "architecture": resolved.model.architecture,
         "device": resolved.device,
         "dtype": resolved.dtype,
         "kv_dtype": resolved.kv_dtype,
         "tp": resolved.user.parallel.tp,
-        "vocab_size": resolved.facts.vocab_size,
+        "vocab_size": resolved.model.vocab_size,
         "max_context": resolved.max_context,
         "max_running_requests": resolved.max_running_requests,
         "max_total_tokens": capacity.max_total_tokens,

@@ -24,9 +24,9 @@ from pydantic import BaseModel
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
-from frame.core.ipc.inflight_file import ROSTER, TEXT_ROSTER, read_roster
+from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import SocketDirectory, ZmqSender, ZmqTransport
-from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, Watch
+from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.hang_dump import ask_where
 
@@ -112,7 +112,7 @@ class Deployment:
         address = self._sockets.address
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
-            routes = {Watch: address("detokenizer"), Forget: address("detokenizer")}
+            routes = {StartDetokenize: address("detokenizer"), Forget: address("detokenizer")}
         self._plan(resolved)
         # This process accepts no connection, since libzmq would end it for want of a descriptor.
         self.transport = ZmqTransport(None, address("engine"), routes, sources=[address(f"{name}-out") for name in self.names])
@@ -150,10 +150,10 @@ class Deployment:
     def _start(self, children: Sequence[Child]) -> None:
         self._sockets.restore()
         if any(child.is_rank for child in children):
-            for left in (ROSTER, "ranks"):  # who was on the device; where the ranks met
+            for left in (INFLIGHT, "ranks"):  # who was on the device; where the ranks met
                 (self._sockets.path / left).unlink(missing_ok=True)
         if any(child.name == "detokenizer" for child in children):
-            (self._sockets.path / TEXT_ROSTER).unlink(missing_ok=True)
+            (self._sockets.path / INFLIGHT_TEXT).unlink(missing_ok=True)
         for child in children:
             self._renew(child.name)
             child.is_ready, child.silence, child.last_words, child.device_memory, child.is_asked = False, 0.0, None, 0, False
@@ -213,13 +213,13 @@ class Deployment:
         for name in names:
             self.children[name].process.kill()
 
-    def roster(self) -> dict[int, int]:
+    def inflight(self) -> dict[int, int]:
         """Prefilled tokens by the marks of the requests that the engine has on the device, also after its end."""
-        return read_roster(self._sockets.path / ROSTER)
+        return read_inflight(self._sockets.path / INFLIGHT)
 
-    def text_roster(self) -> frozenset[int]:
+    def inflight_text(self) -> frozenset[int]:
         """The mark of the request whose text the detokenizer is making, also after its end."""
-        return frozenset(read_roster(self._sockets.path / TEXT_ROSTER))
+        return frozenset(read_inflight(self._sockets.path / INFLIGHT_TEXT))
 
     @property
     def names(self) -> list[str]:

@@ -143,8 +143,8 @@ def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:
     target, options = registry.choose(resolved.plugins["grammar"][0])
     tokenizer = Tokenizer.load(Path(resolved.tokenizer_path or ""), trust_remote_code=resolved.user.model.trust_remote_code)
     if tokenizer.is_python:
-        return NoGrammars(tokenizer, resolved.facts.vocab_size)
-    built: GrammarBackend = target(tokenizer, resolved.facts.vocab_size, options)
+        return NoGrammars(tokenizer, resolved.model.vocab_size)
+    built: GrammarBackend = target(tokenizer, resolved.model.vocab_size, options)
     return built
 
 

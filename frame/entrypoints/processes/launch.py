@@ -63,7 +63,7 @@ def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
     return ClientLimits(
         max_outstanding=resolved.max_running_requests + resolved.user.scheduler.max_queued_requests,
         max_context=resolved.max_context,
-        vocab_size=resolved.facts.vocab_size,
+        vocab_size=resolved.model.vocab_size,
         capacity=int(info["max_total_tokens"]),
         pools=resolved.pooling is not None,
         grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,

@@ -171,9 +171,9 @@ class Supervisor:
         if unit in self._units.path:
             has_victims = was_up and is_death
             is_engine = unit is self._units.engine
-            roster = self._deployment.roster() if has_victims and is_engine else None
-            text_roster = self._deployment.text_roster() if has_victims and not is_engine else frozenset()
-            self._client.suspend(f"{why}; it is being restarted", roster, text_roster)
+            inflight = self._deployment.inflight() if has_victims and is_engine else None
+            inflight_text = self._deployment.inflight_text() if has_victims and not is_engine else frozenset()
+            self._client.suspend(f"{why}; it is being restarted", inflight, inflight_text)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

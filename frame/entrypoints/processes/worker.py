@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, NoReturn
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
-from frame.core.ipc.inflight_file import ROSTER, TEXT_ROSTER, open_roster
+from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
-from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, Text, Tokenize, Tokens, Watch
+from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with
 from frame.entrypoints.processes.hang_dump import answer_when_asked
@@ -92,7 +92,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
     info["phases"] = {"imports": imports, **info["phases"]}
-    engine.scheduler.publish_roster(sockets.path / ROSTER)
+    engine.scheduler.publish_inflight(sockets.path / INFLIGHT)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # what is there now stays; later collections need not look at it
@@ -123,13 +123,13 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.text.detokenizer import Detokenizer
 
-    detokenize(resolved, transport, name, Detokenizer(tokenizer_of(resolved), EARLY_LIMIT, text_roster_of(options)))
+    detokenize(resolved, transport, name, Detokenizer(tokenizer_of(resolved), EARLY_LIMIT, open_inflight_text(options)))
 
 
-def text_roster_of(options: argparse.Namespace) -> np.ndarray | None:
+def open_inflight_text(options: argparse.Namespace) -> np.ndarray | None:
     """Where the detokenizer notes whose text it makes; None where there is no room for it."""
     try:
-        return open_roster(Path(options.sockets) / TEXT_ROSTER, 1)[0]
+        return open_inflight(Path(options.sockets) / INFLIGHT_TEXT, 1)[0]
     except OSError as error:
         logging.getLogger(__name__).warning("no note is kept of whose text is made: %s; who ends this process is not found out", error)
         return None
@@ -146,12 +146,12 @@ def detokenize(resolved: Resolved, transport: ZmqTransport, name: str, detokeniz
 def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | None = None) -> Sequence[Message]:
     """A detokenizer process's whole work. A message that cannot be handled ends its requests, and nobody else's."""
     try:
-        if isinstance(message, Tokens):
+        if isinstance(message, StepTokens):
             text = detokenizer.process(message)
             if spans is not None:
                 spans.take(text)
             return [text] if text.rids else []
-        if isinstance(message, Watch):
+        if isinstance(message, StartDetokenize):
             if spans is not None:
                 spans.watch(message)
             return detokenizer.watch(message)
@@ -161,14 +161,14 @@ def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | No
                 spans.forget(message.rids)
     except Exception:
         logging.getLogger(__name__).exception("a %s could not be handled", type(message).__name__)
-        return [_given_up(message.rids)] if isinstance(message, Tokens) else []
+        return [_given_up(message.rids)] if isinstance(message, StepTokens) else []
     return []
 
 
-def _given_up(rids: list[str]) -> Text:
+def _given_up(rids: list[str]) -> StepText:
     from frame.core.text.incremental_decoder import FAILED
 
-    return Text(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
+    return StepText(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -248,7 +248,7 @@ def registry_of(resolved: Resolved) -> Registry:
 
 def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
     address = SocketDirectory(options.sockets).address
-    routes: dict[type[Message], str] = {Tokens: address("detokenizer")} if options.detokenizer else {}
+    routes: dict[type[Message], str] = {StepTokens: address("detokenizer")} if options.detokenizer else {}
     return ZmqTransport(address(name), address(f"{name}-out"), routes, is_outbox=True)
 
 

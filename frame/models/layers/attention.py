@@ -21,7 +21,7 @@ from frame.models.layers.parameter import ShardedParameter
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
     from frame.models.layers.rotary import Rotary
 
 
@@ -40,12 +40,12 @@ class Attention(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]; `prefix` holds q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm)."""
 
     def __init__(
-        self, context: BuildContext, facts: ModelFacts, layer: int, prefix: str, rotary: Rotary, options: AttentionOptions
+        self, context: BuildContext, model_config: ModelConfig, layer: int, prefix: str, rotary: Rotary, options: AttentionOptions
     ) -> None:
         super().__init__()
         if context.attention is None:
             raise TypeError("a model's context needs an attention backend")
-        heads = HeadLayout(context, facts.num_heads, facts.num_kv_heads, facts.head_dim)
+        heads = HeadLayout(context, model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
         self.rotary = rotary
@@ -53,14 +53,16 @@ class Attention(nn.Module):
             layer=layer,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
-            head_dim=facts.head_dim,
-            v_head_dim=facts.head_dim,
-            scale=options.scale if options.scale is not None else facts.head_dim**-0.5,
+            head_dim=model_config.head_dim,
+            v_head_dim=model_config.head_dim,
+            scale=options.scale if options.scale is not None else model_config.head_dim**-0.5,
             sliding_window=options.sliding_window,
         )
         names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-        self.qkv_proj = QKVLinear(context, names, facts.hidden_size, heads, options.qkv_bias)
-        self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * facts.head_dim, facts.hidden_size, options.out_bias)
+        self.qkv_proj = QKVLinear(context, names, model_config.hidden_size, heads, options.qkv_bias)
+        self.o_proj = RowLinear(
+            context, f"{prefix}.o_proj", model_config.num_heads * model_config.head_dim, model_config.hidden_size, options.out_bias
+        )
         self.qk_norm = QKNorm(context, prefix, heads, options.qk_norm) if options.qk_norm is not None else None
         self.kernel = HeadsKernel(context, self.spec, rotary) if rotary.fused else None
         self.kv_scales = KVScales(prefix)

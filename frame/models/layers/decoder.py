@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from frame.core.interfaces.batch import WantedTokens
+from frame.core.interfaces.batch import SelectedTokens
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear
@@ -24,7 +24,7 @@ from frame.models.layers.rotary import Rotary, rope_parameters
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import LazyTensor, ModelFacts
+    from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 
 BODY = ("embed_tokens.", "layers.", "norm.")  # what a model without head begins its names with
@@ -64,19 +64,19 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(CausalLM, nn.Module):
-    """A causal decoder of `facts.num_layers` equal places. Subclasses give `attention` and `mlp` for each layer."""
+    """A causal decoder of `model_config.num_layers` equal places. Subclasses give `attention` and `mlp` for each layer."""
 
-    narrows: ClassVar[bool] = True
+    supports_token_selection: ClassVar[bool] = True
     mlp_name: ClassVar[str] = "mlp"  # how the checkpoint calls the feed-forward part of a layer
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
-        super().__init__(facts, context)
-        self.facts = facts
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
+        super().__init__(model_config, context)
+        self.model_config = model_config
         self.context = context
-        self.tied = bool(facts.config.get("tie_word_embeddings", False))
+        self.tied = bool(model_config.config.get("tie_word_embeddings", False))
         self.rotary = self.build_rotary()
-        self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", facts.vocab_size, facts.hidden_size)
-        self.layers = nn.ModuleList(self._layer(index, f"model.layers.{index}") for index in range(facts.num_layers))
+        self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", model_config.vocab_size, model_config.hidden_size)
+        self.layers = nn.ModuleList(self._layer(index, f"model.layers.{index}") for index in range(model_config.num_layers))
         self.norm = self.build_norm("model.norm")
         self.head = self._head()
 
@@ -90,12 +90,12 @@ class Decoder(CausalLM, nn.Module):
 
     def build_rotary(self) -> Rotary:
         """The rotary embedding of all layers."""
-        parameters = rope_parameters(self.facts)
-        return Rotary(self.context, int(self.facts.head_dim * parameters["partial_rotary_factor"]), parameters)
+        parameters = rope_parameters(self.model_config)
+        return Rotary(self.context, int(self.model_config.head_dim * parameters["partial_rotary_factor"]), parameters)
 
     def build_norm(self, name: str) -> RMSNorm:
         """A norm over the hidden size."""
-        return RMSNorm(self.context, name, self.facts.hidden_size, self.facts.config.get("rms_norm_eps", 1e-6))
+        return RMSNorm(self.context, name, self.model_config.hidden_size, self.model_config.config.get("rms_norm_eps", 1e-6))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         # None: each layer's kernel reads the table by position
@@ -104,7 +104,7 @@ class Decoder(CausalLM, nn.Module):
         *body, last = self.layers
         for layer in body:
             x, residual = layer(x, residual, rows, batch)
-        wanted = batch.get(WantedTokens)
+        wanted = batch.get(SelectedTokens)
         x, residual = last(x, residual, rows, batch, None if wanted is None else wanted.indices)
         return self.norm.add(x, residual)[0] if len(x) else x
 
@@ -128,12 +128,12 @@ class Decoder(CausalLM, nn.Module):
         return not self.tied and isinstance(self.head, Head)
 
     def _head(self) -> nn.Module | None:
-        facts, context = self.facts, self.context
+        model_config, context = self.model_config, self.context
         if context.task == "embed":
             return None
-        if is_classifier(facts.architecture):
-            return HeadLinear(context, "score", facts.hidden_size, facts.num_labels, bias=False)
-        return Head(context, "lm_head", facts.vocab_size, facts.hidden_size, self.embed_tokens if self.tied else None)
+        if is_classifier(model_config.architecture):
+            return HeadLinear(context, "score", model_config.hidden_size, model_config.num_labels, bias=False)
+        return Head(context, "lm_head", model_config.vocab_size, model_config.hidden_size, self.embed_tokens if self.tied else None)
 
     @staticmethod
     def _renamed(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:

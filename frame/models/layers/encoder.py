@@ -25,7 +25,7 @@ from frame.models.layers.parameter import ShardedParameter, load_parameters
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import LazyTensor, ModelFacts
+    from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))  # of norms, in checkpoints that were converted from TensorFlow
@@ -56,21 +56,21 @@ class LearntEmbedding(nn.Module):
 class EncoderLayer(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]: attention and feed-forward, each added to its input and normed after that."""
 
-    def __init__(self, facts: ModelFacts, context: BuildContext, layer: int) -> None:
+    def __init__(self, model_config: ModelConfig, context: BuildContext, layer: int) -> None:
         super().__init__()
         if context.attention is None:
             raise TypeError("a model's context needs an attention backend")
-        config, prefix, hidden = facts.config, f"encoder.layer.{layer}", facts.hidden_size
+        config, prefix, hidden = model_config.config, f"encoder.layer.{layer}", model_config.hidden_size
         inner, eps = config["intermediate_size"], config.get("layer_norm_eps", 1e-12)
-        heads = HeadLayout(context, facts.num_heads, facts.num_heads, facts.head_dim)
+        heads = HeadLayout(context, model_config.num_heads, model_config.num_heads, model_config.head_dim)
         self.backend = context.attention
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_heads,
-            head_dim=facts.head_dim,
-            v_head_dim=facts.head_dim,
-            scale=facts.head_dim**-0.5,
+            head_dim=model_config.head_dim,
+            v_head_dim=model_config.head_dim,
+            scale=model_config.head_dim**-0.5,
             causal=False,
         )
         names = [f"{prefix}.attention.self.{name}" for name in ("query", "key", "value")]
@@ -96,19 +96,19 @@ class Encoder(Model, nn.Module):
     first_position: int = 0
     ignored: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")  # where nobody takes them
 
-    def __init__(self, facts: ModelFacts, context: BuildContext) -> None:
-        super().__init__(facts, context)
-        config, hidden = facts.config, facts.hidden_size
+    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
+        super().__init__(model_config, context)
+        config, hidden = model_config.config, model_config.hidden_size
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise CheckpointError(f"position_embedding_type is {config['position_embedding_type']!r}; the encoder knows absolute ones.")
-        self.facts = facts
+        self.model_config = model_config
         self.context = context
-        self.words = VocabEmbedding(context, "embeddings.word_embeddings", facts.vocab_size, hidden)
+        self.words = VocabEmbedding(context, "embeddings.word_embeddings", model_config.vocab_size, hidden)
         self.positions = LearntEmbedding(context, "embeddings.position_embeddings", config["max_position_embeddings"], hidden)
         self.num_types = int(config.get("type_vocab_size", 2))
         self.types = LearntEmbedding(context, "embeddings.token_type_embeddings", self.num_types, hidden)
         self.norm = LayerNorm(context, "embeddings.LayerNorm", hidden, config.get("layer_norm_eps", 1e-12))
-        self.layers = nn.ModuleList(EncoderLayer(facts, context, index) for index in range(facts.num_layers))
+        self.layers = nn.ModuleList(EncoderLayer(model_config, context, index) for index in range(model_config.num_layers))
         self.head = self.build_head() if context.task == "classify" else None
 
     @abstractmethod

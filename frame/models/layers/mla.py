@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import LatentProjections
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
     from frame.models.layers.rotary import Rotary
 
 _NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own epsilon
@@ -42,8 +42,8 @@ class LatentSizes:
     value: int
 
     @classmethod
-    def of(cls, facts: ModelFacts) -> LatentSizes:
-        config = facts.config
+    def of(cls, model_config: ModelConfig) -> LatentSizes:
+        config = model_config.config
         return cls(
             config.get("q_lora_rank"), config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
         )
@@ -55,24 +55,24 @@ class LatentAttention(nn.Module):
     `scale` is the whole factor on scores. Heads are cut over the ranks; the latent is whole on each.
     """
 
-    def __init__(self, context: BuildContext, facts: ModelFacts, layer: int, prefix: str, rotary: Rotary, scale: float) -> None:
+    def __init__(self, context: BuildContext, model_config: ModelConfig, layer: int, prefix: str, rotary: Rotary, scale: float) -> None:
         super().__init__()
         if context.attention is None:
             raise TypeError("a model's context needs an attention backend")
-        sizes = LatentSizes.of(facts)
-        heads = share(context, "attention heads", facts.num_heads).size
+        sizes = LatentSizes.of(model_config)
+        heads = share(context, "attention heads", model_config.num_heads).size
         self.kv_lora_rank = sizes.kv_lora_rank
         self.qk_nope_head_dim = sizes.nope
         self.qk_rope_head_dim = sizes.rope
-        self.hidden_size = facts.hidden_size
+        self.hidden_size = model_config.hidden_size
         self.rotary = rotary
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
         self.spec = AttentionSpec(layer, heads, 1, sizes.nope + sizes.rope, sizes.value, scale)
-        self.projections = LatentInputs(context, facts, prefix, sizes, bool(facts.config.get("attention_bias", False)))
-        self.kv_b_proj = LatentExpansion(context, facts.num_heads, heads, prefix, sizes)
-        out_bias = bool(facts.config.get("attention_bias", False))
-        self.o_proj = RowLinear(context, f"{prefix}.o_proj", facts.num_heads * sizes.value, facts.hidden_size, out_bias)
+        self.projections = LatentInputs(context, model_config, prefix, sizes, bool(model_config.config.get("attention_bias", False)))
+        self.kv_b_proj = LatentExpansion(context, model_config.num_heads, heads, prefix, sizes)
+        out_bias = bool(model_config.config.get("attention_bias", False))
+        self.o_proj = RowLinear(context, f"{prefix}.o_proj", model_config.num_heads * sizes.value, model_config.hidden_size, out_bias)
         self.kv_scales = KVScales(prefix)
         self.may_fold = context.tp.size == 1 and not out_bias
         self.folded: FoldedProjections | None = None
@@ -201,24 +201,24 @@ class LatentKernel:
 class LatentInputs(nn.Module):
     """x -> input of `q_proj`, normed latent, shared key before rotation; what is not cut over the ranks is one multiplication."""
 
-    def __init__(self, context: BuildContext, facts: ModelFacts, prefix: str, sizes: LatentSizes, bias: bool) -> None:
+    def __init__(self, context: BuildContext, model_config: ModelConfig, prefix: str, sizes: LatentSizes, bias: bool) -> None:
         super().__init__()
         latent = sizes.kv_lora_rank + sizes.rope
-        q_size = facts.num_heads * (sizes.nope + sizes.rope)
-        self.q_inputs = sizes.q_lora_rank or facts.hidden_size
+        q_size = model_config.num_heads * (sizes.nope + sizes.rope)
+        self.q_inputs = sizes.q_lora_rank or model_config.hidden_size
         self.splits: tuple[int, ...] = (sizes.kv_lora_rank, sizes.rope)
         self.kv_a_layernorm = RMSNorm(context, f"{prefix}.kv_a_layernorm", sizes.kv_lora_rank, _NORM_EPS)
         kv_a = f"{prefix}.kv_a_proj_with_mqa"
         if sizes.q_lora_rank is None:
             self.q_a_layernorm = None
-            self.q_proj = ColumnLinear(context, (f"{prefix}.q_proj",), facts.hidden_size, (q_size,))
-            self.a_proj = ReplicatedLinear(context, (kv_a,), facts.hidden_size, (latent,), bias)
+            self.q_proj = ColumnLinear(context, (f"{prefix}.q_proj",), model_config.hidden_size, (q_size,))
+            self.a_proj = ReplicatedLinear(context, (kv_a,), model_config.hidden_size, (latent,), bias)
         else:
             self.splits = (sizes.q_lora_rank, *self.splits)
             self.q_a_layernorm = RMSNorm(context, f"{prefix}.q_a_layernorm", sizes.q_lora_rank, _NORM_EPS)
             self.q_proj = ColumnLinear(context, (f"{prefix}.q_b_proj",), sizes.q_lora_rank, (q_size,))
             names = (f"{prefix}.q_a_proj", kv_a)
-            self.a_proj = ReplicatedLinear(context, names, facts.hidden_size, (sizes.q_lora_rank, latent), bias)
+            self.a_proj = ReplicatedLinear(context, names, model_config.hidden_size, (sizes.q_lora_rank, latent), bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         *q_a, latent, k_rope = self.a_proj(x).split(self.splits, -1)

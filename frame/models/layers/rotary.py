@@ -18,14 +18,14 @@ from frame.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
 
 _SPARE = 8  # positions past the limit: a request that has just ended there may run one more step
 
 
-def rope_parameters(facts: ModelFacts) -> dict[str, Any]:
+def rope_parameters(model_config: ModelConfig) -> dict[str, Any]:
     """The rotary settings of a checkpoint in one vocabulary: rope_type, rope_theta, partial_rotary_factor and the scheme's own keys."""
-    config = facts.config
+    config = model_config.config
     stored = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     stored["rope_type"] = stored.get("rope_type") or stored.get("type") or "default"
     stored.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -33,8 +33,8 @@ def rope_parameters(facts: ModelFacts) -> dict[str, Any]:
     original = config.get("original_max_position_embeddings")
     if original is not None:
         stored["original_max_position_embeddings"] = original
-    stored.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", facts.max_context))
-    stored["max_position_embeddings"] = config.get("max_position_embeddings", facts.max_context)
+    stored.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", model_config.max_context))
+    stored["max_position_embeddings"] = config.get("max_position_embeddings", model_config.max_context)
     return stored
 
 

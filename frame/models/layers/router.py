@@ -57,7 +57,7 @@ class Router(nn.Module):
         """`logits`: of `x`, where `behind` has them already."""
         if not self._has_kernels:
             return self.choose(F.linear(x.to(self.weight.dtype), self.weight).float())
-        return self._by_kernels(self._logits(x) if logits is None else logits)
+        return self._use_triton(self._logits(x) if logits is None else logits)
 
     def behind(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits of the second, norm(x + residual), x + residual) by one kernel; None where that is no gain."""
@@ -72,7 +72,7 @@ class Router(nn.Module):
 
         return few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
 
-    def _by_kernels(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _use_triton(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from frame.kernels.moe.router import route
 
         rule = self.rule

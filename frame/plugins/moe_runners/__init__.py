@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.moe import RUNNER_API, MoECapabilities, MoENeeds
+from frame.core.interfaces.moe import RUNNER_API, MoECapabilities, MoERequirements
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class KernelCapabilities(MoECapabilities):
     """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
 
-    def unsupported(self, needs: MoENeeds) -> list[Reason]:
-        if needs.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-            needs = replace(needs, device="cuda", compute_capability=None)
-        return MoECapabilities.unsupported(self, needs)
+    def unsupported(self, requirements: MoERequirements) -> list[Reason]:
+        if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            requirements = replace(requirements, device="cuda", compute_capability=None)
+        return MoECapabilities.unsupported(self, requirements)
 
 
 @hookimpl

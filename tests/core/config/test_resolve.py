@@ -16,7 +16,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import UnknownPluginError
 from frame.core.errors import PluginError
 from frame.core.interfaces.attention import AttentionCapabilities
-from frame.core.interfaces.model import ModelCapabilities, ModelFacts
+from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.core.interfaces.quantization import QuantizationCapabilities
@@ -26,7 +26,7 @@ XEON = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, cpu_features=frozenset({"a
 H200 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "NVIDIA H200", (9, 0), 140 * 2**30),) * 4)
 T4 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "T4", (7, 5), 16 * 2**30),))
 
-LLAMA = ModelFacts(
+LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",
     num_layers=2,
     hidden_size=256,
@@ -144,8 +144,8 @@ def test_the_exact_architecture_goes_before_a_better_ranked_fallback() -> None:
 
 def test_a_fallback_that_expands_latent_attention_makes_the_cache_mha() -> None:
     resolved = resolve(config(model={"implementation": "fallback"}), LAPTOP, DEEPSEEK, records())
-    assert (resolved.facts.kind, resolved.facts.latent, resolved.facts.num_kv_heads) == ("mha", None, 8)
-    assert resolve(config(), LAPTOP, DEEPSEEK, records()).facts.kind == "mla"
+    assert (resolved.model.kind, resolved.model.latent, resolved.model.num_kv_heads) == ("mha", None, 8)
+    assert resolve(config(), LAPTOP, DEEPSEEK, records()).model.kind == "mla"
 
 
 def test_an_open_dtype_gives_way_when_no_backend_computes_in_it() -> None:
@@ -240,7 +240,7 @@ def test_a_dense_model_needs_no_moe_plugin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "tp", "words", "remedy"),
+    ("model_config", "tp", "words", "remedy"),
     [
         (LLAMA, 3, "8 attention heads", 2),
         (dataclasses.replace(LLAMA, config={"intermediate_size": 510}), 4, "the inner size 510", 2),
@@ -248,12 +248,12 @@ def test_a_dense_model_needs_no_moe_plugin() -> None:
         (dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=6, config={}), 4, "6 KV heads", 3),
     ],
 )
-def test_tensor_parallelism_must_divide_the_model(facts: ModelFacts, tp: int, words: str, remedy: int) -> None:
+def test_tensor_parallelism_must_divide_the_model(model_config: ModelConfig, tp: int, words: str, remedy: int) -> None:
     with pytest.raises(ResolveError) as caught:
-        resolve(config(parallel={"tp": tp}), LAPTOP, facts, records())
+        resolve(config(parallel={"tp": tp}), LAPTOP, model_config, records())
     assert words in str(caught.value)
     assert caught.value.change == f"parallel.tp: {remedy}"
-    assert resolve(config(parallel={"tp": remedy}), LAPTOP, facts, records()).user.parallel.tp == remedy
+    assert resolve(config(parallel={"tp": remedy}), LAPTOP, model_config, records()).user.parallel.tp == remedy
 
 
 def test_kv_heads_may_be_repeated() -> None:
@@ -320,7 +320,7 @@ def test_an_installed_grammar_is_taken_and_a_missing_one_is_no_error() -> None:
 
 def test_a_record_whose_own_check_raises_harms_only_itself() -> None:
     class Bad:
-        def unsupported(self, needs: object) -> list[Reason]:
+        def unsupported(self, requirements: object) -> list[Reason]:
             raise KeyError("x")
 
     bad = record("attention_backend", "bad", Bad(), rank=1000)
@@ -386,20 +386,20 @@ CONFIGS = st.fixed_dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(sections=CONFIGS, hardware=st.sampled_from([LAPTOP, XEON, H200, T4]), facts=st.sampled_from([LLAMA, DEEPSEEK]))
+@given(sections=CONFIGS, hardware=st.sampled_from([LAPTOP, XEON, H200, T4]), model_config=st.sampled_from([LLAMA, DEEPSEEK]))
 def test_resolving_what_was_resolved_changes_nothing_and_nothing_set_is_rewritten(
-    sections: dict[str, dict[str, object]], hardware: Hardware, facts: ModelFacts
+    sections: dict[str, dict[str, object]], hardware: Hardware, model_config: ModelConfig
 ) -> None:
     user = FrameConfig.model_validate(sections)
     try:
-        first = resolve(user, hardware, facts, records())
+        first = resolve(user, hardware, model_config, records())
     except ResolveError as error:
         assert error.change or error.rejected, str(error)
         return
-    again = resolve(pinned(first), hardware, facts, records())
+    again = resolve(pinned(first), hardware, model_config, records())
     changing = {"user", "reasons", "rejected"}
     assert again.model_dump(exclude=changing) == first.model_dump(exclude=changing)
-    assert resolve(user, hardware, facts, records()) == first
+    assert resolve(user, hardware, model_config, records()) == first
     flat = pinned(first).model_dump()
     for section, values in user.model_dump(exclude={"model": {"path", "tokenizer"}}).items():
         for key, value in values.items():

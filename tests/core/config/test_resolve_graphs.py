@@ -12,11 +12,11 @@ from frame.core.config.resolve import ResolveError, resolve
 from frame.core.config.resolve_graphs import MOST_PROMPT_TOKENS, launch_bound_tokens
 from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_RUNNING
 from frame.core.config.schema import FrameConfig
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelConfig
 from frame.core.loading.model_config import EMBEDDED
 from frame.plugins.loader import load_registry
 
-LLAMA_8B = ModelFacts(
+LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
     num_layers=32,
     hidden_size=4096,
@@ -34,10 +34,10 @@ LLAMA_8B = ModelFacts(
 H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 << 30),) * 2)
 
 
-def resolved(facts: ModelFacts = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
+def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
     records = load_registry(installed=False).all_records()
     config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "execution": execution})
-    return resolve(config, H200, facts, records)
+    return resolve(config, H200, model_config, records)
 
 
 def test_few_tokens_of_large_layers_and_many_of_small_ones() -> None:
@@ -48,7 +48,7 @@ def test_few_tokens_of_large_layers_and_many_of_small_ones() -> None:
         LLAMA_8B, hidden_size=7168, num_heads=128, kind="mla", latent=(512, 64), head_dim=192,
         config={"intermediate_size": 18432, "q_lora_rank": 1536},
     )  # fmt: skip
-    assert [launch_bound_tokens(facts) for facts in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
+    assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
 
 
 def test_what_is_left_open_follows_from_model_and_machine() -> None:

@@ -55,13 +55,15 @@ def test_inputs_are_padded_and_stay_where_they_are():
 
 
 def make_loop(captured, *, overlap=True, eos=(), cache=None):
-    facts = fake_facts(VOCAB, 128, eos)
+    model_config = fake_facts(VOCAB, 128, eos)
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_registry(installed=False)
     built = [registry.load(record)(VOCAB, ROWS, CPU, None) for record in registry.records("logits_processor")]
-    pool = KVPool(kv_geometry(facts, 1, 4, "float32"), PAGES, CPU)
-    runner = TorchModelRunner(FakeModel(facts, context), facts, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12))
+    pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), PAGES, CPU)
+    runner = TorchModelRunner(
+        FakeModel(model_config, context), model_config, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12)
+    )
     if captured:
         runner.capture(captured)
     config = SchedulerConfig(

@@ -29,7 +29,7 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
-from frame.core.messages import Control, Generate, Tokens
+from frame.core.messages import Control, Generate, StepTokens
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
@@ -257,9 +257,9 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     slow, ready = SlowFake(context), FakeAttention(context)
     both = HybridAttention(slow, ready) if phase == "extends" else HybridAttention(ready, slow)
     context = replace(context, attention=both)
-    facts = fake_facts(vocab, 128)
-    pool = KVPool(kv_geometry(facts, 1, 4, "float32"), 300, context.device)
-    runner = TorchModelRunner(FakeModel(facts, context), facts, context, pool, Processors((), 8), Capacity(300, 4, 12))
+    model_config = fake_facts(vocab, 128)
+    pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), 300, context.device)
+    runner = TorchModelRunner(FakeModel(model_config, context), model_config, context, pool, Processors((), 8), Capacity(300, 4, 12))
     both.prepare([])
     runner.settle_backend()
     assert not runner.can_switch_backend
@@ -279,7 +279,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     ended: set[str] = set()
     while len(ended) < len(prompts):
         for message in near.receive(10.0):
-            assert isinstance(message, Tokens)
+            assert isinstance(message, StepTokens)
             for place, rid in enumerate(message.rids):
                 outputs[rid] += message.token_ids[place]
             ended |= {message.rids[place] for place in message.finishes}

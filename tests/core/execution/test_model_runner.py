@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, WantedTokens
+from frame.core.interfaces.batch import ScheduledBatch, SelectedTokens, SlotSetup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
@@ -33,13 +33,13 @@ class OneRank:
 
 
 def make_runner(page_size=4, slots=8, pages=200, processors=(), vocab=VOCAB):
-    facts = fake_facts(vocab, CONTEXT)
+    model_config = fake_facts(vocab, CONTEXT)
     limits = Limits(slots, 512, CONTEXT, page_size)
     context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=OneRank(), limits=limits)
     context = BuildContext(device=context.device, dtype=context.dtype, tp=context.tp, limits=limits, attention=FakeAttention(context))
-    pool = KVPool(kv_geometry(facts, 1, page_size, "float32"), pages, context.device)
-    model = FakeModel(facts, context)
-    return TorchModelRunner(model, facts, context, pool, Processors(processors, slots), Capacity(pages, page_size, 12))
+    pool = KVPool(kv_geometry(model_config, 1, page_size, "float32"), pages, context.device)
+    model = FakeModel(model_config, context)
+    return TorchModelRunner(model, model_config, context, pool, Processors(processors, slots), Capacity(pages, page_size, 12))
 
 
 class Script:
@@ -89,11 +89,11 @@ def setup(slot, ids, prompt_len=None, seed=0, **params):
     return SlotSetup(slot, SamplingParams(**params), seed, len(ids) if prompt_len is None else prompt_len, np.array(ids, np.int32))
 
 
-@pytest.mark.parametrize("narrows", [True, False])
+@pytest.mark.parametrize("supports_token_selection", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size, narrows):
+def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size, supports_token_selection):
     script = Script(make_runner(page_size), page_size)
-    script.runner.model.narrows = narrows
+    script.runner.model.supports_token_selection = supports_token_selection
     prompts = {0: [3, 1, 4, 1, 5], 2: [9, 2, 6], 5: list(range(30))}
     outputs = {slot: [] for slot in prompts}
     first = script.run(extends=[(2, prompts[2]), (0, prompts[0])], setups=[setup(s, prompts[s]) for s in (0, 2)])
@@ -131,10 +131,10 @@ def test_a_request_comes_back_in_another_slot():
     assert tokens == continuation(prompt, len(tokens), VOCAB)
 
 
-@pytest.mark.parametrize("narrows", [True, False])
-def test_an_inner_chunk_yields_nothing_and_needs_no_logits(narrows):
+@pytest.mark.parametrize("supports_token_selection", [True, False])
+def test_an_inner_chunk_yields_nothing_and_needs_no_logits(supports_token_selection):
     runner = make_runner()
-    runner.model.narrows = narrows
+    runner.model.supports_token_selection = supports_token_selection
     script = Script(runner)
     result = script.run(extends=[(0, [1, 2, 3])], setups=[setup(0, [1, 2, 3, 4])], samples=[False])
     assert result.token_ids.shape == (0,)
@@ -148,7 +148,7 @@ def test_a_model_that_narrows_is_told_whose_states_are_wanted(length, samples, w
     forward, told = runner.forward, []
 
     def watched(batch):
-        told.append(batch.get(WantedTokens))
+        told.append(batch.get(SelectedTokens))
         return forward(batch)
 
     runner.forward = watched

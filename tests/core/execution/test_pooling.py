@@ -16,7 +16,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.model import Pooling
-from frame.core.loading.model_config import read_facts
+from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.testing.checkpoints import load_reference, make_checkpoint
@@ -127,12 +127,12 @@ def test_classes(name: str, labels: int, tmp_path: Path) -> None:
 def test_pairs_have_token_types(tmp_path: Path) -> None:
     folder = make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=1)
     loop, model, each = make_loop(folder), load_reference(folder), prompts()
-    segments = [length // 2 for length in LENGTHS]
-    got = loop.pool(each, segments)
+    second_text_starts = [length // 2 for length in LENGTHS]
+    got = loop.pool(each, second_text_starts)
     assert np.abs(got - loop.pool(each)).max() > 1e-4
     with torch.no_grad():
-        for score, prompt, segment in zip(got[:, 0], each, segments, strict=True):
-            types = [int(segment and i >= segment) for i in range(len(prompt))]
+        for score, prompt, second_text_start in zip(got[:, 0], each, second_text_starts, strict=True):
+            types = [int(second_text_start and i >= second_text_start) for i in range(len(prompt))]
             logits = model(torch.tensor([prompt]), token_type_ids=torch.tensor([types])).logits
             assert abs(float(torch.sigmoid(logits)) - score) < 1e-5
 
@@ -232,13 +232,13 @@ def test_what_does_not_fit_is_refused(name: str, sections: dict[str, Any], sente
 def test_modules_that_are_not_known(tmp_path: Path) -> None:
     folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean", {"idx": 2, "path": "2_Dense", "type": "x.Dense"})
     with pytest.raises(CheckpointError, match="has a module 'Dense'"):
-        read_facts(folder)
+        read_model_config(folder)
     (folder / "modules.json").write_text(json.dumps([*MODULES, POOLING]))
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true}')
     with pytest.raises(CheckpointError, match="pooling_mode_weightedmean_tokens"):
-        read_facts(folder)
+        read_model_config(folder)
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
-    facts = read_facts(folder)
-    assert facts.sentence is not None
-    assert facts.sentence.mode == "last"
+    model_config = read_model_config(folder)
+    assert model_config.sentence is not None
+    assert model_config.sentence.mode == "last"
 

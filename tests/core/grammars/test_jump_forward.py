@@ -128,7 +128,7 @@ def test_crowd(overlap: bool, fewest: int) -> None:
         if rng.random() < 0.1:
             made.abort(rid)
     made.run()
-    assert made.scheduler.load()["retracted"] > 0 and made.scheduler.load()["jumped_tokens"] > 20
+    assert made.scheduler.load()["preempted"] > 0 and made.scheduler.load()["jumped_tokens"] > 20
 
 
 def test_looking_ahead_shows_the_grammar_as_it_is() -> None:

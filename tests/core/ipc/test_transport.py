@@ -38,7 +38,7 @@ from frame.core.ipc.transport import (
     decode_batch,
     encode_batch,
 )
-from frame.core.messages import Abort, Heartbeat, Tokens
+from frame.core.messages import Abort, Heartbeat, StepTokens
 
 
 def test_in_process_keeps_order_and_wakes() -> None:
@@ -77,16 +77,16 @@ def test_in_process_sink_is_called_by_the_sender() -> None:
 def test_zmq_routes_by_type() -> None:
     sockets = SocketDirectory()
     a, b, c = (sockets.address(name) for name in "abc")
-    first = ZmqTransport(a, b, {Tokens: c})
+    first = ZmqTransport(a, b, {StepTokens: c})
     second, third = ZmqTransport(b, a), ZmqTransport(c, None)
     alone = ZmqSender(b)
     try:
-        first.send_all([Abort(rids=["x"]), Tokens(rids=["r"], token_ids=[[1, 2]]), Abort(rids=["y"])])
+        first.send_all([Abort(rids=["x"]), StepTokens(rids=["r"], token_ids=[[1, 2]]), Abort(rids=["y"])])
         found = second.receive(10.0)
         while len(found) < 2:
             found += second.receive(10.0)
         assert found == [Abort(rids=["x"]), Abort(rids=["y"])]
-        assert third.receive(10.0) == [Tokens(rids=["r"], token_ids=[[1, 2]])]
+        assert third.receive(10.0) == [StepTokens(rids=["r"], token_ids=[[1, 2]])]
         third.send(Heartbeat(process="p", step=1))  # nowhere to go: dropped
         alone.send(Abort(rids=["z"]))
         assert second.receive(10.0) == [Abort(rids=["z"])]

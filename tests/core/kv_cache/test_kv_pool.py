@@ -37,11 +37,11 @@ def test_geometry_of_a_latent_is_whole_on_every_rank():
         assert (geometry.layout, geometry.shapes, geometry.bytes_per_token) == ("paged_latent", ((40,),), 3 * 40)
 
 
-@pytest.mark.parametrize("facts", [MHA, MLA], ids=["mha", "mla"])
+@pytest.mark.parametrize("model_config", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_what_is_stored_is_read_back_where_it_belongs(facts, dtype, page_size):
-    geometry = kv_geometry(facts, 1, page_size, dtype)
+def test_what_is_stored_is_read_back_where_it_belongs(model_config, dtype, page_size):
+    geometry = kv_geometry(model_config, 1, page_size, dtype)
     pool = KVPool(geometry, 10, CPU)
     slots = torch.tensor([page_size * 3, page_size * 9 + page_size - 1, page_size])
     values = [torch.randn(3, *shape) for shape in geometry.shapes]

@@ -14,7 +14,7 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.loading import weight_stream
 from frame.core.loading.dummy_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
-from frame.core.loading.loader import expected_shapes, finish, materialise
+from frame.core.loading.loader import allocate_parameters, expected_shapes, finish
 from frame.core.loading.safetensors_reader import Ahead, read_weights
 from frame.core.loading.weight_stream import WeightStream, read_places
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
@@ -216,7 +216,7 @@ def test_materialise_keeps_sharing_and_what_parameters_know() -> None:
         first.weight = second.weight = ShardedParameter(torch.empty(2, 3))
         second.weight.bind("here")
     both = nn.ModuleList((first, second))
-    materialise(both, torch.device("cpu"))
+    allocate_parameters(both, torch.device("cpu"))
     assert first.weight is second.weight
     assert not first.weight.is_meta
     assert isinstance(second.bias, nn.Parameter)
@@ -228,7 +228,7 @@ def test_what_a_checkpoint_leaves_open_is_zero() -> None:
         module = nn.Module()
         module.padded = ShardedParameter(torch.empty(4, 3), ShardRule(output=0))
         module.padded.bind("a", output=Range.whole(3))
-    materialise(module, torch.device("cpu"))
+    allocate_parameters(module, torch.device("cpu"))
     module.padded.load("a", torch.ones(3, 3))
     assert module.padded.tolist() == [[1.0] * 3] * 3 + [[0.0] * 3]
 

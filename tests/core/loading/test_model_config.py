@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from frame.core.errors import CheckpointError
-from frame.core.loading.model_config import EMBEDDED, find_model, read_facts
+from frame.core.loading.model_config import EMBEDDED, find_model, read_model_config
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,13 +75,13 @@ def test_what_transformers_saves_is_read(tmp_path: Path, family: str, values: di
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     config = getattr(transformers, f"{family}Config")(**values, architectures=[f"{family}{head}"], dtype="bfloat16", eos_token_id=2)
     config.save_pretrained(tmp_path)
-    facts = read_facts(tmp_path)
+    model_config = read_model_config(tmp_path)
     common = {"architecture": f"{family}{head}", "num_layers": 2, "hidden_size": 64, "vocab_size": 128, "num_heads": 4, "dtype": "bfloat16"}
     if family != "GPT2":
         common["num_kv_heads"] = 2
     for name, value in (common | {"kind": "mha", "quantization": None, "eos_token_ids": (2,)} | expected).items():
-        assert getattr(facts, name) == value, name
-    assert facts.config == json.loads((tmp_path / "config.json").read_text())
+        assert getattr(model_config, name) == value, name
+    assert model_config.config == json.loads((tmp_path / "config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_what_transformers_saves_is_read(tmp_path: Path, family: str, values: di
     ],
 )
 def test_real_life_spellings(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    facts = read_facts(write(tmp_path, BASE | changes))
+    model_config = read_model_config(write(tmp_path, BASE | changes))
     for name, value in expected.items():
-        assert getattr(facts, name) == value, name
+        assert getattr(model_config, name) == value, name
     for rope in ("rope_scaling", "rope_parameters"):
-        assert facts.config.get(rope) == changes.get(rope), "kept as it is"
+        assert model_config.config.get(rope) == changes.get(rope), "kept as it is"
 
 
 def test_a_nested_text_part_inherits_what_stands_outside(tmp_path: Path) -> None:
@@ -124,19 +124,19 @@ def test_a_nested_text_part_inherits_what_stands_outside(tmp_path: Path) -> None
         "eos_token_id": 7,
         "vision_config": {},
     }
-    facts = read_facts(write(tmp_path, outer))
-    assert (facts.architecture, facts.hidden_size, facts.dtype, facts.eos_token_ids) == (
+    model_config = read_model_config(write(tmp_path, outer))
+    assert (model_config.architecture, model_config.hidden_size, model_config.dtype, model_config.eos_token_ids) == (
         "SomeVLForConditionalGeneration",
         64,
         "bfloat16",
         (7,),
     )
-    assert "vision_config" not in facts.config
+    assert "vision_config" not in model_config.config
 
 
 def test_the_ends_of_both_files_count(tmp_path: Path) -> None:
-    facts = read_facts(write(tmp_path, BASE | {"eos_token_id": 5}, {"eos_token_id": [9, 5, 11]}))
-    assert facts.eos_token_ids == (9, 5, 11)
+    model_config = read_model_config(write(tmp_path, BASE | {"eos_token_id": 5}, {"eos_token_id": [9, 5, 11]}))
+    assert model_config.eos_token_ids == (9, 5, 11)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_ends_of_both_files_count(tmp_path: Path) -> None:
 )
 def test_wrong_files_are_one_sentence(tmp_path: Path, config: object, words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read_facts(write(tmp_path, config))
+        read_model_config(write(tmp_path, config))
     text = str(caught.value)
     assert words in text
     assert str(tmp_path) in text
@@ -163,16 +163,16 @@ def test_wrong_files_are_one_sentence(tmp_path: Path, config: object, words: str
 
 def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
-        read_facts(tmp_path)
+        read_model_config(tmp_path)
     with pytest.raises(CheckpointError, match="no-such' is no folder"):
-        read_facts(tmp_path / "no-such")
+        read_model_config(tmp_path / "no-such")
     with pytest.raises(CheckpointError, match="download it first"):
-        read_facts("org/model")
+        read_model_config("org/model")
 
 
 def test_the_embedded_model_is_found_by_name() -> None:
     assert find_model(EMBEDDED).name == "frame_tiny"
     assert find_model("~/x").is_absolute()
-    facts = read_facts(EMBEDDED)
-    assert (facts.architecture, facts.kind) == ("DeepseekV3ForCausalLM", "mla")
-    assert facts.max_context >= 4096
+    model_config = read_model_config(EMBEDDED)
+    assert (model_config.architecture, model_config.kind) == ("DeepseekV3ForCausalLM", "mla")
+    assert model_config.max_context >= 4096

@@ -26,14 +26,14 @@ def test_a_message_becomes_a_request() -> None:
     params = SamplingParams(max_tokens=7, stop_token_ids=(9, 3), seed=11)
     request = accepted(Generate(rid="a", token_ids=[5, 6, 7, 8], output_len=1, params=params, priority=2, namespace="n", deadline=1.5))
     assert (request.prompt.tolist(), list(request.output), request.all_tokens().tolist()) == ([5, 6, 7], [8], [5, 6, 7, 8])
-    assert (request.prompt_len, request.output_len, request.num_tokens, request.max_total, request.max_new_tokens) == (3, 1, 4, 10, 7)
+    assert (request.prompt_len, request.output_len, request.num_tokens, request.max_num_tokens, request.max_new_tokens) == (3, 1, 4, 10, 7)
     assert (request.seed, request.priority, request.namespace, request.arrival, request.deadline) == (11, 2, "n", 5.0, 6.5)
     assert request.stop_ids == (2, 3, 9)
 
 
 def test_defaults() -> None:
     request = accepted(Generate(rid="a", token_ids=[5], params=SamplingParams(ignore_eos=True, stop_token_ids=(9,))))
-    assert (request.stop_ids, request.deadline, request.max_total) == ((9,), 65.0, 30)
+    assert (request.stop_ids, request.deadline, request.max_num_tokens) == ((9,), 65.0, 30)
     admission = Admission(CONFIG)
     drawn = [admission.accept(Generate(rid=str(i), token_ids=[5], params=SamplingParams()), 0.0, None) for i in range(3)]
     seeds = [request.seed for request in drawn if isinstance(request, Request)]

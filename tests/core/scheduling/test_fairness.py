@@ -127,7 +127,7 @@ def test_high_priority_pushes_low_back_and_they_end_as_if_nothing_had_been(preem
     high = [found.add(prompt(20, 50 + i), params(5), priority=5) for i in range(2)]
     waits = steps_to_first_token(found, high[0])
     assert (waits <= 4) == preemption
-    assert (found.scheduler.load()["retracted"] > 0) == preemption
+    assert (found.scheduler.load()["preempted"] > 0) == preemption
     found.run()  # every token is what an undisturbed run yields
     assert all(len(found.requests[rid].got) == 60 for rid in low)
 
@@ -141,7 +141,7 @@ def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway() -> None:
     large = found.add([4] * 1200, params(10), priority=10)
     for _ in range(120):
         found.step()
-    assert found.scheduler.load()["retracted"] == 0
+    assert found.scheduler.load()["preempted"] == 0
     assert all(len(found.requests[rid].got) == 100 for rid in small)
     assert not found.requests[large].got
     found.run()
@@ -154,7 +154,7 @@ def test_no_more_are_preempted_than_are_needed() -> None:
     found.step()
     found.add(prompt(48, 90), params(3), priority=1)
     found.run()
-    assert found.scheduler.load()["retracted"] == 1
+    assert found.scheduler.load()["preempted"] == 1
 
 
 def test_pages_that_others_hold_too_make_no_room() -> None:
@@ -166,7 +166,7 @@ def test_pages_that_others_hold_too_make_no_room() -> None:
     found.add(prompt(60, 50), params(2), priority=1)  # 15 pages, where 9 are free and 4 would be with two gone
     for _ in range(3):
         found.step()
-        assert found.scheduler.load()["retracted"] == 0
+        assert found.scheduler.load()["preempted"] == 0
     found.run()
 
 
@@ -177,7 +177,7 @@ def test_a_preemption_for_priority_is_no_sign_of_a_shortage() -> None:
     found.step()
     found.add(prompt(20, 7), params(2), priority=1)
     found.step()
-    assert found.scheduler.load()["retracted"] == 1
+    assert found.scheduler.load()["preempted"] == 1
     assert found.scheduler._planner._ahead == 8
 
 
@@ -186,7 +186,7 @@ def test_equal_priorities_push_nobody() -> None:
     for i in range(4):
         found.add(prompt(20, i), params(30), priority=3)
     found.run()
-    assert found.scheduler.load()["retracted"] == 0
+    assert found.scheduler.load()["preempted"] == 0
 
 
 # ageing ------------------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ CONFIG = SchedulerConfig(page_size=4, num_pages=40, max_running=4, token_budget=
 
 
 def lose_a_page(scheduler: Scheduler) -> None:
-    scheduler._running.ledger.take(3)
+    scheduler._running.kv_manager.take(3)
 
 
 def lose_an_unlock(scheduler: Scheduler) -> None:
-    cache = scheduler._running.ledger.cache
+    cache = scheduler._running.kv_manager.cache
     cache.lock(cache.match(scheduler._running.requests[0].tokens).handle)
-    scheduler._running.ledger.unlock_prefix(scheduler._running.requests[0])
+    scheduler._running.kv_manager.unlock_prefix(scheduler._running.requests[0])
     handle = cache.match(DONE).handle
     assert handle is not None
     cache.lock(handle)

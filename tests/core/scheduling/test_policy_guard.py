@@ -169,5 +169,5 @@ def test_requests_are_served_when_pages_run_out_and_the_choice_of_who_gives_way_
     for i in range(6):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()
-    assert made.scheduler.load()["retracted"] > 0
+    assert made.scheduler.load()["preempted"] > 0
     assert "FaultyInChoice" in caplog.records[0].getMessage()

@@ -9,7 +9,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Generate
-from frame.core.scheduling.prefix_dedup import LEAST, SharedStarts
+from frame.core.scheduling.prefix_dedup import LEAST, InBatchPrefixSharing
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
@@ -42,15 +42,15 @@ def request(tokens, namespace=""):
 )
 def test_common_tokens(one, other, shared):
     running = request(one)
-    assert SharedStarts([running]).find(request(other)) == ((running, shared) if shared else (None, 0))
+    assert InBatchPrefixSharing([running]).find(request(other)) == ((running, shared) if shared else (None, 0))
 
 
 def test_tenants_share_nothing():
-    assert SharedStarts([request(SHARED, "a")]).find(request(SHARED, "b")) == (None, 0)
+    assert InBatchPrefixSharing([request(SHARED, "a")]).find(request(SHARED, "b")) == (None, 0)
 
 
 def test_waiting_must_save_half_of_the_work():
-    starts = SharedStarts([])
+    starts = InBatchPrefixSharing([])
     assert starts.is_worth_waiting(4096, 0, 4160)
     assert not starts.is_worth_waiting(4096, 4000, 4160)
     assert not starts.is_worth_waiting(LEAST, 0, 4 * LEAST)
@@ -109,7 +109,7 @@ def test_a_new_request_does_not_wait_for_the_end_of_a_preempted_one():
     for _ in range(600):
         batch = scheduler.next_batch()
         scheduler.commit(batch, loop.runner.launch(batch).wait())
-    scheduler._planner.retract(scheduler._requests["old"])
+    scheduler._planner.preempt(scheduler._requests["old"])
     scheduler.flush_cache()
     add(loop, "new", [*SHARED, 9, 8, 7, 6])
     assert first_tokens(loop, limit=20)["new"] <= 6

@@ -10,17 +10,17 @@ from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
-from frame.core.scheduling.kv_cache_manager import PageLedger
-from frame.core.scheduling.output_processor import StepOutcome
-from frame.core.scheduling.request import Request, RequestState
-from frame.core.scheduling.request_slots import FIRST, LOGPROBS, MIN_STOP_WIDTH, RECENT, RequestTable
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
+from frame.core.scheduling.output_processor import OutputProcessor
+from frame.core.scheduling.request import Request, RequestStatus
+from frame.core.scheduling.request_slots import FIRST, LOGPROBS, MIN_STOP_WIDTH, TOKEN_BUFFER, RequestTable
 from frame.core.scheduling.running import InFlight, RunningSet
 from frame.testing.scheduler_rig import OldestFirst
 
 
 def running(num_pages: int = 10, slots: int = 2) -> RunningSet:
     table = RequestTable(slots, max_pages=8)
-    return RunningSet(table, PageLedger(table, RadixCache(2, OldestFirst()), PagedAllocator(num_pages), 2))
+    return RunningSet(table, KVCacheManager(table, RadixCache(2, OldestFirst()), PagedAllocator(num_pages), 2))
 
 
 def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), params: SamplingParams | None = None) -> Request:
@@ -33,7 +33,7 @@ def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), param
         index=index,
         arrival=0.0,
         deadline=9.0,
-        max_total=16,
+        max_num_tokens=16,
         stop_ids=stop_ids,
     )
     made.tokens = prompt
@@ -41,7 +41,7 @@ def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), param
 
 
 def entered(on: RunningSet, made: Request) -> Request:
-    on.enter(made, on.ledger.lock_prefix(made))
+    on.enter(made, on.kv_manager.lock_prefix(made))
     return made
 
 
@@ -49,7 +49,7 @@ def step(on: RunningSet, number: int, slots: list[int]) -> InFlight:
     a, rows = on.table.arrays, np.array(slots, np.intp)
     a.last_step[rows] = number
     ones = np.ones(len(rows), np.int32)
-    record = InFlight(number, rows, a.epoch[rows], a.computed[rows], ones, ones.astype(np.bool_), len(rows))
+    record = InFlight(number, rows, a.epoch[rows], a.num_computed_tokens[rows], ones, ones.astype(np.bool_), len(rows))
     on.in_flight.append(record)
     return record
 
@@ -57,22 +57,22 @@ def step(on: RunningSet, number: int, slots: list[int]) -> InFlight:
 def test_the_row_of_a_request_from_start_to_end() -> None:
     on = running()
     made = entered(on, request(0, [1, 2, 3, 4, 5]))
-    ledger, a = on.ledger, on.table.arrays
-    assert ledger.grow(made.slot, 5)
+    kv_manager, a = on.kv_manager, on.table.arrays
+    assert kv_manager.grow(made.slot, 5)
     assert a.num_pages[made.slot] == 3
-    writes = ledger.take_writes()
+    writes = kv_manager.take_writes()
     assert writes[:, :2].tolist() == [[made.slot, 0], [made.slot, 1], [made.slot, 2]]
     assert a.page_table[made.slot, :3].tolist() == writes[:, 2].tolist()
-    assert not ledger.grow(made.slot, 16 + 8)
-    assert len(ledger.take_writes()) == 0
-    assert len(ledger.share(made, 5)) == 0
-    assert ledger.shared_pages(made.slot).tolist() == writes[:2, 2].tolist()
-    assert ledger.private_pages(made.slot).tolist() == writes[2:, 2].tolist()
-    ledger.write_again(np.array([made.slot]))
-    assert ledger.take_writes().tolist() == writes.tolist()
-    a.computed[made.slot] = 5
-    on.leave(made, keep=True, state=RequestState.FINISHED)
-    assert (ledger.cache.num_evictable, ledger.allocator.num_free) == (2, 7)
+    assert not kv_manager.grow(made.slot, 16 + 8)
+    assert len(kv_manager.take_writes()) == 0
+    assert len(kv_manager.share(made, 5)) == 0
+    assert kv_manager.shared_pages(made.slot).tolist() == writes[:2, 2].tolist()
+    assert kv_manager.private_pages(made.slot).tolist() == writes[2:, 2].tolist()
+    kv_manager.write_again(np.array([made.slot]))
+    assert kv_manager.take_writes().tolist() == writes.tolist()
+    a.num_computed_tokens[made.slot] = 5
+    on.leave(made, keep=True, state=RequestStatus.FINISHED)
+    assert (kv_manager.cache.num_evictable, kv_manager.allocator.num_free) == (2, 7)
     assert on.take_released() == [0]
     assert on.take_released() == []
 
@@ -80,30 +80,30 @@ def test_the_row_of_a_request_from_start_to_end() -> None:
 def test_take_evicts_only_when_that_is_enough() -> None:
     on = running()
     first = entered(on, request(0, [1, 2, 3, 4]))
-    on.ledger.grow(first.slot, 4)
-    on.table.arrays.computed[first.slot] = 4
-    on.leave(first, keep=True, state=RequestState.FINISHED)
-    assert on.ledger.num_available == 9
-    assert on.ledger.take(10) is None
-    assert on.ledger.cache.num_evictable == 2
-    assert len(on.ledger.take(8) if on.ledger.num_available else []) == 8
-    assert on.ledger.cache.num_evictable == 1
+    on.kv_manager.grow(first.slot, 4)
+    on.table.arrays.num_computed_tokens[first.slot] = 4
+    on.leave(first, keep=True, state=RequestStatus.FINISHED)
+    assert on.kv_manager.num_available == 9
+    assert on.kv_manager.take(10) is None
+    assert on.kv_manager.cache.num_evictable == 2
+    assert len(on.kv_manager.take(8) if on.kv_manager.num_available else []) == 8
+    assert on.kv_manager.cache.num_evictable == 1
 
 
 def test_what_a_step_in_flight_uses_comes_back_after_it() -> None:
     on = running()
     made = entered(on, request(0, [1, 2, 3, 4]))
-    on.ledger.grow(made.slot, 4)
+    on.kv_manager.grow(made.slot, 4)
     slot = made.slot
     step(on, 7, [slot])
-    on.leave(made, keep=False, state=RequestState.FINISHED)
+    on.leave(made, keep=False, state=RequestStatus.FINISHED)
     assert (on.num_deferred_pages, on.num_deferred_slots) == (2, 1)
-    assert (on.ledger.allocator.num_free, on.table.num_free) == (7, 1)
+    assert (on.kv_manager.allocator.num_free, on.table.num_free) == (7, 1)
     with pytest.raises(RuntimeError, match="step 8 is committed out of order: the oldest step in flight is 7"):
         on.begin_commit(8)
     record = on.begin_commit(7)
     on.end_commit(record)
-    assert (on.ledger.allocator.num_free, on.table.num_free) == (9, 2)
+    assert (on.kv_manager.allocator.num_free, on.table.num_free) == (9, 2)
     with pytest.raises(RuntimeError, match="oldest step in flight is none"):
         on.begin_commit(8)
 
@@ -115,7 +115,7 @@ def test_requests_are_kept_in_order_of_arrival() -> None:
     assert [made.index for made in on.requests] == [1, 3, 4]
     assert [setup.slot for setup in on.take_setups()] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="request slot 1 is empty"):
-        on.leave(on.requests[0], keep=False, state=RequestState.WAITING)
+        on.leave(on.requests[0], keep=False, state=RequestStatus.WAITING)
         on.table.request(1)
 
 
@@ -124,12 +124,12 @@ def test_the_table_moves_tokens_to_the_request_and_widens_for_stop_ids() -> None
     made = entered(on, request(0, [1, 2], params=SamplingParams(logprobs=1)))
     a, slots = on.table.arrays, np.array([made.slot])
     assert a.special[made.slot] == FIRST | LOGPROBS
-    for token in range(RECENT + 3):
+    for token in range(TOKEN_BUFFER + 3):
         known = on.table.append(slots, np.array([token], np.int32))
-    assert known.tolist() == [RECENT + 5]
-    assert list(made.output) == list(range(RECENT))
+    assert known.tolist() == [TOKEN_BUFFER + 5]
+    assert list(made.output) == list(range(TOKEN_BUFFER))
     on.table.flush(made.slot)
-    assert list(made.output) == list(range(RECENT + 3))
+    assert list(made.output) == list(range(TOKEN_BUFFER + 3))
     other = entered(on, request(1, [1], stop_ids=tuple(range(MIN_STOP_WIDTH + 2))))
     assert a.stop_ids[other.slot].tolist() == list(range(MIN_STOP_WIDTH + 2))
     assert set(a.stop_ids[made.slot].tolist()) == {-1}
@@ -139,6 +139,6 @@ def test_a_result_of_another_size_is_refused() -> None:
     on = running()
     made = entered(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
-    outcome = StepOutcome(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8))
+    outcome = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8))
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 sampling rows"):
         outcome.apply(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

@@ -95,7 +95,7 @@ def test_retraction_changes_no_token_and_spares_the_oldest(overlap: bool, page_s
     made.run()
     assert recorder.victims
     assert all(victim != oldest for victim, oldest in recorder.victims)
-    assert made.scheduler.load()["retracted"] == len(recorder.victims)
+    assert made.scheduler.load()["preempted"] == len(recorder.victims)
     # they come back cheaply: their computed prefix is still cached, unless it had to be evicted
     recomputed = made.runner.num_tokens - 6 * (8 + 27)
     assert recomputed < 30 * len(recorder.victims)
@@ -107,7 +107,7 @@ def test_the_growth_reserve_prevents_retraction(reserve: int) -> None:
     for i in range(6):
         made.add(prompt(8, i), params(max_tokens=16))
     made.run()
-    assert (made.scheduler.load()["retracted"] == 0) == (reserve == 32)
+    assert (made.scheduler.load()["preempted"] == 0) == (reserve == 32)
 
 
 def test_long_answers() -> None:
@@ -124,7 +124,7 @@ def test_the_retracted_one_comes_back_before_others() -> None:
     for i in range(5):
         made.add(prompt(8, i), params(max_tokens=30))
     made.run()
-    assert made.scheduler.load()["retracted"] > 0
+    assert made.scheduler.load()["preempted"] > 0
     assert ended == [f"request-{i}" for i in range(5)]
 
 
@@ -137,7 +137,7 @@ def test_a_policy_that_names_nobody_cannot_stall_the_engine() -> None:
     for i in range(4):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()
-    assert made.scheduler.load()["retracted"] > 0
+    assert made.scheduler.load()["preempted"] > 0
 
 
 def test_a_policy_that_names_the_oldest_is_told_and_the_newest_gives_way(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +149,7 @@ def test_a_policy_that_names_the_oldest_is_told_and_the_newest_gives_way(caplog:
     for i in range(4):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()
-    assert made.scheduler.load()["retracted"] > 0
+    assert made.scheduler.load()["preempted"] > 0
     assert "Wrong, asked for a victim, named the oldest request" in caplog.records[0].getMessage()
 
 
@@ -165,5 +165,5 @@ def test_priority_pushes_lower_ones_off(overlap: bool) -> None:
     urgent = made.add(prompt(8, 90), params(max_tokens=3), priority=5)
     made.run()
     assert ended[0] == urgent
-    assert made.scheduler.load()["retracted"] == 1
+    assert made.scheduler.load()["preempted"] == 1
     assert ended[1] == "request-0"  # the oldest was not pushed off

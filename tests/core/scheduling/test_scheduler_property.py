@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def preempt(self) -> None:
         planner = self.rig.scheduler._planner
-        planner.retract(planner._running.requests[-1])
+        planner.preempt(planner._running.requests[-1])
 
     @rule()
     def flush_cache(self) -> None:
@@ -194,7 +194,7 @@ def test_crowd(policy: str, overlap: bool) -> None:
         for _ in range(rng.choice((0, 0, 2))):
             rig.step()
     rig.run()
-    assert rig.scheduler.load()["retracted"] > 0
+    assert rig.scheduler.load()["preempted"] > 0
     assert rig.scheduler.load()["cached_tokens"] > 0
 
 
@@ -215,7 +215,7 @@ def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
             rig.step()
         if rng.random() < 0.3:
             for request in list(planner._running.requests):
-                planner.retract(request)
+                planner.preempt(request)
             rig.scheduler.flush_cache()
     rig.run()
-    assert rig.scheduler.load()["retracted"] > 0
+    assert rig.scheduler.load()["preempted"] > 0

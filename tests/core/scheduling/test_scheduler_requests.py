@@ -71,7 +71,7 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
             done, step = in_flight.pop(0)
             tokens = made.scheduler.commit(done, step.wait())
             finishes.update({tokens.rids[i]: finish for i, finish in tokens.finishes.items()})
-        if batch is not None and batch.mask_follows:
+        if batch is not None and batch.has_deferred_grammar_mask:
             followed += 1
             in_flight[-1][1].sample(made.scheduler.mask(batch))
         made.scheduler.check_integrity()
@@ -79,7 +79,7 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
     assert len(grammar.taken) == 20
     assert [token % 2 for token in grammar.taken] == [0, 1] * 10
     assert finishes["constrained"] == Finish("stop")
-    assert made.scheduler.load()["retracted"] == 0 or pages == 14
+    assert made.scheduler.load()["preempted"] == 0 or pages == 14
 
 
 def test_a_token_that_breaks_the_grammar_is_an_error() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.scheduling.request import RequestState
+from frame.core.scheduling.request import RequestStatus
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
 from frame.testing.conformance_policies import example_requests
 
@@ -37,7 +37,7 @@ def test_deadlines_forget_who_ended() -> None:
     for i, request in enumerate(requests):
         request.deadline = float(i % 10)
         deadlines.watch(request, num_alive=10)
-        request.state = RequestState.FINISHED if i % 30 else RequestState.RUNNING
+        request.state = RequestStatus.FINISHED if i % 30 else RequestStatus.RUNNING
     assert len(deadlines) <= 2 * 10 + 64
     assert deadlines.expired(-1.0) == []
     assert {request.index for request in deadlines.expired(0.0)} == {i for i in range(300) if i % 30 == 0}

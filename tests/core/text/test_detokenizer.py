@@ -17,9 +17,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.inflight_file import mark_of
+from frame.core.ipc.inflight_file import hash_request
 from frame.core.loading.model_config import find_model
-from frame.core.messages import Finish, Text, TokenLogprobs, Tokens, Watch
+from frame.core.messages import Finish, StartDetokenize, StepText, StepTokens, TokenLogprobs
 from frame.core.text.detokenizer import BY_INDEX, Detokenizer
 from frame.core.text.incremental_decoder import FAILED, ByteDecoder, TextStream
 from frame.core.text.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ def test_the_stop_token_has_no_text_unless_asked() -> None:
 def watching(*rids: str, **params: object) -> Detokenizer:
     detokenizer = Detokenizer(byte_level())
     for rid in rids:
-        assert detokenizer.watch(Watch(rid=rid, params=SamplingParams(**params))) == []  # type: ignore[arg-type]
+        assert detokenizer.watch(StartDetokenize(rid=rid, params=SamplingParams(**params))) == []  # type: ignore[arg-type]
     return detokenizer
 
 
@@ -216,27 +216,27 @@ def spell(text: str) -> list[int]:
 
 def test_state_is_dropped_at_the_end() -> None:
     detokenizer = watching("x", "y", "z")
-    detokenizer.process(Tokens(rids=["x", "y"], token_ids=[spell("a"), spell("b")], finishes={1: LENGTH}))
+    detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("a"), spell("b")], finishes={1: LENGTH}))
     assert len(detokenizer) == 2
     detokenizer.forget(["z"])
-    detokenizer.process(Tokens(rids=["x"], token_ids=[[]], finishes={0: Finish("abort")}))
+    detokenizer.process(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("abort")}))
     assert len(detokenizer) == 0
 
 
 def test_a_stop_string_is_reported_once_and_later_tokens_are_left_out() -> None:
     detokenizer = watching("x", "y", stop=["b"])
-    first = detokenizer.process(Tokens(rids=["x", "y"], token_ids=[spell("ab"), spell("c")], cached={0: 4}))
+    first = detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("ab"), spell("c")], cached={0: 4}))
     assert (first.texts, first.finishes, first.stopped) == (["a", "c"], {0: Finish("stop", "b")}, [0])
-    later = detokenizer.process(Tokens(rids=["x", "y"], token_ids=[spell("z"), spell("d")], cached={1: 9}, finishes={1: LENGTH}))
+    later = detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("z"), spell("d")], cached={1: 9}, finishes={1: LENGTH}))
     assert (later.rids, later.texts, later.finishes, later.cached) == (["y"], ["d"], {0: LENGTH}, {0: 9})
     assert len(detokenizer) == 1  # x stays until the engine heard of it
-    assert detokenizer.process(Tokens(rids=["x"], token_ids=[[]], finishes={0: Finish("stop")})).rids == []
+    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("stop")})).rids == []
     assert len(detokenizer) == 0
 
 
 def test_tokens_after_a_stop_string_in_one_step_do_not_count() -> None:
     detokenizer = watching("x", stop=["b"])
-    text = detokenizer.process(Tokens(rids=["x"], token_ids=[spell("abcd")]))
+    text = detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("abcd")]))
     assert (text.texts, text.token_ids) == (["a"], [spell("ab")])
 
 
@@ -246,10 +246,10 @@ def test_all_that_overtakes_its_watch_is_kept() -> None:
     parts: dict[str, Any] = {"cached": {1: 3}, "waited": {1: 0.25}, "logprobs": {1: logprobs}, "prompt_logprobs": {1: logprobs}}
     parts |= {"finishes": {1: LENGTH}}
     assert {*parts, "pooled"} == set(BY_INDEX)  # a vector has no text
-    step = Tokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
+    step = StepTokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
     detokenizer = Detokenizer(byte_level(), early_limit=2)
     assert detokenizer.process(step).rids == []
-    (late,) = detokenizer.watch(Watch(rid="x", params=SamplingParams()))
+    (late,) = detokenizer.watch(StartDetokenize(rid="x", params=SamplingParams()))
     known = watching("x").process(step)  # of one request whose Watch came in time
     for text in (late, known):
         assert {name: getattr(text, name) for name in parts} == {name: {0: values[1]} for name, values in parts.items()}
@@ -257,37 +257,37 @@ def test_all_that_overtakes_its_watch_is_kept() -> None:
 
 def test_tokens_may_overtake_their_watch() -> None:
     detokenizer = Detokenizer(byte_level(), early_limit=1)
-    assert detokenizer.process(Tokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
-    assert detokenizer.process(Tokens(rids=["x"], token_ids=[spell("a")], cached={0: 3})).rids == []
-    assert detokenizer.process(Tokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
-    late = detokenizer.watch(Watch(rid="x", params=SamplingParams()))
+    assert detokenizer.process(StepTokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
+    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("a")], cached={0: 3})).rids == []
+    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
+    late = detokenizer.watch(StartDetokenize(rid="x", params=SamplingParams()))
     assert [text.texts for text in late] == [["a"], ["b"]]
     assert late[0].cached == {0: 3}
     assert late[1].finishes == {0: LENGTH}
     assert len(detokenizer) == 0
-    assert detokenizer.watch(Watch(rid="nobody's", params=SamplingParams())) == []
+    assert detokenizer.watch(StartDetokenize(rid="nobody's", params=SamplingParams())) == []
 
 
 @pytest.mark.parametrize("cut", range(8))
 def test_a_request_goes_on_where_its_text_was(cut: int) -> None:
     ids = [*spell("abä"), *spell("bcab")]  # a character of two tokens, and a stop string that is begun several times
     whole, half = watching("x", stop=["abc"]), watching("x", stop=["abc"])
-    expected = whole.process(Tokens(rids=["x"], token_ids=[ids], finishes={0: LENGTH})).texts[0]
-    first = half.process(Tokens(rids=["x"], token_ids=[ids[:cut]])).texts[0]
+    expected = whole.process(StepTokens(rids=["x"], token_ids=[ids], finishes={0: LENGTH})).texts[0]
+    first = half.process(StepTokens(rids=["x"], token_ids=[ids[:cut]])).texts[0]
     other = Detokenizer(byte_level())
-    assert other.watch(Watch(rid="x~2", params=SamplingParams(stop=("abc",)), token_ids=ids[:cut])) == []
-    assert first + other.process(Tokens(rids=["x~2"], token_ids=[ids[cut:]], finishes={0: LENGTH})).texts[0] == expected
+    assert other.watch(StartDetokenize(rid="x~2", params=SamplingParams(stop=("abc",)), token_ids=ids[:cut])) == []
+    assert first + other.process(StepTokens(rids=["x~2"], token_ids=[ids[cut:]], finishes={0: LENGTH})).texts[0] == expected
 
 
 def test_a_step_keeps_its_order_and_its_extras() -> None:
     detokenizer = watching("x", "y")
-    tokens = Tokens(rids=["y", "x"], token_ids=[spell("b"), spell("a")], cached={1: 2})
-    assert detokenizer.process(tokens) == Text(rids=["y", "x"], texts=["b", "a"], token_ids=[spell("b"), spell("a")], cached={1: 2})
+    tokens = StepTokens(rids=["y", "x"], token_ids=[spell("b"), spell("a")], cached={1: 2})
+    assert detokenizer.process(tokens) == StepText(rids=["y", "x"], texts=["b", "a"], token_ids=[spell("b"), spell("a")], cached={1: 2})
 
 
 def test_unknown_ids_have_no_text() -> None:
     detokenizer = watching("x")
-    assert detokenizer.process(Tokens(rids=["x"], token_ids=[[10**6]])).texts == [""]
+    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[[10**6]])).texts == [""]
 
 
 class Broken:
@@ -312,51 +312,51 @@ class Panic(BaseException):
     """As libraries in Rust raise."""
 
 
-def breaking(error: BaseException, roster: np.ndarray | None = None) -> Detokenizer:
+def breaking(error: BaseException, inflight: np.ndarray | None = None) -> Detokenizer:
     """Of requests with prompt token 7 the third token cannot be made text."""
 
     class Breaking(Detokenizer):
         def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
             return TextStream(Broken(error), params) if 7 in prompt_tail else super().stream(params, prompt_tail)
 
-    return Breaking(byte_level(), roster=roster)
+    return Breaking(byte_level(), inflight=inflight)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such piece"), Panic("index out of bounds")], ids=["exception", "panic"])
 @pytest.mark.parametrize("finish", [None, LENGTH], ids=["running", "ending"])
 def test_a_text_that_cannot_be_made_ends_its_request_alone(error: BaseException, finish: Finish | None) -> None:
     detokenizer = breaking(error)
-    detokenizer.watch(Watch(rid="bad", params=SamplingParams(), prompt_tail=[7]))
-    detokenizer.watch(Watch(rid="good", params=SamplingParams()))
-    step = Tokens(rids=["bad", "good"], token_ids=[[65, 66, 67], [65, 66, 67]], finishes={} if finish is None else {0: finish})
+    detokenizer.watch(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7]))
+    detokenizer.watch(StartDetokenize(rid="good", params=SamplingParams()))
+    step = StepTokens(rids=["bad", "good"], token_ids=[[65, 66, 67], [65, 66, 67]], finishes={} if finish is None else {0: finish})
     text = detokenizer.process(step)
     assert (text.texts[0], text.finishes) == ("", {0: FAILED})
-    assert text.texts[1] == detokenizer.process(Tokens(rids=["good"], token_ids=[[65, 66, 67]])).texts[0] != ""
+    assert text.texts[1] == detokenizer.process(StepTokens(rids=["good"], token_ids=[[65, 66, 67]])).texts[0] != ""
     assert text.stopped == ([0] if finish is None else [])  # the engine is told, if it does not know
-    detokenizer.process(Tokens(rids=["bad"], token_ids=[[]], finishes={0: Finish("stop")}))
+    detokenizer.process(StepTokens(rids=["bad"], token_ids=[[]], finishes={0: Finish("stop")}))
     assert len(detokenizer) == 1
 
 
 def test_a_text_that_cannot_be_made_again_ends_its_request() -> None:
     detokenizer = breaking(RuntimeError("no such piece"))
-    (text,) = detokenizer.watch(Watch(rid="bad", params=SamplingParams(), prompt_tail=[7], token_ids=[65, 66, 67]))
+    (text,) = detokenizer.watch(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7], token_ids=[65, 66, 67]))
     assert (text.rids, text.finishes, text.stopped) == (["bad"], {0: FAILED}, [0])
 
 
 def test_the_roster_says_whose_text_is_being_made() -> None:
-    roster = np.zeros(1, np.uint64)
+    inflight = np.zeros(1, np.uint64)
     seen: list[int] = []
 
     class Noting(Broken):
         def feed(self, token_id: int) -> str:
-            seen.append(int(roster[0]))
+            seen.append(int(inflight[0]))
             return "x"
 
-    detokenizer = Detokenizer(byte_level(), roster=roster)
+    detokenizer = Detokenizer(byte_level(), inflight=inflight)
     for rid in ("a", "b"):
-        detokenizer.watch(Watch(rid=rid, params=SamplingParams()))
+        detokenizer.watch(StartDetokenize(rid=rid, params=SamplingParams()))
         detokenizer._streams[rid].decoder, detokenizer._streams[rid].strings = Noting(ValueError()), None
-    detokenizer.process(Tokens(rids=["a", "b"], token_ids=[[65], [66]]))
-    detokenizer.watch(Watch(rid="c", params=SamplingParams(), token_ids=[65]))
-    assert seen == [mark_of("a"), mark_of("b")]
-    assert roster[0] == 0
+    detokenizer.process(StepTokens(rids=["a", "b"], token_ids=[[65], [66]]))
+    detokenizer.watch(StartDetokenize(rid="c", params=SamplingParams(), token_ids=[65]))
+    assert seen == [hash_request("a"), hash_request("b")]
+    assert inflight[0] == 0

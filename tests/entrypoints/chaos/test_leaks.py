@@ -31,6 +31,6 @@ def test_a_plugin_that_leaks(checkpoint: Path, fake_server: RunningServer, what:
         assert 0 < server.metric(metric) < limit
         assert storm(server) == calm
         assert restarts(server) >= 1
-        assert server.metric("frame_requests_readmitted_total") > 0
+        assert server.metric("frame_requests_recovered_total") > 0
         told = [line for line in server.lines if "the engine process holds" in line]
         assert any(words in line and "more than server." + setting in line and "engine is restarted" in line for line in told)

@@ -22,11 +22,11 @@ from frame.core.messages import (
     Generate,
     Heartbeat,
     Message,
-    Text,
+    StartDetokenize,
+    StepText,
+    StepTokens,
     Tokenize,
     TokenLogprobs,
-    Tokens,
-    Watch,
 )
 from frame.core.scheduling.request import TIMED_OUT
 from frame.core.text.chat_template import ChatTemplateError
@@ -81,8 +81,8 @@ async def test_a_step_feeds_every_request_once() -> None:
     answer = submit(client, SamplingParams(n=2), SamplingParams())
     assert rids(link) == ["r-0", "r-1", "r-2"]
     link.inbox = [
-        Text(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], cached={0: 2}),
-        Text(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
+        StepText(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], cached={0: 2}),
+        StepText(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
     ]
     client.drain()
     changed = await asyncio.wait_for(answer.wait(), 1)
@@ -91,7 +91,7 @@ async def test_a_step_feeds_every_request_once() -> None:
     assert first.take() == ("ac", [1, 4], [TokenLogprobs([4], [-1.0], [[]])])
     assert (first.cached, first.num_tokens, first.take()[0]) == (2, 2, "")
     ends = {i: Finish("length") for i in range(3)}
-    link.inbox = [Text(rids=["r-0", "r-1", "r-2"], texts=["", "", ""], token_ids=[[], [], []], finishes=ends)]
+    link.inbox = [StepText(rids=["r-0", "r-1", "r-2"], texts=["", "", ""], token_ids=[[], [], []], finishes=ends)]
     client.drain()
     await asyncio.wait_for(answer.complete(), 1)
     assert client.num_outstanding == 0
@@ -123,7 +123,7 @@ async def test_an_answer_that_nobody_reads_is_bounded() -> None:
     answer.bound(20, lambda: given_up.append("r"))
 
     def step(count: int = 1) -> None:
-        link.inbox = [Tokens(rids=["r-0", "r-1"], token_ids=[[7] * count, [8] * count])]
+        link.inbox = [StepTokens(rids=["r-0", "r-1"], token_ids=[[7] * count, [8] * count])]
         client.drain()
 
     for _ in range(50):  # what is read at once never counts
@@ -142,7 +142,7 @@ async def test_an_answer_that_nobody_reads_is_bounded() -> None:
 async def test_a_stop_string_is_told_to_the_engine() -> None:
     client, link = make()
     answer = submit(client, SamplingParams(stop=("x",)))
-    link.inbox = [Text(rids=["r"], texts=["a"], token_ids=[[1]], finishes={0: Finish("stop", "x")}, stopped=[0])]
+    link.inbox = [StepText(rids=["r"], texts=["a"], token_ids=[[1]], finishes={0: Finish("stop", "x")}, stopped=[0])]
     client.drain()
     await asyncio.wait_for(answer.complete(), 1)
     assert link.sent[-1] == Abort(rids=["r"], reason="stop")
@@ -151,17 +151,17 @@ async def test_a_stop_string_is_told_to_the_engine() -> None:
 async def test_text_is_made_here_or_elsewhere_or_nowhere() -> None:
     tokenizer = Tokenizer.load(find_model("frame-tiny"))
     ids = tokenizer.encode("hello", add_special_tokens=False)
-    step = Tokens(rids=["r"], token_ids=[ids], finishes={0: Finish("length")})
+    step = StepTokens(rids=["r"], token_ids=[ids], finishes={0: Finish("length")})
     for more, expected in (({"detokenizer": Detokenizer(tokenizer)}, "hello"), ({}, "")):
         client, link = make(**more)
         answer = submit(client, SamplingParams())
         link.inbox = [step]
         client.drain()
         assert answer.sequences[0].take()[:2] == (expected, ids)
-        assert not any(isinstance(m, Watch) for m in link.sent)
+        assert not any(isinstance(m, StartDetokenize) for m in link.sent)
     client, link = make(remote_text=True)
     submit(client, SamplingParams())
-    assert [type(m) for m in link.sent] == [Watch, Generate]
+    assert [type(m) for m in link.sent] == [StartDetokenize, Generate]
 
 
 async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(mo
     first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
     process = detokenizer.process
 
-    def fails_on_the_first(message: Tokens) -> Text:
+    def fails_on_the_first(message: StepTokens) -> StepText:
         if "a" in message.rids:
             raise RuntimeError("boom")
         return process(message)
@@ -195,7 +195,7 @@ async def test_news_that_cannot_be_handed_on_keep_nobody_else_s(monkeypatch: pyt
         raise RuntimeError("boom")
 
     first.on_news = fails
-    link.inbox = [Text(rids=["a", "b"], texts=["x", "y"], token_ids=[[5], [6]], finishes={0: Finish("length"), 1: Finish("length")})]
+    link.inbox = [StepText(rids=["a", "b"], texts=["x", "y"], token_ids=[[5], [6]], finishes={0: Finish("length"), 1: Finish("length")})]
     waiting = asyncio.create_task(second.wait())
     await asyncio.sleep(0)
     client.drain()
@@ -370,5 +370,5 @@ def generated(link: Link) -> list[Generate]:
     return [message for message in link.sent if isinstance(message, Generate)]
 
 
-def tokens_of(message: Generate, *ids: int, finish: Finish | None = None) -> Tokens:
-    return Tokens(rids=[message.rid], token_ids=[list(ids)], finishes={} if finish is None else {0: finish})
+def tokens_of(message: Generate, *ids: int, finish: Finish | None = None) -> StepTokens:
+    return StepTokens(rids=[message.rid], token_ids=[list(ids)], finishes={} if finish is None else {0: finish})

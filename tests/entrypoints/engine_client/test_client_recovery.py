@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.inflight_file import mark_of
+from frame.core.ipc.inflight_file import hash_request
 from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
@@ -15,11 +15,11 @@ from frame.core.messages import (
     ControlReply,
     Finish,
     Generate,
-    Text,
+    StartDetokenize,
+    StepText,
+    StepTokens,
     Tokenized,
     TokenLogprobs,
-    Tokens,
-    Watch,
 )
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.incremental_decoder import TextStream
@@ -40,7 +40,7 @@ async def test_after_a_death_a_request_goes_on_where_it_was() -> None:
     first = generated(link)[0]
     assert first.params.seed is not None  # or it would draw others the next time
     scored = TokenLogprobs([1, 2, 3], [None, -1.0, -2.0], [[], [], []])
-    link.inbox = [Tokens(rids=["r"], token_ids=[[7, 8]], prompt_logprobs={0: scored})]
+    link.inbox = [StepTokens(rids=["r"], token_ids=[[7, 8]], prompt_logprobs={0: scored})]
     client.drain()
     answer.take_changed()
     assert answer.sequences[0].take()[1] == [7, 8]  # sent to the user already
@@ -65,7 +65,7 @@ async def test_after_a_death_a_request_goes_on_where_it_was() -> None:
     client.drain()
     assert answer.sequences[0].take()[1] == [9]
     assert (answer.sequences[0].rid, answer.sequences[0].num_tokens, waiting.open) == ("r", 3, 0)
-    assert (client.num_outstanding, client.stats.readmitted) == (0, 1)
+    assert (client.num_outstanding, client.stats.recovered) == (0, 1)
 
 
 async def test_text_goes_on_in_the_middle_of_a_character() -> None:
@@ -94,7 +94,7 @@ async def test_text_that_cannot_be_made_again_ends_its_request_alone() -> None:
     detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
     client, link = make(detokenizer=detokenizer)
     bad, good = submit(client, SamplingParams(), rid="bad"), submit(client, SamplingParams(), rid="good")
-    link.inbox = [Tokens(rids=["bad", "good"], token_ids=[[70], [70]])]
+    link.inbox = [StepTokens(rids=["bad", "good"], token_ids=[[70], [70]])]
     client.drain()
     client.suspend("it died", {})
     made = detokenizer.stream
@@ -132,15 +132,15 @@ async def test_what_ends_while_the_engine_is_away() -> None:
 async def test_a_detokenizer_that_comes_again_is_told_what_is_out() -> None:
     client, link = make(remote_text=True)
     answer = submit(client, SamplingParams())
-    link.inbox = [Text(rids=["r"], texts=["ab"], token_ids=[[7, 8]])]
+    link.inbox = [StepText(rids=["r"], texts=["ab"], token_ids=[[7, 8]])]
     client.drain()
     client.suspend("it died")
     assert link.sent[-1] == Abort(rids=["r"])  # the engine lives, and goes on under another name
-    link.inbox = [Text(rids=["r"], texts=["lost"], token_ids=[[9]])]
+    link.inbox = [StepText(rids=["r"], texts=["lost"], token_ids=[[9]])]
     client.drain()
     client.resume()
     watch, again = link.sent[-2:]
-    assert isinstance(watch, Watch) and isinstance(again, Generate)
+    assert isinstance(watch, StartDetokenize) and isinstance(again, Generate)
     assert (watch.rid, watch.token_ids, again.token_ids) == (again.rid, [7, 8], [1, 2, 3, 7, 8])
     assert answer.sequences[0].take() == ("ab", [7, 8], [])
 
@@ -167,10 +167,10 @@ async def test_a_killer_is_refused_and_its_answer_told() -> None:
     client, link = make()
     answer, other = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
     for _ in range(2):
-        client.suspend("it died", {mark_of(message.rid): 0 for message in generated(link)[-2:]})
+        client.suspend("it died", {hash_request(message.rid): 0 for message in generated(link)[-2:]})
         client.resume()
     assert len(generated(link)) == 5  # both, both, and the first alone
-    client.suspend("it died", {mark_of(generated(link)[-1].rid): 0})
+    client.suspend("it died", {hash_request(generated(link)[-1].rid): 0})
     finish = answer.sequences[0].finish
     assert finish is not None and "ended the engine 3 times" in (finish.error or "")
     client.resume()

@@ -6,36 +6,36 @@ import asyncio
 
 import pytest
 
-from frame.entrypoints.engine_client.quotas import Places, ShareExceededError, Shares
+from frame.entrypoints.engine_client.quotas import Places, QuotaExceededError, TenantQuotas
 
 
 def test_places_are_counted_and_come_back() -> None:
-    shares = Shares(4)
+    shares = TenantQuotas(4)
     with shares.open("a") as first, shares.open("b"):
         first.widen(1)
         first.widen(3)
         with shares.open("a") as second:
-            with pytest.raises(ShareExceededError, match="^3 requests of this key are running or waiting, and it may have 4") as full:
+            with pytest.raises(QuotaExceededError, match="^3 requests of this key are running or waiting, and it may have 4") as full:
                 second.widen(2)
             assert not full.value.is_hopeless
-            with pytest.raises(ShareExceededError), shares.open("a"):
+            with pytest.raises(QuotaExceededError), shares.open("a"):
                 pass
         second.close()  # twice is once
         with shares.open("a"):
             pass
     with shares.open("a") as whole:
-        with pytest.raises(ShareExceededError, match="asks for 5 sequences, and a key may have 4 at once") as never:
+        with pytest.raises(QuotaExceededError, match="asks for 5 sequences, and a key may have 4 at once") as never:
             whole.widen(5)
         assert never.value.is_hopeless
         whole.widen(4)
 
 
 def test_what_goes_on_keeps_its_places() -> None:
-    shares = Shares(2)
+    shares = TenantQuotas(2)
     with shares.open("a") as share:
         share.widen(2)
         later = share.handed_on()
-    with pytest.raises(ShareExceededError), shares.open("a"):
+    with pytest.raises(QuotaExceededError), shares.open("a"):
         pass
     later.close()
     with shares.open("a"):
@@ -43,7 +43,7 @@ def test_what_goes_on_keeps_its_places() -> None:
 
 
 def test_without_a_limit_or_a_key_all_may_be_had() -> None:
-    for shares, tenant in ((Shares(None), "a"), (Shares(1), "")):
+    for shares, tenant in ((TenantQuotas(None), "a"), (TenantQuotas(1), "")):
         with shares.open(tenant) as share, shares.open(tenant):
             share.widen(1000)
 
@@ -89,15 +89,15 @@ async def test_a_place_that_comes_with_a_cancellation_is_passed_on() -> None:
 
 
 def test_a_key_holds_a_part_of_the_places_alone() -> None:
-    shares = Shares(None, 8)
+    shares = TenantQuotas(None, 8)
     with shares.open("a") as first, shares.open("a") as second, shares.open("b") as other:
         first.widen(6, counts=False)
-        with pytest.raises(ShareExceededError, match="6 sequences of this key") as refused:
+        with pytest.raises(QuotaExceededError, match="6 sequences of this key") as refused:
             second.widen(3, counts=False)
         assert not refused.value.is_hopeless
         other.widen(8)
         second.widen(2)
-        with pytest.raises(ShareExceededError, match="asks for 9") as refused:
+        with pytest.raises(QuotaExceededError, match="asks for 9") as refused:
             other.handed_on().widen(17)
         assert refused.value.is_hopeless
     with shares.open("a") as again:

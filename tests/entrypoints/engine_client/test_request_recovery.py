@@ -5,31 +5,31 @@ from __future__ import annotations
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.inflight_file import mark_of
-from frame.entrypoints.engine_client.request_recovery import PASSED, Readmission
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.core.ipc.inflight_file import hash_request
+from frame.entrypoints.engine_client.request_recovery import PASSED, RequestRecovery
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 
 
 class Rig:
     """An engine that dies whenever `killer` is in it, told by its rid."""
 
     def __init__(self, *rids: str, killer: str = "", capacity: int = 100) -> None:
-        self.inside: dict[str, Stream] = {}
+        self.inside: dict[str, SequenceState] = {}
         self.withdrawn: list[str] = []
         self.prefilled: dict[str, int] = {}  # tokens, by rid
         self.refused: list[str] = []
         self.deaths = 0
         self.killer = killer
         self.capacity = capacity  # places on the device
-        self.readmission = Readmission(self._admit, self._withdraw)
-        self.all = [Stream(Answer(rid), 0, 0, rid, [1] * 1000, SamplingParams()) for rid in rids]
+        self.recovery = RequestRecovery(self._admit, self._withdraw)
+        self.all = [SequenceState(RequestState(rid), 0, 0, rid, [1] * 1000, SamplingParams()) for rid in rids]
         for sequence in self.all:
-            self.readmission.offer(sequence)
+            self.recovery.offer(sequence)
 
-    def _admit(self, sequence: Stream) -> None:
+    def _admit(self, sequence: SequenceState) -> None:
         self.inside[sequence.rid] = sequence
 
-    def _withdraw(self, sequence: Stream) -> None:
+    def _withdraw(self, sequence: SequenceState) -> None:
         del self.inside[sequence.rid]
         self.withdrawn.append(sequence.rid)
 
@@ -45,20 +45,20 @@ class Rig:
                 del self.inside[sequence.rid]
                 self.all.remove(sequence)
                 sequence.finish = True  # type: ignore[assignment]
-        self.readmission.look()
+        self.recovery.look()
         return bool(self.inside)
 
-    def die(self, on_device: list[Stream]) -> None:
+    def die(self, on_device: list[SequenceState]) -> None:
         self.deaths += 1
-        roster = {mark_of(sequence.standing.name): self.prefilled.get(sequence.rid, 0) for sequence in on_device}
-        guilty = self.readmission.blame(self.all, roster)
+        inflight = {hash_request(sequence.standing.name): self.prefilled.get(sequence.rid, 0) for sequence in on_device}
+        guilty = self.recovery.blame(self.all, inflight)
         self.inside.clear()
-        self.readmission.hold(self.all, "it died")
+        self.recovery.hold(self.all, "it died")
         if guilty is not None:
             self.refused.append(guilty.rid)
             self.all.remove(guilty)
-            self.readmission.drop(guilty)
-        self.readmission.resume()
+            self.recovery.drop(guilty)
+        self.recovery.resume()
 
 
 @pytest.mark.parametrize(("others", "capacity", "deaths"), [(0, 100, 2), (1, 100, 3), (9, 100, 3), (30, 4, 3)])
@@ -88,15 +88,15 @@ def test_suspects_come_one_by_one_and_new_ones_wait() -> None:
     rig.die(rig.all)
     rig.die(rig.all)
     assert list(rig.inside) == ["a"]
-    new = Stream(Answer("new"), 0, 0, "new", [1], SamplingParams())
+    new = SequenceState(RequestState("new"), 0, 0, "new", [1], SamplingParams())
     rig.all.append(new)
-    rig.readmission.offer(new)
-    assert rig.readmission.is_held(new)
+    rig.recovery.offer(new)
+    assert rig.recovery.is_held(new)
     for _ in range(PASSED + 1):
         assert list(rig.inside) == ["a"]
         rig.step()
     assert (rig.withdrawn, list(rig.inside)) == (["a"], ["b"])
-    rig.readmission.drop(rig.all[1])  # its client left
+    rig.recovery.drop(rig.all[1])  # its client left
     assert list(rig.inside) == ["b", "new", "a"]
 
 
@@ -104,22 +104,22 @@ def test_with_nothing_on_the_device_all_are_counted() -> None:
     rig = Rig("a", "b")
     rig.die([])
     assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]
-    stranger = {mark_of("somebody whose client left"): 0}
-    assert rig.readmission.blame(rig.all, stranger) is None
+    stranger = {hash_request("somebody whose client left"): 0}
+    assert rig.recovery.blame(rig.all, stranger) is None
     assert [sequence.standing.deaths for sequence in rig.all] == [1, 1]
 
 
 def test_who_ends_the_detokenizer_twice_at_one_place_is_refused() -> None:
     rig = Rig("a", "b", "c")
-    at_work = [frozenset([mark_of(sequence.standing.name)]) for sequence in rig.all]
+    at_work = [frozenset([hash_request(sequence.standing.name)]) for sequence in rig.all]
     nobody: frozenset[int] = frozenset()
-    assert rig.readmission.blame_text(rig.all, at_work[1]) is None
-    assert rig.readmission.blame_text(rig.all, at_work[0]) is None
-    assert rig.readmission.blame_text(rig.all, nobody) is None  # killed between two texts: it is nobody's fault
+    assert rig.recovery.blame_text(rig.all, at_work[1]) is None
+    assert rig.recovery.blame_text(rig.all, at_work[0]) is None
+    assert rig.recovery.blame_text(rig.all, nobody) is None  # killed between two texts: it is nobody's fault
     for _ in range(PASSED + 1):
         rig.step()
-    assert rig.readmission.blame_text(rig.all, at_work[1]) is None  # it got further
-    assert rig.readmission.blame_text(rig.all, at_work[1]) is rig.all[1]
+    assert rig.recovery.blame_text(rig.all, at_work[1]) is None  # it got further
+    assert rig.recovery.blame_text(rig.all, at_work[1]) is rig.all[1]
     assert [sequence.standing.deaths for sequence in rig.all] == [0, 0, 0]  # the engine's are counted apart
 
 
@@ -138,8 +138,8 @@ def test_who_waits_for_a_grammar_is_not_suspected() -> None:
     """The compiler is another process, whose end is not the engine's."""
     rig = Rig()
     for compiles_elsewhere in (True, False):
-        rig.readmission = Readmission(rig._admit, rig._withdraw, compiles_elsewhere)
-        waits = Stream(Answer("g"), 0, 0, "g", [1], SamplingParams(regex="a+"))
+        rig.recovery = RequestRecovery(rig._admit, rig._withdraw, compiles_elsewhere)
+        waits = SequenceState(RequestState("g"), 0, 0, "g", [1], SamplingParams(regex="a+"))
         for _ in range(3):
-            assert rig.readmission.blame([waits], {}) is None or not compiles_elsewhere
+            assert rig.recovery.blame([waits], {}) is None or not compiles_elsewhere
         assert waits.standing.deaths == (0 if compiles_elsewhere else 3)

@@ -8,14 +8,14 @@ import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate, TokenLogprobs
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.resubmission import SHORTEST, generate_of, watch_of
 
 PARAMS = SamplingParams(max_tokens=9, seed=3, prompt_logprobs=1)
 
 
-def submitted(seconds: float) -> Stream:
-    sequence = Stream(Answer("r"), 0, 0, "r", [1, 2, 3], PARAMS)
+def submitted(seconds: float) -> SequenceState:
+    sequence = SequenceState(RequestState("r"), 0, 0, "r", [1, 2, 3], PARAMS)
     sequence.standing.message = Generate(rid="r", token_ids=[1, 2, 3], params=PARAMS, namespace="salt")
     sequence.standing.expires = time.monotonic() + seconds
     return sequence
@@ -47,4 +47,4 @@ def test_what_is_left_of_its_time(admissions: int) -> None:
 
 def test_a_sequence_that_was_never_submitted() -> None:
     with pytest.raises(RuntimeError, match="r was never submitted"):
-        generate_of(Stream(Answer("r"), 0, 0, "r", [1], PARAMS))
+        generate_of(SequenceState(RequestState("r"), 0, 0, "r", [1], PARAMS))

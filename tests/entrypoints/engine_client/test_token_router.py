@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Finish, Text, TokenLogprobs, Tokens
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.core.messages import Finish, StepText, StepTokens, TokenLogprobs
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.stats import ClientStats
-from frame.entrypoints.engine_client.token_router import Feed
+from frame.entrypoints.engine_client.token_router import TokenRouter
 
 
 def test_each_sequence_gets_its_own() -> None:
-    answer, stats, ended = Answer("a"), ClientStats(), []
-    streams = {name: Stream(answer, i, 0, name, [5], SamplingParams()) for i, name in enumerate(("a-0", "a-1"))}
+    answer, stats, ended = RequestState("a"), ClientStats(), []
+    streams = {name: SequenceState(answer, i, 0, name, [5], SamplingParams()) for i, name in enumerate(("a-0", "a-1"))}
     answer.sequences = list(streams.values())
-    feed = Feed(streams, stats, lambda sequence, finish, now: ended.append((sequence.rid, finish.reason)))
-    touched: list[Answer] = []
-    first = Text(
+    feed = TokenRouter(streams, stats, lambda sequence, finish, now: ended.append((sequence.rid, finish.reason)))
+    touched: list[RequestState] = []
+    first = StepText(
         rids=["a-0", "gone", "a-1"], texts=["x", "?", "y"], token_ids=[[1], [9], [2]], finishes={1: Finish("stop")}, cached={0: 4},
         prompt_logprobs={2: TokenLogprobs([5], [None], [[]])},
     )  # fmt: skip
     feed.take(first, first.texts, touched)
-    second = Text(rids=["a-0"], texts=["z"], token_ids=[[3, 4]], finishes={0: Finish("length")})
+    second = StepText(rids=["a-0"], texts=["z"], token_ids=[[3, 4]], finishes={0: Finish("length")})
     feed.take(second, second.texts, touched)
     assert touched == [answer]  # once, until its handler has looked
     assert answer.changed == answer.sequences
@@ -28,15 +28,15 @@ def test_each_sequence_gets_its_own() -> None:
     assert ended == [("a-0", "length")] and list(streams) == ["a-1"]
     assert (answer.sequences[0].cached, stats.cached_tokens, stats.generated_tokens) == (4, 4, 4)
     assert (len(stats.first_token), len(stats.inter_token)) == (2, 1)
-    more = Text(rids=["a-1"], texts=[""], token_ids=[[]], prompt_logprobs={0: TokenLogprobs([6], [-1.0], [[]])})
+    more = StepText(rids=["a-1"], texts=[""], token_ids=[[]], prompt_logprobs={0: TokenLogprobs([6], [-1.0], [[]])})
     feed.take(more, more.texts, touched)
     assert answer.sequences[1].prompt_logprobs == TokenLogprobs([5, 6], [None, -1.0], [[], []])
 
 
 def test_vectors_come_without_text() -> None:
-    answer = Answer("a")
-    streams = {"a": Stream(answer, 0, 0, "a", [5], SamplingParams())}
+    answer = RequestState("a")
+    streams = {"a": SequenceState(answer, 0, 0, "a", [5], SamplingParams())}
     answer.sequences = list(streams.values())
-    feed = Feed(streams, ClientStats(), lambda sequence, finish, now: None)
-    feed.take(Tokens(rids=["a"], token_ids=[[]], finishes={0: Finish("stop")}, pooled={0: b"1234"}), None, [])
+    feed = TokenRouter(streams, ClientStats(), lambda sequence, finish, now: None)
+    feed.take(StepTokens(rids=["a"], token_ids=[[]], finishes={0: Finish("stop")}, pooled={0: b"1234"}), None, [])
     assert answer.vectors == {0: b"1234"} and not streams

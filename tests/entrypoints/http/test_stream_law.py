@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from frame.core.loading.model_config import find_model
-from frame.core.messages import Finish, Generate, TokenLogprobs, Tokens
+from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
@@ -137,7 +137,7 @@ class Case:
 class Played(SimpleNamespace):
     """Services whose engine is a list of steps, and a call that keeps what it is sent."""
 
-    def __init__(self, case: Case, steps: list[Tokens], rng: random.Random) -> None:
+    def __init__(self, case: Case, steps: list[StepTokens], rng: random.Random) -> None:
         super().__init__(
             resolved=SimpleNamespace(served_name="m"),
             fingerprint="f",
@@ -163,7 +163,7 @@ class Played(SimpleNamespace):
     async def respond_json(self, body: Any) -> None:
         self.answered = json.loads(msgspec.json.encode(body))
 
-    def _play(self, step: Tokens) -> None:
+    def _play(self, step: StepTokens) -> None:
         self.client.take_in([msgspec.structs.replace(step, rids=[self.names[int(rid)] for rid in step.rids])])
 
     async def complete(self, answer: Any) -> None:
@@ -182,7 +182,7 @@ class Played(SimpleNamespace):
         self.sent.append(close())
 
 
-def steps_of(case: Case, sizes: tuple[int, ...], rng: random.Random) -> list[Tokens]:
+def steps_of(case: Case, sizes: tuple[int, ...], rng: random.Random) -> list[StepTokens]:
     """Every sequence's tokens in pieces of some of these sizes, several sequences in a step; the end comes with the last, or after it."""
     left = [list(ids) for ids, _ in case.ends]
     is_open, found = [True] * len(left), []
@@ -200,11 +200,11 @@ def steps_of(case: Case, sizes: tuple[int, ...], rng: random.Random) -> list[Tok
                 logprobs[len(rids)] = TokenLogprobs(part, [-0.5] * len(part), [[(token, -0.5)] for token in part])
             rids.append(str(i))
             ids.append(part)
-        found.append(Tokens(rids=rids, token_ids=ids, finishes=finishes, logprobs=logprobs))
+        found.append(StepTokens(rids=rids, token_ids=ids, finishes=finishes, logprobs=logprobs))
     return found
 
 
-def play(case: Case, steps: list[Tokens], rng: random.Random, *, stream: bool) -> Played:
+def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: bool) -> Played:
     services, request = Played(case, steps, rng), case.request(stream=stream)
     params, prompt = request.params(), case.tokenizer.encode(case.prompt_end, False) or [3]
     if case.is_chat:

@@ -9,7 +9,7 @@ import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import DisconnectedError
 from frame.entrypoints.http.request_context import Call
 from frame.entrypoints.http.stream_writer import EventPump
@@ -35,16 +35,16 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
-def make() -> tuple[Connection, Answer, Stream, EventPump]:
-    connection, answer = Connection(), Answer()
-    stream = Stream(answer, 0, 0, "r", [1], SamplingParams())
+def make() -> tuple[Connection, RequestState, SequenceState, EventPump]:
+    connection, answer = Connection(), RequestState()
+    stream = SequenceState(answer, 0, 0, "r", [1], SamplingParams())
     answer.sequences.append(stream)
     answer.open = 1
     call = Call({"headers": []}, never, connection.send, 0)
     return connection, answer, stream, EventPump(call, answer, lambda s: s.take()[0].encode())
 
 
-def feed(stream: Stream, text: str, finish: Finish | None = None) -> None:
+def feed(stream: SequenceState, text: str, finish: Finish | None = None) -> None:
     stream.texts.append(text)
     if finish is not None:
         stream.finish = finish
@@ -136,7 +136,7 @@ async def test_a_hang_up_ends_the_pump(is_full: bool) -> None:
 async def test_an_error_while_writing_reaches_the_handler() -> None:
     _, answer, stream, _ = make()
 
-    def fail(stream: Stream) -> bytes:
+    def fail(stream: SequenceState) -> bytes:
         raise KeyError("no such token")
 
     call = Call({"headers": []}, never, Connection().send, 0)

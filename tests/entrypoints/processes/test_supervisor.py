@@ -13,7 +13,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Fatal, Generate, Heartbeat, Ready
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
-from frame.entrypoints.engine_client.response_state import Stream
+from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.processes import supervisor as module
 from frame.entrypoints.processes.deployment import Child
 from frame.entrypoints.processes.resource_monitor import Usage, UsageLimits, UsageWatch
@@ -66,14 +66,14 @@ class Deployment:
         for name in names:
             self.children[name].process.kill()
 
-    def roster(self) -> dict[int, int]:
+    def inflight(self) -> dict[int, int]:
         return {}
 
     def ask_where(self, name: str) -> None:
         self.children[name].is_asked = True
         self.asked.append(name)
 
-    def text_roster(self) -> frozenset[int]:
+    def inflight_text(self) -> frozenset[int]:
         return frozenset()
 
     def note(self, message: Any) -> None:
@@ -121,7 +121,7 @@ class Rig:
         await self.tick(*(Ready(process=name, pid=child.process.pid) for name, child in self.deployment.children.items()))
 
 
-def started(rig: Rig) -> Stream:
+def started(rig: Rig) -> SequenceState:
     """A request that is in the engine."""
     rig.client.reserve(1)
     return rig.client.submit([[1, 2, 3]], [SamplingParams(max_tokens=8)]).sequences[0]

@@ -15,7 +15,7 @@ from frame import kernels
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelConfig
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule, load_parameters
@@ -28,14 +28,14 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def facts(**config: Any) -> ModelFacts:
-    return ModelFacts(
+def model_config(**config: Any) -> ModelConfig:
+    return ModelConfig(
         "LlamaForCausalLM", 2, 64, 384, 4, 2, 16, 16, "mha", None, 256, "float32", config={"max_position_embeddings": 128, **config}
     )
 
 
 def rotary(config: dict[str, Any], dim: int = 16, interleaved: bool = False) -> Rotary:
-    made = Rotary(CONTEXT, dim, rope_parameters(facts(**config)), interleaved)
+    made = Rotary(CONTEXT, dim, rope_parameters(model_config(**config)), interleaved)
     made.finish()
     return made
 

@@ -72,8 +72,8 @@ def test_overlap_retraction_and_company_change_no_constrained_answer() -> None:
             dtype="float32",
         ) as engine:
             found.append([output.token_ids for output in engine.generate(prompts, constrained + free)])
-            retracted = engine.control("server_info")["retracted"]
-        assert (retracted > 0) == (tokens < 4096)
+            preempted = engine.control("server_info")["preempted"]
+        assert (preempted > 0) == (tokens < 4096)
     assert found[0] == found[1]
 
 
@@ -114,5 +114,5 @@ def test_jumps_change_no_token(backend: str) -> None:
             outputs = engine.generate(prompts, asked)
             found.append([(output.token_ids, output.text, output.finish_reason) for output in outputs])
             info = engine.control("server_info")
-        assert (info["retracted"] > 0) == (tokens < 4096) and (info["jumped_tokens"] > 60) == bool(fewest)
+        assert (info["preempted"] > 0) == (tokens < 4096) and (info["jumped_tokens"] > 60) == bool(fewest)
     assert found[1:] == found[:1] * 3

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from frame.core.messages import Finish
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
@@ -67,7 +67,7 @@ async def count_tokens(call: Call, services: Services) -> None:
 class MessageResponse:
     """A message, whole or as events."""
 
-    def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
+    def __init__(self, services: Services, request: ChatRequest, answer: RequestState) -> None:
         self._name = answer.rid
         self._model = services.resolved.served_name
         self._sequence = answer.sequences[0]
@@ -84,7 +84,7 @@ class MessageResponse:
         content = [_content(block) for block in self._blocks.row]
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         """The events of what is new."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):

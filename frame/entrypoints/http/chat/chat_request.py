@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frame.core.text.chat_template import TEMPLATE
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair, prompt_end
 from frame.entrypoints.http.chat.reasoning_tokens import count_thinking
 from frame.entrypoints.http.errors import ApiError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.chat.tools import ToolUse
 
 
-async def begin_chat(call: Caller, services: Services, request: ChatRequest, prefix: str = "") -> Answer:
+async def begin_chat(call: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
     """Start a chat request of any dialect, whose name begins with `prefix` where the client gave none; the caller abandons the answer.
     Raises ApiError."""
     return await begin_chats(call, services, request, [request.messages], prefix)
@@ -33,7 +33,7 @@ async def begin_chat(call: Caller, services: Services, request: ChatRequest, pre
 
 async def begin_chats(
     call: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
-) -> Answer:
+) -> RequestState:
     """The same for several conversations, which share all but their messages; the first is the request's own."""
     services.check_model(request.model)
     params = request.params()
@@ -114,7 +114,7 @@ def chat_of(services: Services, request: ChatRequest) -> Chat:
     return Chat(request.conversation(), None if use is None else use.offered, arguments)
 
 
-def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> dict[int, AnswerParser]:
+def answer_parsers(services: Services, request: ChatRequest, answer: RequestState) -> dict[int, AnswerParser]:
     """A parser for each sequence; none where nothing is to be parsed."""
     use, found = request.tool_use(), {}
     for sequence in answer.sequences:
@@ -125,7 +125,7 @@ def answer_parsers(services: Services, request: ChatRequest, answer: Answer) -> 
     return found
 
 
-def thinking_tokens(services: Services, request: ChatRequest, sequence: Stream, parser: AnswerParser | None) -> int:
+def thinking_tokens(services: Services, request: ChatRequest, sequence: SequenceState, parser: AnswerParser | None) -> int:
     """How many tokens of a sequence that `parser` has read are thinking."""
     if parser is None or not parser.has_thoughts:
         return 0

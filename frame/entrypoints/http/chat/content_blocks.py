@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import Stream
+    from frame.entrypoints.engine_client.response_state import SequenceState
     from frame.entrypoints.http.chat.answer_parsing import AnswerParser
     from frame.entrypoints.http.openai.logprobs import TextLogprobs
 
@@ -70,7 +70,7 @@ class Blocks:
                 events += self._take_call(call, writer)
         return b"".join(events)
 
-    def read(self, sequence: Stream, parser: AnswerParser | None, writer: BlockWriter) -> bytes:
+    def read(self, sequence: SequenceState, parser: AnswerParser | None, writer: BlockWriter) -> bytes:
         """Take in what is new of a sequence; returns its events."""
         text, _, parts = sequence.take()
         if self._logprobs is not None:

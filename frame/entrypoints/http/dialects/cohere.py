@@ -46,7 +46,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
                 raise ApiError(400, f"embedding_types holds {form!r}; it may hold {' and '.join(FORMS)}", "embedding_types")
         if self.input_type is not None and self.input_type not in PROMPTS:
             raise ApiError(400, f"input_type is {self.input_type!r}; it must be one of {', '.join(PROMPTS)}", "input_type")
-        sentence = services.resolved.facts.sentence
+        sentence = services.resolved.model.sentence
         known = sentence.prompts if sentence is not None else {}
         prompt = next((name for name in PROMPTS.get(self.input_type or "", ()) if name in known), None)
         longest = -1 if self.max_tokens is None else self.max_tokens

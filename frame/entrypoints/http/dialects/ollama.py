@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages import arguments_of
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser
 from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat
@@ -85,7 +85,7 @@ async def _respond_loaded(call: Call, model: str, **empty: Any) -> None:
     await call.respond_json({"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"})
 
 
-async def _send(call: Call, services: Services, answer: Answer, lines: AnswerLines, is_streamed: bool) -> None:
+async def _send(call: Call, services: Services, answer: RequestState, lines: AnswerLines, is_streamed: bool) -> None:
     try:
         if is_streamed:
             await services.stream(call, answer, lines.write, lambda: b"", LINES)
@@ -114,7 +114,7 @@ def _response(content: str = "", thinking: str = "", calls: list[dict[str, Any]]
 class AnswerLines:
     """An answer as lines, or as one object. `shape` makes a piece of it."""
 
-    def __init__(self, answer: Answer, parser: AnswerParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
+    def __init__(self, answer: RequestState, parser: AnswerParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
         self._answer = answer
         self._sequence = answer.sequences[0]
         self._parser = parser
@@ -122,7 +122,7 @@ class AnswerLines:
         self._shape = shape
         self._blocks = Blocks()
 
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         """The lines of what is new."""
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
@@ -218,7 +218,7 @@ async def show(call: Call, services: Services) -> None:
             "model_info": {
                 "general.architecture": family,
                 f"{family}.context_length": resolved.max_context,
-                f"{family}.embedding_length": resolved.facts.hidden_size,
+                f"{family}.embedding_length": resolved.model.hidden_size,
             },
             "capabilities": [name for name, is_there in can.items() if is_there],
         }
@@ -231,7 +231,7 @@ async def version(call: Call, services: Services) -> None:
 
 
 def _family(services: Services) -> str:
-    return str(services.resolved.facts.config.get("model_type") or services.resolved.facts.architecture)
+    return str(services.resolved.model.config.get("model_type") or services.resolved.model.architecture)
 
 
 def _card(services: Services) -> dict[str, Any]:

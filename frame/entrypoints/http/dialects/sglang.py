@@ -50,8 +50,8 @@ async def model_info(call: Call, services: Services) -> None:
             "weight_version": "default",
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "model_type": resolved.facts.config.get("model_type", ""),
-            "architectures": [resolved.facts.architecture],
+            "model_type": resolved.model.config.get("model_type", ""),
+            "architectures": [resolved.model.architecture],
             "max_model_len": resolved.max_context,
         }
     )

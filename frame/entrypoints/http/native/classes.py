@@ -61,7 +61,7 @@ async def classified(call: Caller, services: Services, request: ClassifyRequest)
 def labels_of(services: Services) -> list[str]:
     """The names of a classifier's outputs, in order."""
     pooling = services.resolved.pooling
-    return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.facts.labels)
+    return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.model.labels)
 
 
 ROUTES: Routes = (

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import chat_prompt
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import failure
@@ -126,7 +126,7 @@ async def generate(call: Call, services: Services) -> None:
 class _Shape:
     """Sequences as `/generate` shows them: all text and tokens so far, every time."""
 
-    def __init__(self, services: Services, request: GenerateRequest, answer: Answer, is_single: bool, prompts_only: set[int]) -> None:
+    def __init__(self, services: Services, request: GenerateRequest, answer: RequestState, is_single: bool, prompts_only: set[int]) -> None:
         self.is_single = is_single
         self._services = services
         self._request = request
@@ -137,14 +137,14 @@ class _Shape:
         self._logprobs: dict[int, list[list[Any]]] = {}
         self._tops: dict[int, list[Any]] = {}
 
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
         result = self.result(sequence)
         return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
 
-    def result(self, sequence: Stream) -> dict[str, Any]:
+    def result(self, sequence: SequenceState) -> dict[str, Any]:
         text, ids, parts = sequence.take()
         if sequence.prompt_index in self._prompts_only:
             text, ids, parts = "", [], []
@@ -165,7 +165,7 @@ class _Shape:
                 meta["input_top_logprobs"] = [[self._triple(i, p) for i, p in top] for top in prompt.top[start:]]
         return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
 
-    def _meta(self, sequence: Stream) -> dict[str, Any]:
+    def _meta(self, sequence: SequenceState) -> dict[str, Any]:
         finish = sequence.finish
         num_tokens = 0 if sequence.prompt_index in self._prompts_only else sequence.num_tokens
         reason: dict[str, Any] | None = None
@@ -285,8 +285,8 @@ async def detokenized(services: Services, ids: list[int], skip_special_tokens: b
     tokenizer, most = services.need_tokenizer(), services.countable_tokens
     if len(ids) > most:
         raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
-    if ids and not 0 <= min(ids) <= max(ids) < services.resolved.facts.vocab_size:
-        raise ApiError(400, f"{name} holds an id outside the vocabulary (0 to {services.resolved.facts.vocab_size - 1})", name)
+    if ids and not 0 <= min(ids) <= max(ids) < services.resolved.model.vocab_size:
+        raise ApiError(400, f"{name} holds an id outside the vocabulary (0 to {services.resolved.model.vocab_size - 1})", name)
     return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
 
 
@@ -311,7 +311,7 @@ async def _health(call: Call, problem: str | None) -> None:
 
 async def health_generate(call: Call, services: Services) -> None:
     """200 when the model yields a token, or a vector, in time."""
-    prompt = [services.resolved.facts.eos_token_ids[0] if services.resolved.facts.eos_token_ids else 0]
+    prompt = [services.resolved.model.eos_token_ids[0] if services.resolved.model.eos_token_ids else 0]
     await call.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     answer = await services.begin(call, [prompt], [params], Terms(rid=f"health-{uuid.uuid4().hex}"), tasks=(services.resolved.task,))

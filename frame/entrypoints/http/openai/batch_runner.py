@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from frame.entrypoints.engine_client.quotas import Places, Share, ShareExceededError, Shares
+from frame.entrypoints.engine_client.quotas import Places, QuotaExceededError, QuotaLease, TenantQuotas
 from frame.entrypoints.http.openai.batch_files import FileStore, NoRoomError, Output, read_all
 from frame.entrypoints.http.protocol.bodies import problem_of
 
@@ -82,7 +82,7 @@ _batch_decoder = msgspec.json.Decoder(Batch)
 class BatchRunner:
     """One a server that has a folder for batches. `route` is the application, past its guards; `stopping` tells of the server's end."""
 
-    def __init__(self, config: BatchesSection, files: FileStore, shares: Shares, stopping: Callable[[], bool]) -> None:
+    def __init__(self, config: BatchesSection, files: FileStore, shares: TenantQuotas, stopping: Callable[[], bool]) -> None:
         self.files = files
         self.route: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None
         self.max_requests = config.max_requests
@@ -279,10 +279,10 @@ class BatchRunner:
         try:
             with self._shares.open(batch.tenant) as share:
                 return await self._route(batch, body, share)
-        except ShareExceededError:
+        except QuotaExceededError:
             return 429, b""
 
-    async def _route(self, batch: Batch, body: bytes, share: Share) -> tuple[int, bytes]:
+    async def _route(self, batch: Batch, body: bytes, share: QuotaLease) -> tuple[int, bytes]:
         assert self.route is not None
         bodies, parts, status = [body], [], 0
 

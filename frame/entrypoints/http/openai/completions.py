@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from frame.core.messages import TokenLogprobs
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser
 from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, thinking_tokens
 from frame.entrypoints.http.failures import failure
@@ -27,7 +27,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
 class Response(ABC):
     """What both kinds of response share while they are made. Its id is the request's name, by which it can be aborted."""
 
-    def __init__(self, services: Services, request: GenerationRequest, answer: Answer, kind: str) -> None:
+    def __init__(self, services: Services, request: GenerationRequest, answer: RequestState, kind: str) -> None:
         self.services = services
         self.request = request
         self.answer = answer
@@ -68,7 +68,7 @@ class Response(ABC):
         """The field `token_ids` of a choice, if it was asked for: the tokens of a chunk, or all."""
         return {"token_ids": ids} if self.request.return_token_ids else {}
 
-    def prompt_scores(self, sequence: Stream) -> dict[str, Any]:
+    def prompt_scores(self, sequence: SequenceState) -> dict[str, Any]:
         """The field `prompt_logprobs`, if it was asked for."""
         found = sequence.prompt_logprobs
         if self.request.prompt_logprobs is None or found is None:
@@ -90,11 +90,11 @@ class Response(ABC):
         return {}
 
     @abstractmethod
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         """The events of what is new."""
 
     @abstractmethod
-    def choice(self, sequence: Stream) -> dict[str, Any]:
+    def choice(self, sequence: SequenceState) -> dict[str, Any]:
         """A sequence that has ended, whole."""
 
 
@@ -116,7 +116,7 @@ class ChatResponse(Response):
 
     request: ChatRequest
 
-    def __init__(self, services: Services, request: ChatRequest, answer: Answer) -> None:
+    def __init__(self, services: Services, request: ChatRequest, answer: RequestState) -> None:
         super().__init__(services, request, answer, "chat.completion")
         self._opened: set[int] = set()
         self._parsers = answer_parsers(services, request, answer)
@@ -127,14 +127,14 @@ class ChatResponse(Response):
         found = [thinking_tokens(self.services, self.request, s, self._parsers.get(s.index)) for s in self.answer.sequences]
         return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
 
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         text, ids, logprobs = sequence.take()
         index = sequence.index
         if sequence.finish is None and self._is_plain and index in self._opened:
             return self.chunks.text(index, text) if text else b""
         return self._opening(sequence) + self._rest(sequence, text, ids, logprobs)
 
-    def _opening(self, sequence: Stream) -> bytes:
+    def _opening(self, sequence: SequenceState) -> bytes:
         index = sequence.index
         if index in self._opened:
             return b""
@@ -144,7 +144,7 @@ class ChatResponse(Response):
         echoed = self.request.echoed()
         return opening + self.chunks.full(index, {"content": echoed}, usage=self.running_usage()) if echoed else opening
 
-    def _rest(self, sequence: Stream, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
+    def _rest(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
@@ -170,7 +170,7 @@ class ChatResponse(Response):
             )
         return b"".join(events)
 
-    def choice(self, sequence: Stream) -> dict[str, Any]:
+    def choice(self, sequence: SequenceState) -> dict[str, Any]:
         text, ids, parts = sequence.take()
         parser = self._parsers.get(sequence.index)
         message: dict[str, Any] = {"content": text}
@@ -196,7 +196,7 @@ class ChatResponse(Response):
         ids = {"prompt_token_ids": first.prompt} if self.request.return_token_ids else {}
         return {**ids, **self.prompt_scores(first)}
 
-    def _prompt_ids(self, sequence: Stream) -> dict[str, Any]:
+    def _prompt_ids(self, sequence: SequenceState) -> dict[str, Any]:
         """The prompt's tokens where SGLang has them."""
         return {"prompt_token_ids": sequence.prompt} if self.request.return_prompt_token_ids else {}
 
@@ -204,7 +204,7 @@ class ChatResponse(Response):
         tokenizer = self.services.need_tokenizer()
         return chat_logprobs(parts, tokenizer, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids))
 
-    def _reason(self, sequence: Stream, parser: AnswerParser | None) -> str | None:
+    def _reason(self, sequence: SequenceState, parser: AnswerParser | None) -> str | None:
         reason = finish_reason(sequence.finish, parser is not None and parser.has_calls)
         return "function_call" if self._is_legacy and reason == "tool_calls" else reason
 
@@ -241,7 +241,7 @@ class CompletionResponse(Response):
 
     request: CompletionRequest
 
-    def __init__(self, services: Services, request: CompletionRequest, answer: Answer) -> None:
+    def __init__(self, services: Services, request: CompletionRequest, answer: RequestState) -> None:
         super().__init__(services, request, answer, "text_completion")
         self._places: dict[int, TextPlaces] = {}
         self._opened: set[int] = set()  # sequences whose prompt is out
@@ -252,7 +252,7 @@ class CompletionResponse(Response):
     def num_generated(self) -> int:
         return 0 if self._is_prompt_only else super().num_generated()  # the one that the engine needs is not shown
 
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
         if finish is None and self._is_plain:
             text, _, _ = sequence.take()
@@ -266,7 +266,7 @@ class CompletionResponse(Response):
             more |= end_fields(finish, sequence.params)
         return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), more)
 
-    def choice(self, sequence: Stream) -> dict[str, Any]:
+    def choice(self, sequence: SequenceState) -> dict[str, Any]:
         text, logprobs, more = self._new(sequence)
         return {
             "index": sequence.index,
@@ -278,7 +278,7 @@ class CompletionResponse(Response):
             **self.prompt_scores(sequence),
         }
 
-    def _new(self, sequence: Stream) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+    def _new(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """What is new of a sequence: text, logprobs, token ids; the prompt's before its first."""
         text, ids, parts = sequence.take()
         if self._is_prompt_only:

@@ -56,7 +56,7 @@ async def embedded(call: Caller, services: Services, request: EmbeddingRequest) 
     """(float32 [inputs, dimensions], prompt tokens). Raises ApiError."""
     services.need_task("embed")
     prompts = prompts_of(request, services)
-    width = services.resolved.facts.hidden_size
+    width = services.resolved.model.hidden_size
     if request.dimensions is not None and not 1 <= request.dimensions <= width:
         raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
     vectors, count = await vectors_of(call, services, request, prompts, ("embed",), "embd-")
@@ -77,7 +77,7 @@ def prompts_of(request: EmbeddingRequest, services: Services) -> list[Prompt]:
 
 
 def _lead(name: str | None, services: Services) -> str:
-    sentence = services.resolved.facts.sentence or SentenceFacts()
+    sentence = services.resolved.model.sentence or SentenceFacts()
     try:
         return sentence.lead(name)
     except ValueError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.engine_client.response_state import Stream
+from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.native.classes import labels_of
 from frame.entrypoints.http.native.pooled import PooledRequest, check_count, vectors_of
@@ -102,7 +102,7 @@ async def _judged_by_policy(call: Caller, services: Services, request: Moderatio
         services.client.abandon(answer)
 
 
-def _verdict(sequence: Stream) -> dict[str, float]:
+def _verdict(sequence: SequenceState) -> dict[str, float]:
     """The scores that a model's answer stands for: how sure it was of its first word."""
     text, _, logprobs = sequence.take()
     word, _, rest = text.strip().partition("\n")

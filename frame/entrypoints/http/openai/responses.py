@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.engine_client.response_state import Answer
+from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import begin_chat, count_prompt, shortened
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
@@ -127,7 +127,7 @@ async def _create_in_background(call: Call, services: Services, turn: Turn, chat
         await _send_events(call, log, 0)
 
 
-async def _finish(services: Services, response: ResponseAnswer, answer: Answer, caller: Detached, log: EventLog | None) -> None:
+async def _finish(services: Services, response: ResponseAnswer, answer: RequestState, caller: Detached, log: EventLog | None) -> None:
     """A background response to its end, whatever that is."""
     try:
         while log is not None and (answer.open or answer.changed) and not answer.gone:
@@ -148,7 +148,7 @@ class Detached:
     """The sender of a request that goes on without him: who he was stays, his connection does not matter, his share is handed on."""
 
     def __init__(self, call: Call) -> None:
-        self.answer: Answer | None = None
+        self.answer: RequestState | None = None
         self.tenant = call.tenant
         self.request_id = call.request_id
         self.share = None if call.share is None else call.share.handed_on()

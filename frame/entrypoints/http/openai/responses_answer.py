@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from frame.core.messages import Finish
-from frame.entrypoints.engine_client.response_state import Answer, Stream
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import answer_parsers, thinking_tokens
 from frame.entrypoints.http.chat.content_blocks import Blocks, Silent
 from frame.entrypoints.http.failures import failure
@@ -43,7 +43,7 @@ class Turn:
 class ResponseAnswer:
     """A response, whole or as events; stored unless the request says no."""
 
-    def __init__(self, services: Services, turn: Turn, chat: ChatRequest, answer: Answer) -> None:
+    def __init__(self, services: Services, turn: Turn, chat: ChatRequest, answer: RequestState) -> None:
         request = turn.request
         self._store = services.responses
         self._turn = turn
@@ -67,7 +67,7 @@ class ResponseAnswer:
         """The response before anything came of it."""
         return self._body("in_progress")
 
-    def write(self, sequence: Stream) -> bytes:
+    def write(self, sequence: SequenceState) -> bytes:
         """The events of what is new."""
         events = b""
         if not self._is_started:
@@ -80,7 +80,7 @@ class ResponseAnswer:
         body = self._finished()
         return events + self._writer.event(last_event(body["status"]), response=body)
 
-    def log_events(self, sequence: Stream, log: EventLog) -> None:
+    def log_events(self, sequence: SequenceState, log: EventLog) -> None:
         """The events of what is new, into the log."""
         self._store.add_events(self._name, self._turn.tenant, log, self.write(sequence))
 

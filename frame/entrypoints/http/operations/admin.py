@@ -40,7 +40,7 @@ async def flush_cache(call: Call, services: Services) -> None:
 async def server_info(call: Call, services: Services) -> None:
     """The resolved configuration (without the keys), and the engine's own numbers."""
     reply = await _ask(services, "server_info")
-    hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "facts": {"config"}}
+    hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "model": {"config"}}
     config = without_folders(services.resolved.model_dump(mode="json", exclude=hidden))
     await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
 

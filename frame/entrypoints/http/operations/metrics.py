@@ -59,7 +59,7 @@ COUNTERS = (
     ("generation_tokens", "generated_tokens", "Tokens that were sent."),
     ("cached_tokens", "cached_tokens", "Prompt tokens that came from the prefix cache."),
     ("requests_rejected", "rejected", "Requests that were refused because too many waited."),
-    ("requests_readmitted", "readmitted", "Times that a request went on in a restarted engine."),
+    ("requests_recovered", "recovered", "Times that a request went on in a restarted engine."),
 )
 # name, field of `Usage`, meaning
 HELD = (
@@ -180,7 +180,7 @@ class ServerMetrics(Collector):
         yield _gauge("kv_usage_ratio", "Share of the KV cache that running requests hold.", used, labels)
         hits = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
         yield _gauge("prefix_cache_hit_ratio", "Share of all prompt tokens that came from the prefix cache.", hits, labels)
-        yield _counter("retractions", "Times that a request left the device for want of memory.", load.retracted, labels)
+        yield _counter("preemptions", "Times that a request left the device for lack of memory.", load.preempted, labels)
         yield _counter("jumped_tokens", "Output tokens that a grammar forced and no step had to draw.", load.jumped_tokens, labels)
         yield _counter("engine_steps", "Steps of the engine.", load.step, labels)
 
@@ -220,7 +220,7 @@ class ServerMetrics(Collector):
         names = ["model_name", "version", "architecture", "device", "dtype"]
         info = GaugeMetricFamily("frame_server_info", "1; what runs here.", labels=names)
         resolved = self._services.resolved
-        info.add_metric([*self._labels, package_version(), resolved.facts.architecture, resolved.device, resolved.dtype], 1)
+        info.add_metric([*self._labels, package_version(), resolved.model.architecture, resolved.device, resolved.dtype], 1)
         yield info
         family = GaugeMetricFamily("frame_start_seconds", "Seconds of the engine's start, by phase.", labels=["model_name", "phase"])
         for phase, seconds in (self._services.info.get("phases") or {}).items():

@@ -19,12 +19,12 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.entrypoints.tools.bench.clock import LARGER_THAN_CACHES, Call, Clock
 from frame.entrypoints.tools.bench.workload import Span
 from frame.testing.attention_batch import PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out
-from frame.testing.attention_cases import Case, needs
+from frame.testing.attention_cases import Case, requirements
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
     from frame.core.interfaces.plugin import PluginRecord
     from frame.entrypoints.tools.bench.floors import Ceilings
     from frame.plugins.registry import Registry
@@ -45,10 +45,10 @@ class AttentionShape:
     rope: int = 0
 
     @classmethod
-    def of(cls, facts: ModelFacts) -> AttentionShape:
+    def of(cls, model_config: ModelConfig) -> AttentionShape:
         """A model's."""
-        rank, rope = facts.latent or (0, 0)
-        return cls(facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.v_head_dim, rank, rope)
+        rank, rope = model_config.latent or (0, 0)
+        return cls(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.v_head_dim, rank, rope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class AttentionBench:
         """Each batch with its figures, or with the sentence why this backend does not compute it."""
         for batch in batches:
             case = self._case(batch)
-            reasons = record.capabilities.unsupported(needs(case))
+            reasons = record.capabilities.unsupported(requirements(case))
             yield batch, {"refused": "; ".join(map(str, reasons))} if reasons else self._measure(record, case)
 
     def _case(self, batch: Batch) -> Case:

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigError
-from frame.core.interfaces.moe import Dispatched, MoENeeds
+from frame.core.interfaces.moe import Dispatched, MoERequirements
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
 from frame.testing.attention_batch import build_context
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.model import ModelFacts
+    from frame.core.interfaces.model import ModelConfig
     from frame.core.interfaces.plugin import PluginRecord
     from frame.entrypoints.tools.bench.floors import Ceilings
     from frame.plugins.registry import Registry
@@ -40,13 +40,13 @@ class ExpertShape:
     inner: int
 
     @classmethod
-    def of(cls, facts: ModelFacts) -> ExpertShape:
+    def of(cls, model_config: ModelConfig) -> ExpertShape:
         """A model's. Raises ConfigError for one without experts."""
-        config = facts.config
+        config = model_config.config
         inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
-        if not facts.num_experts or not inner:
-            raise ConfigError(f"{facts.architecture} has no experts; name a model that has, or give --experts and sizes.")
-        return cls(facts.num_experts, int(config.get("num_experts_per_tok") or 1), facts.hidden_size, int(inner))
+        if not model_config.num_experts or not inner:
+            raise ConfigError(f"{model_config.architecture} has no experts; name a model that has, or give --experts and sizes.")
+        return cls(model_config.num_experts, int(config.get("num_experts_per_tok") or 1), model_config.hidden_size, int(inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ExpertBench:
         """Each number of tokens with its figures, or with the sentence why this runner does not compute it."""
         device = self.clock.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        need = MoENeeds(device.type, capability, str(self.dtype).removeprefix("torch."), "standard")
+        need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."), "standard")
         refused = "; ".join(map(str, record.capabilities.unsupported(need)))
         runner = None if refused else self._runner(record)
         for count in counts:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,21 @@ class ModelCost:
     cache_bytes: int = 2
 
     @classmethod
-    def of(cls, facts: ModelFacts, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
+    def of(cls, model_config: ModelConfig, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
         """From a configuration; None for what this arithmetic does not know (encoders, windows, unnamed sizes)."""
-        layers = _layers(facts)
-        if facts.encoder or facts.sliding_window is not None or layers is None:
+        layers = _layers(model_config)
+        if model_config.encoder or model_config.sliding_window is not None or layers is None:
             return None
-        cached = sum(facts.latent) if facts.latent else facts.num_kv_heads * (facts.head_dim + facts.v_head_dim)
+        cached = (
+            sum(model_config.latent)
+            if model_config.latent
+            else model_config.num_kv_heads * (model_config.head_dim + model_config.v_head_dim)
+        )
         return cls(
             layers=layers,
-            head=facts.hidden_size * facts.vocab_size,
-            cached=facts.num_layers * cached,
-            pair=facts.num_layers * 2 * facts.num_heads * (facts.head_dim + facts.v_head_dim),
+            head=model_config.hidden_size * model_config.vocab_size,
+            cached=model_config.num_layers * cached,
+            pair=model_config.num_layers * 2 * model_config.num_heads * (model_config.head_dim + model_config.v_head_dim),
             weight_bytes=weight_bytes,
             cache_bytes=cache_bytes,
         )
@@ -94,13 +98,13 @@ class ModelCost:
         return read, float(2 * rows * (sum(layers.met for layers in self.layers) + self.head))
 
 
-def _layers(facts: ModelFacts) -> tuple[LayerCost, ...] | None:
+def _layers(model_config: ModelConfig) -> tuple[LayerCost, ...] | None:
     """Dense layers and mixtures of experts; None where a size has another name than the usual ones."""
-    config: dict[str, Any] = facts.config
-    hidden, attention = facts.hidden_size, _attention(facts)
+    config: dict[str, Any] = model_config.config
+    hidden, attention = model_config.hidden_size, _attention(model_config)
     inner, of_expert = config.get("intermediate_size"), config.get("moe_intermediate_size")
-    if not facts.num_experts:
-        return (LayerCost(facts.num_layers, attention + 3 * hidden * inner),) if isinstance(inner, int) else None
+    if not model_config.num_experts:
+        return (LayerCost(model_config.num_layers, attention + 3 * hidden * inner),) if isinstance(inner, int) else None
     expert = of_expert or inner
     active = config.get("num_experts_per_tok")
     if not isinstance(expert, int) or not isinstance(active, int):
@@ -110,21 +114,32 @@ def _layers(facts: ModelFacts) -> tuple[LayerCost, ...] | None:
     plain = len({*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())})
     if step != 1:
         return None
-    mixtures = LayerCost(facts.num_layers - plain, attention + 3 * hidden * shared, facts.num_experts, 3 * hidden * expert, active)
+    mixtures = LayerCost(
+        model_config.num_layers - plain, attention + 3 * hidden * shared, model_config.num_experts, 3 * hidden * expert, active
+    )
     if not plain:
         return (mixtures,)
     return (LayerCost(plain, attention + 3 * hidden * inner), mixtures) if isinstance(inner, int) else None
 
 
-def _attention(facts: ModelFacts) -> int:
+def _attention(model_config: ModelConfig) -> int:
     """Values of one layer's projections."""
-    hidden, queries, values = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_heads * facts.v_head_dim
-    if not facts.latent:
-        return hidden * (queries + facts.num_kv_heads * (facts.head_dim + facts.v_head_dim)) + values * hidden
-    rank, rope = facts.latent
-    between = facts.config.get("q_lora_rank")
+    hidden, queries, values = (
+        model_config.hidden_size,
+        model_config.num_heads * model_config.head_dim,
+        model_config.num_heads * model_config.v_head_dim,
+    )
+    if not model_config.latent:
+        return hidden * (queries + model_config.num_kv_heads * (model_config.head_dim + model_config.v_head_dim)) + values * hidden
+    rank, rope = model_config.latent
+    between = model_config.config.get("q_lora_rank")
     of_queries = hidden * between + between * queries if between else hidden * queries
-    return of_queries + hidden * (rank + rope) + rank * facts.num_heads * (facts.head_dim - rope + facts.v_head_dim) + values * hidden
+    return (
+        of_queries
+        + hidden * (rank + rope)
+        + rank * model_config.num_heads * (model_config.head_dim - rope + model_config.v_head_dim)
+        + values * hidden
+    )
 
 
 def floor_seconds(cost: ModelCost, ceilings: Ceilings, prompts: Sequence[int], outputs: Sequence[int], shared: int = 0) -> float:

@@ -61,7 +61,7 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
 
     resolved = prepare(config).resolved
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-    cost = ModelCost.of(resolved.facts, sizes[resolved.dtype], sizes.get(resolved.kv_dtype, 1))
+    cost = ModelCost.of(resolved.model, sizes[resolved.dtype], sizes.get(resolved.kv_dtype, 1))
     if cost is None or resolved.choice("quantization_method").name != PLAIN:
         return None
     if source == "h200":

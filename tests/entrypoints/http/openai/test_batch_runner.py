@@ -13,7 +13,7 @@ import pytest
 
 from frame.core.config.schema import BatchesSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.engine_client.quotas import ShareExceededError, Shares
+from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai import batch_runner
 from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, make_folder
@@ -34,7 +34,7 @@ class Server:
         self.is_stopping = False
         self.most_at_once = self._at_once = 0
         settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
-        self.shares = Shares(most_of_key)
+        self.shares = TenantQuotas(most_of_key)
         self.runner = BatchRunner(settings, FileStore(settings), self.shares, lambda: self.is_stopping)
         self.runner.route = self._route
 
@@ -282,7 +282,7 @@ async def test_lines_count_for_their_key(tmp_path: Path, monkeypatch: pytest.Mon
             await asyncio.sleep(0)
         assert len(server.asked) == 2
         assert server.asked[0]["share"] is not None
-        with pytest.raises(ShareExceededError):
+        with pytest.raises(QuotaExceededError):
             server.shares.open("a")
         other = await server.begin(3, "b")  # whose lines are not kept waiting by those that wait for their key
         async with asyncio.timeout(30):

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.interfaces.model import ModelFacts
+from frame.core.interfaces.model import ModelConfig
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, LayerCost, ModelCost, floor_seconds
 from frame.entrypoints.tools.bench.reference import chosen, reference_workloads
 from frame.entrypoints.tools.bench.workload import Arrivals
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
-QWEN3 = ModelFacts(
+QWEN3 = ModelConfig(
     "Qwen3ForCausalLM", 28, 1024, 151936, 16, 8, 128, 128, "mha", None, 40960, "bfloat16", config={"intermediate_size": 3072}
 )  # fmt: skip
-QWEN3_MOE = ModelFacts(
+QWEN3_MOE = ModelConfig(
     "Qwen3MoeForCausalLM", 48, 2048, 151936, 32, 4, 128, 128, "mha", None, 40960, "bfloat16",
     num_experts=128, config={"moe_intermediate_size": 768, "num_experts_per_tok": 8},
 )  # fmt: skip
@@ -56,10 +56,10 @@ def test_a_change_makes_a_workload_anew_and_all_are_six() -> None:
     assert later[-1].at > 0
 
 
-@pytest.mark.parametrize(("name", "facts"), [("Qwen3-0.6B", QWEN3), ("Qwen3-30B-A3B", QWEN3_MOE)])
-def test_floors_are_the_published_limits(name: str, facts: ModelFacts) -> None:
+@pytest.mark.parametrize(("name", "model_config"), [("Qwen3-0.6B", QWEN3), ("Qwen3-30B-A3B", QWEN3_MOE)])
+def test_floors_are_the_published_limits(name: str, model_config: ModelConfig) -> None:
     published = json.loads((BENCHMARKS / "peers_h200.json").read_text())["models"][name]["workloads"]
-    cost = ModelCost.of(facts)
+    cost = ModelCost.of(model_config)
     assert cost is not None
     for workload, row in published.items():
         given = reference_workloads()[workload]
@@ -74,10 +74,10 @@ def test_sizes_of_a_latent_mixture_add_up() -> None:
         "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1,
         "first_k_dense_replace": 3, "q_lora_rank": 1536,
     }  # fmt: skip
-    facts = ModelFacts(
+    model_config = ModelConfig(
         "DeepseekV3ForCausalLM", 61, 7168, 129280, 128, 128, 192, 128, "mla", (512, 64), 163840, "bfloat16", num_experts=256, config=sizes
     )
-    cost = ModelCost.of(facts)
+    cost = ModelCost.of(model_config)
     assert cost is not None
     assert sum(layers.count * (layers.dense + layers.experts * layers.expert) for layers in cost.layers) + 2 * cost.head == pytest.approx(
         671e9, rel=0.002
@@ -85,7 +85,7 @@ def test_sizes_of_a_latent_mixture_add_up() -> None:
     assert sum(layers.met for layers in cost.layers) + cost.head == pytest.approx(37e9, rel=0.02)
     assert cost.cached == 61 * 576
     assert cost.step(1, 0)[0] == pytest.approx(2 * 37e9, rel=0.02)
-    assert ModelCost.of(replace(facts, sliding_window=4096)) is None
+    assert ModelCost.of(replace(model_config, sliding_window=4096)) is None
 
 
 def test_a_step_is_bound_by_what_is_slower() -> None:

@@ -20,7 +20,7 @@ const TILES = [
   ["of prompt tokens cached", (s) => percent(s.allCached, s.allPrompt)],
   ["requests finished", (s) => count(s.finished)],
   ["refused", (s) => count(s.rejected)],
-  ["retracted", (s) => count(s.retracted)],
+  ["preempted", (s) => count(s.preempted)],
 ];
 
 function percent(part, whole) {
