@@ -38,7 +38,7 @@ function sampleOf(state, last) {
     used: load.used_pages ?? 0,
     evictable: load.evictable_pages ?? 0,
     pages: load.total_pages ?? 0,
-    retracted: load.retracted ?? 0,
+    preempted: load.preempted ?? 0,
     generated: rate(state.generated_tokens, last?.generated_tokens),
     prompt: rate(state.prompt_tokens, last?.prompt_tokens),
     cached: rate(state.cached_tokens, last?.cached_tokens),
