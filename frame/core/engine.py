@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from frame.core.interfaces.runner import DeviceLost, ProfileRequest, UnsampledStep
-from frame.core.messages import Abort, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, StepTokens
+from frame.core.interfaces.runner import DeviceLost, ProfileError, ProfileRequest, UnsampledStep
+from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, StepTokens
 
 if TYPE_CHECKING:
     from frame.core.grammars.grammar_compiler import GrammarCompiler
@@ -167,6 +167,10 @@ class Engine:
             if self.grammars is not None:
                 self._send(self.grammars.drop(message.rids, message.reason))
             self.scheduler.abort(message.rids, message.reason)
+        elif isinstance(message, AbortAll):
+            if self.grammars is not None:
+                self._send(self.grammars.drop_all(message.reason))
+            self.scheduler.abort_all(message.reason)
         elif isinstance(message, Control):
             self.transport.send(self._control(message))
         else:
@@ -212,9 +216,11 @@ class Engine:
                 data = {"path": self.runner.profile(None)}
             elif control.action == "shutdown":
                 self._stopping = True
-                self.scheduler.abort([], "abort")
+                self.scheduler.abort_all()
             elif control.action != "ping":  # which is answered, and nothing else
                 return ControlReply(id=control.id, ok=False, error=f"there is no command {control.action!r}")
+        except ProfileError as error:
+            return ControlReply(id=control.id, ok=False, error=str(error), code="conflict")
         except Exception as error:  # noqa: BLE001 - a control that fails is answered, it does not end the engine
             return ControlReply(id=control.id, ok=False, error=_sentence(error))
         return ControlReply(id=control.id, ok=True, data=data)

@@ -13,6 +13,11 @@ from frame.core.interfaces.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# What went wrong, for layers that choose a status and a parameter name: sentences are for people, and never parsed.
+# queue_full: send the request again later. deadline_exceeded: the request's time is over. invalid_request, invalid_grammar:
+# the client's parameter `Finish.param` is at fault. non_finite_logits: the model yielded NaN or infinity. None: an internal error.
+ErrorCode = Literal["queue_full", "deadline_exceeded", "invalid_request", "invalid_grammar", "non_finite_logits"]
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     """Base of everything on the wire."""
@@ -39,9 +44,15 @@ class Generate(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Stop these requests (all, when empty); they finish with `reason`. A rid that is not there is no error."""
+    """End these requests; they finish with `reason`. An unknown rid is no error."""
 
-    rids: list[str] = []
+    rids: list[str]
+    reason: FinishReason = "abort"
+
+
+class AbortAll(Message, frozen=True):
+    """End every request that the engine has; they finish with `reason`."""
+
     reason: FinishReason = "abort"
 
 
@@ -60,11 +71,13 @@ class Control(Message, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Why a request ended. `matched` is the stop token or string; `error` a sentence for the client."""
+    """Why a request ended."""
 
     reason: FinishReason
-    matched: int | str | None = None
-    error: str | None = None
+    matched: int | str | None = None  # the stop token id or stop string
+    error: str | None = None  # one sentence for the client, where the reason is "error"
+    code: ErrorCode | None = None  # what went wrong; None: an internal error, or no error
+    param: str | None = None  # the field of the request that is at fault; of an invalid grammar, its kind
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -78,25 +91,27 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StepTokens(Message, frozen=True):
     """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
-    `finishes`, `logprobs`, `prompt_logprobs`, `cached`, `waited` hold entries for some of the indices only. `pooled` has the float32 bytes
-    of a vector for each request of an engine that embeds or classifies: its one result, which comes with its finish.
-    `cached` (number of prompt tokens that came from the prefix cache) and `waited` (seconds from the engine's receiving the request to its
-    place on the device) arrive with a request's first tokens."""
+    The dicts hold entries for some of the indices only. `pooled` has the float32 bytes of a vector for each request of an engine that
+    embeds or classifies: its one result, which comes with its finish. `num_cached_tokens` (prompt tokens found in the prefix cache) and
+    `queue_times` (seconds from the engine's receiving the request to its admission) come with a request's first tokens."""
 
     rids: list[str]
     token_ids: list[list[int]]
     finishes: dict[int, Finish] = {}
-    cached: dict[int, int] = {}
-    waited: dict[int, float] = {}
+    num_cached_tokens: dict[int, int] = {}
+    queue_times: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
     pooled: dict[int, bytes] = {}
 
 
 class ControlReply(Message, frozen=True):
+    """The answer to a `Control`. `code` is "conflict" where the engine's state or configuration forbids the command."""
+
     id: str
     ok: bool
     error: str | None = None
+    code: Literal["conflict"] | None = None
     data: dict[str, Any] = {}
 
 
@@ -138,8 +153,8 @@ class Fatal(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Text (or chat, or many `inputs` of one or two texts, cut at `longest` tokens) to encode; answered by `Tokenized`. Long texts of more
-    than `most` tokens are refused."""
+    """Text (or chat, or many `inputs` of one or two texts, each cut to `truncate_to` tokens) to encode; answered by `Tokenized`. Long
+    texts of more than `max_tokens` tokens are refused."""
 
     id: str
     text: str | None = None
@@ -148,13 +163,14 @@ class Tokenize(Message, frozen=True):
     template_arguments: dict[str, Any] = {}
     add_special_tokens: bool = True
     inputs: list[list[str]] | None = None
-    longest: int | None = None
-    most: int | None = None
+    truncate_to: int | None = None
+    max_tokens: int | None = None
     trace: str = ""
 
 
 class Tokenized(Message, frozen=True):
-    """`encoded` answers `inputs`: for each its ids, and where the second text begins. `is_too_long`: a text has more tokens than `most`."""
+    """The answer to a `Tokenize`. `encoded` answers `inputs`: for each its ids, and the index at which the second text begins.
+    `is_too_long`: a text has more tokens than `max_tokens`."""
 
     id: str
     token_ids: list[int] = []
@@ -174,12 +190,6 @@ class StartDetokenize(Message, frozen=True):
     trace: str = ""
 
 
-class Forget(Message, frozen=True):
-    """The request is gone; drop its state."""
-
-    rids: list[str]
-
-
 class StepText(Message, frozen=True):
     """What the detokenizer makes of a `StepTokens`: the same lists, with text deltas. `stopped` names requests that hit a stop string
     (the client aborts them in the engine)."""
@@ -188,8 +198,8 @@ class StepText(Message, frozen=True):
     texts: list[str]
     token_ids: list[list[int]]
     finishes: dict[int, Finish] = {}
-    cached: dict[int, int] = {}
-    waited: dict[int, float] = {}
+    num_cached_tokens: dict[int, int] = {}
+    queue_times: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
     stopped: list[int] = []
@@ -198,6 +208,7 @@ class StepText(Message, frozen=True):
 AnyMessage = (
     Generate
     | Abort
+    | AbortAll
     | Control
     | StepTokens
     | ControlReply
@@ -207,7 +218,6 @@ AnyMessage = (
     | Tokenize
     | Tokenized
     | StartDetokenize
-    | Forget
     | StepText
 )
 

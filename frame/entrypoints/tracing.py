@@ -158,10 +158,6 @@ class TextSpans:
         for place in text.finishes:
             self._end(text.rids[place])
 
-    def forget(self, rids: Sequence[str]) -> None:
-        for rid in rids:
-            self._end(rid)
-
     def _end(self, rid: str) -> None:
         trace, since = self._watched.pop(rid, ("", 0.0))
         self._tracing.add("detokenize", trace, since, time.perf_counter(), **{"frame.rid": rid})

@@ -47,7 +47,7 @@ class LocalLoop:
         for tokens in self._steps():
             for index, rid in enumerate(tokens.rids):
                 outputs[rid].extend(tokens.token_ids[index])
-            self.stats["cached"] += sum(tokens.cached.values())
+            self.stats["cached"] += sum(tokens.num_cached_tokens.values())
             for index, finish in tokens.finishes.items():
                 ended.add(tokens.rids[index])
                 if finish.reason == "error":
@@ -70,7 +70,7 @@ class LocalLoop:
                 raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
         vectors: dict[str, np.ndarray] = {}
         for tokens in self._steps():
-            self.stats["cached"] += sum(tokens.cached.values())
+            self.stats["cached"] += sum(tokens.num_cached_tokens.values())
             for index, finish in tokens.finishes.items():
                 if finish.reason == "error":
                     raise RuntimeError(f"request {tokens.rids[index]} failed: {finish.error}")

@@ -20,7 +20,6 @@ from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import MATCH_WINDOW
-from frame.core.scheduling.request import NOT_FINITE, TIMED_OUT
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.testing.fake_runner import FakeRunner, continuation
 
@@ -153,8 +152,7 @@ class SchedulerRig:
             raise AssertionError(f"{rid} never finished")
         if request.got != request.whole[: len(request.got)]:
             raise AssertionError(f"{rid} yielded {request.got}, an unconstrained run yields {request.whole}")
-        error = request.finish.error or ""
-        ended_early = request.finish.reason == "abort" or error.startswith((NOT_FINITE, TIMED_OUT))
+        ended_early = request.finish.reason == "abort" or request.finish.code in ("non_finite_logits", "deadline_exceeded")
         if not ended_early and len(request.got) != len(request.whole):
             raise AssertionError(f"{rid} ended after {len(request.got)} of {len(request.whole)} tokens: {request.finish}")
         if request.got and request.cached is None:
@@ -207,10 +205,10 @@ class SchedulerRig:
                 raise AssertionError(f"{rid} got tokens after its end")
             request.got += tokens.token_ids[i]
             request.finish = tokens.finishes.get(i)
-            if i in tokens.cached:
+            if i in tokens.num_cached_tokens:
                 if request.cached is not None:
                     raise AssertionError(f"{rid} was told twice how many tokens were cached")
-                request.cached = tokens.cached[i]
+                request.cached = tokens.num_cached_tokens[i]
             if i in tokens.logprobs:
                 request.logprobs.append(tokens.logprobs[i])
             request.prompt_logprobs = tokens.prompt_logprobs.get(i, request.prompt_logprobs)

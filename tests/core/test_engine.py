@@ -12,7 +12,6 @@ import pytest
 
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.grammars.grammar_compiler import GrammarCompiler
-from frame.core.grammars.grammar_masks import BAD_GRAMMAR
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
@@ -364,7 +363,8 @@ def test_grammars_are_compiled_off_the_loop(start: Callable[..., Running]) -> No
     done = running.finish("g", "b")
     assert len(done["g"][0]) == 3
     assert done["g"][1].reason == "stop"
-    assert done["b"][1].error == f"{BAD_GRAMMAR}: unbalanced bracket"
+    assert done["b"][1].error == "invalid grammar: unbalanced bracket"
+    assert (done["b"][1].code, done["b"][1].param) == ("invalid_grammar", "regex")
     masks = running.runner.masks  # type: ignore[attr-defined]
     assert len(masks) == 3
     assert all((mask == 0x55555555).all() for mask in masks)
@@ -374,5 +374,5 @@ def test_a_deadline_ends_a_request_whose_grammar_compiles(start: Callable[..., R
     backend = Backend()
     running = start(grammars=GrammarCompiler(lambda: backend))
     running.near.send(msgspec.structs.replace(generate("g", params=SamplingParams(max_tokens=6, regex="x")), deadline=0.01))
-    assert running.finish("g")["g"][1].error.startswith("deadline exceeded")  # no compilation has ended by then
+    assert running.finish("g")["g"][1].code == "deadline_exceeded"  # no compilation has ended by then
     backend.gate.set()

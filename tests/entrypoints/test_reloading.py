@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from frame.core.ipc.transport import ZmqSender
-from frame.core.messages import Forget
+from frame.core.messages import Tokenized
 from tests.entrypoints.serving import RunningServer, wait_until
 from tests.entrypoints.test_tls import CHAIN, KEY
 
@@ -38,7 +38,7 @@ def warn(server: RunningServer) -> None:
     """Make the engine log a warning."""
     command = server.children()["scheduler"].cmdline()
     sender = ZmqSender(f"ipc://{command[command.index('--sockets') + 1]}/engine")
-    sender.send(Forget(rids=["x"]))  # which engines do not take
+    sender.send(Tokenized(id="x"))  # which engines do not take
     sender.close()
 
 
@@ -79,14 +79,14 @@ def test_what_sighup_renews(checkpoint: Path, tmp_path: Path) -> None:
         hang_up("SIGHUP: reloaded log level debug, 2 API keys, the certificate")
         assert (status("old"), status("stays"), status("new")) == (401, 200, 200)
         assert {presented(address) for address in where} == {der(NEW)}
-        assert not any("does not take Forget" in line for line in server.lines)
+        assert not any("does not take Tokenized" in line for line in server.lines)
         warn(server)
-        wait_until(lambda: any("does not take Forget" in line for line in server.lines))
+        wait_until(lambda: any("does not take Tokenized" in line for line in server.lines))
         server.children()["scheduler"].kill()
         wait_until(lambda: any("engine ready again" in line for line in server.lines))
         before = len(server.lines)
         warn(server)
-        wait_until(lambda: any("does not take Forget" in line for line in server.lines[before:]))  # its successor has the new level too
+        wait_until(lambda: any("does not take Tokenized" in line for line in server.lines[before:]))  # its successor has the new level too
         channel = grpc.secure_channel(where[1], grpc.ssl_channel_credentials(NEW.read_bytes()))
         call = channel.unary_unary("/frame.v1.Frame/ServerInfo")
         with pytest.raises(grpc.RpcError) as refused:

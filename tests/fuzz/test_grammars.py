@@ -15,7 +15,6 @@ import pytest
 from frame.core.config.hardware import Hardware
 from frame.core.config.schema import FrameConfig
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.grammars.grammar_masks import BAD_GRAMMAR
 from frame.core.grammars.jump_forward import ForeseeingGrammar
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
@@ -86,9 +85,7 @@ class Attack:
         self.resolved = prepare(FrameConfig.model_validate(given), Hardware(cpu_cores=1, memory_bytes=8 << 30)).resolved
         registry = load_registry(installed=False)
         settings = GrammarSettings(registry.get("grammar", name).capabilities.kinds, cache_bytes=0)
-        self.compiler = GrammarCompiler(
-            lambda: load_backend(self.resolved, registry), settings, lambda: GrammarProcess(self.resolved)
-        )
+        self.compiler = GrammarCompiler(lambda: load_backend(self.resolved, registry), settings, lambda: GrammarProcess(self.resolved))
         self.words = -(-self.resolved.model.vocab_size // 32)
         self.ask("first", "regex", "a+")  # the process has to start
 
@@ -108,6 +105,7 @@ class Attack:
             kind, text = source(rng)
         outcome = self.ask("r", kind, text)
         if isinstance(outcome, Finish):
+            assert (outcome.code, outcome.param) == ("invalid_grammar", kind), outcome
             check(outcome.error or "", kind, text)
             return "slow" if "takes longer" in str(outcome.error) else "ended" if "ends its compiler" in str(outcome.error) else "refused"
         return self.draw(rng, ForeseeingGrammar(outcome), kind, text)
@@ -124,14 +122,14 @@ class Attack:
                     break
                 assert grammar.accept(rng.choice(allowed)), ("an allowed token was refused", kind, text)
         except ValueError as error:
-            check(f"{BAD_GRAMMAR}: {error}", kind, text)
+            check(f"invalid grammar: {error}", kind, text)
             return "too much work"
         return "begun"
 
 
 def check(sentence: str, kind: str, text: str) -> None:
     what = (sentence, kind, text[:3000])
-    assert sentence.startswith(f"{BAD_GRAMMAR}: ") and "\n" not in sentence and len(sentence) < LONGEST, what
+    assert sentence.startswith("invalid grammar: ") and "\n" not in sentence and len(sentence) < LONGEST, what
     assert "Traceback" not in sentence and "object at" not in sentence and "site-packages" not in sentence, what
 
 

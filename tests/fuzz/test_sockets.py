@@ -21,10 +21,10 @@ from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
+    AbortAll,
     Control,
     ControlReply,
     Finish,
-    Forget,
     Generate,
     Heartbeat,
     StartDetokenize,
@@ -51,10 +51,11 @@ VOCAB = 64
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5, seed=1, stop=("a",), logit_bias={5: 1.0}, logprobs=1)
 LOGPROBS = TokenLogprobs([5], [-1.0], [[(5, -1.0)]])
 ENDS = {0: Finish("stop", 5)}
-TOKENS: dict[str, Any] = {"rids": ["r"], "token_ids": [[5]], "finishes": ENDS, "cached": {0: 1}, "logprobs": {0: LOGPROBS}}
+TOKENS: dict[str, Any] = {"rids": ["r"], "token_ids": [[5]], "finishes": ENDS, "num_cached_tokens": {0: 1}, "logprobs": {0: LOGPROBS}}
 SEEDS = (
     Generate(rid="g", token_ids=[5, 6, 7], params=PARAMS, output_len=1, priority=1, namespace="n", deadline=1.0),
     Abort(rids=["g"]),
+    AbortAll(),
     Control(id="c", action="server_info"),
     Control(id="c", action="flush_cache", arguments={"a": 1}),
     ControlReply(id="c", ok=True, data={"a": 1}),
@@ -62,7 +63,6 @@ SEEDS = (
     StepTokens(**TOKENS),
     StepText(texts=["x"], stopped=[0], **TOKENS),
     StartDetokenize(rid="r", params=PARAMS, prompt_tail=[5]),
-    Forget(rids=["r"]),
     Tokenize(id="t", text="x"),
     Tokenize(id="t", messages=[{"role": "user", "content": "x"}], tools=[{"a": 1}], template_arguments={"b": 2}),
     Tokenized(id="t", token_ids=[5]),
@@ -117,7 +117,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     with pushing(inbox) as socket:
         for data in packets(seed, count):
             socket.send(data)
-    client.send(Abort())
+    client.send(AbortAll())
     client.send(Generate(rid="well", token_ids=[5, 6], params=SamplingParams(max_tokens=2, temperature=0.0)))
     client.send(Control(id="whole", action="check_integrity"))
     waiting = {"well", "whole"}

@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar, sentence_of
+from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar, grammar_error
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
-from frame.core.scheduling.request import QUEUE_FULL, timed_out
+from frame.core.scheduling.request import queue_full, timed_out
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
@@ -173,13 +173,17 @@ class GrammarCompiler:
         return found
 
     def drop(self, rids: Sequence[str], reason: FinishReason) -> StepTokens | None:
-        """Forget these requests (all, when empty); returns their ends."""
-        gone = [rid for rid in (rids or list(self._waiting)) if rid in self._waiting]
+        """End those of these requests that wait here; returns their ends."""
+        gone = [rid for rid in rids if rid in self._waiting]
         for rid in gone:
             self._forget(rid)
         if not gone:
             return None
         return StepTokens(rids=gone, token_ids=[[] for _ in gone], finishes={i: Finish(reason) for i in range(len(gone))})
+
+    def drop_all(self, reason: FinishReason) -> StepTokens | None:
+        """End every request that waits here; returns their ends."""
+        return self.drop(list(self._waiting), reason)
 
     def close(self) -> None:
         """Stop the processes; what is being compiled is given up."""
@@ -189,7 +193,7 @@ class GrammarCompiler:
 
     def _outcome(self, waiting: _Waiting, now: float) -> Grammar | Finish | None:
         deadline = self._settings.request_timeout if waiting.message.deadline is None else waiting.message.deadline
-        return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting.source, self._settings.budget)
+        return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting, self._settings.budget)
 
     def _forget(self, rid: str) -> None:
         """Let a request go; a compilation that has not begun and that no other request wants is cancelled."""
@@ -203,7 +207,7 @@ class GrammarCompiler:
 
     def _compile(self, key: Key, since: float) -> tuple[CompiledGrammar, float]:
         if time.monotonic() - since > self._settings.patience and self._held_up_at > since:  # a long queue alone is no fault
-            raise TooBusyError("other grammars keep the compilers busy; try again later")
+            raise TooBusyError("other grammars keep the compilers busy")
         backend = self._loaded()
         began = time.thread_time()
         if self._start_process is None:
@@ -225,17 +229,18 @@ class GrammarCompiler:
             return self._backend
 
 
-def _outcome(source: _Compilation | CompiledGrammar | ValueError, budget: float) -> Grammar | Finish | None:
-    """A grammar to start with, or why there is none; None: not yet."""
+def _outcome(waiting: _Waiting, budget: float) -> Grammar | Finish | None:
+    """A grammar to start with, or how the request ends without one; None: not yet."""
+    source, params = waiting.source, waiting.message.params
     error: BaseException | None = source if isinstance(source, ValueError) else None
     if isinstance(source, _Compilation):
         if not source.future.done():
             return None
         error = source.future.exception()
     if isinstance(error, TooBusyError):
-        return Finish("error", error=f"{QUEUE_FULL}: {error}")
+        return queue_full(str(error))
     if error is not None:
-        return Finish("error", error=sentence_of(error))
+        return grammar_error(error, params)
     assert not isinstance(source, ValueError)
     compiled, seconds = source.future.result() if isinstance(source, _Compilation) else (source, 0.0)
     try:
@@ -243,4 +248,4 @@ def _outcome(source: _Compilation | CompiledGrammar | ValueError, budget: float)
         meter.check()
         return MeteredGrammar(compiled.start(), meter)
     except Exception as raised:  # noqa: BLE001 - the backend's fault, and this request's alone
-        return Finish("error", error=sentence_of(raised))
+        return grammar_error(raised, params)

@@ -14,16 +14,18 @@ import numpy as np
 
 from frame.core.grammars.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
 from frame.core.messages import Finish
-from frame.core.scheduling.request import QUEUE_FULL
+from frame.core.scheduling.request import queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar
+    from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.scheduling.request import Request
     from frame.core.scheduling.request_slots import RequestTable
 
-BAD_GRAMMAR = "invalid grammar"  # prefix of `Finish.error`, so that the HTTP side answers 400
-BROKEN_GRAMMAR = "the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
+BROKEN_GRAMMAR = Finish(
+    "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
+)
 MOST_THREADS = 8
 SHARE = 250e-6  # CPU seconds of a step's calls for each thread that makes them; to call one costs about 50 microseconds
 SLOW = 0.002  # CPU seconds of a call; the next one of that request runs beside the steps
@@ -32,9 +34,12 @@ TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
 PATIENCE = 10.0  # seconds that a request waits for a thread while other grammars keep all of them
 
 
-def sentence_of(error: BaseException) -> str:
-    """Why a request has no grammar: a ValueError is about the grammar itself, anything else is its backend's fault."""
-    return f"{BAD_GRAMMAR}: {error}" if isinstance(error, ValueError) else f"the grammar backend failed: {type(error).__name__}: {error}"
+def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
+    """How a request ends whose grammar raised `error`: a ValueError means that the grammar is invalid, any other error is the backend's."""
+    if isinstance(error, ValueError):
+        kind = params.grammar[0] if params.grammar is not None else None
+        return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
+    return Finish("error", error=f"the grammar backend failed: {type(error).__name__}: {error}")
 
 
 class GrammarMeter:
@@ -87,50 +92,52 @@ class MeteredGrammar:
 
 
 class GrammarCall(ThreadedCall):
-    """Takes a token in (None: there is none) and makes the next mask, int32 [words]. `error`: why the token breaks the grammar;
-    `mask_error`: why there is no next mask."""
+    """Accepts a token (None: there is none) and fills the next mask, int32 [words]. `end`: how the token ends the request, if it does;
+    `mask_error`: how the request ends because there is no next mask."""
 
     def __init__(self, request: Request, token: int | None, words: int) -> None:
         super().__init__()
         self.request = request
         self.mask = np.empty(words, np.int32)
-        self.is_end = False
-        self.error = self.mask_error = ""
+        self.end: Finish | None = None
+        self.mask_error: Finish | None = None
         self.token = token
         meter = getattr(request.grammar, "meter", None)
         self._meter: GrammarMeter | None = meter
         self._spent = 0.0 if meter is None else meter.spent
 
-    def over_budget(self) -> str:
-        """Why the request must end although the call has not: "" when it need not."""
+    def over_budget(self) -> Finish | None:
+        """How the request ends because this call, which still runs, has spent its budget. None: it has not."""
         if self._meter is None:
-            return ""
+            return None
         try:
             self._meter.check(self._spent + self.cpu_seconds() - self._meter.spent)  # what it has charged already counts once
         except ValueError as error:
-            return sentence_of(error)
-        return ""
+            return grammar_error(error, self.request.params)
+        return None
 
     def call(self) -> None:
         grammar = self.request.grammar
         assert grammar is not None
+        if self.token is not None:
+            self.end = advance(grammar, self.token, self.request.params)
+        if self.end is not None:
+            return
         try:
-            if self.token is not None:
-                self.is_end, self.error = advance(grammar, self.token)
-            if not self.is_end and not self.error and not grammar.fill(self.mask):
+            if not grammar.fill(self.mask):
                 self.mask[:] = -1
         except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-            self.mask_error = sentence_of(error)
+            self.mask_error = grammar_error(error, self.request.params)
 
 
 @dataclass(slots=True)
 class GrammarState:
-    """Where a request's grammar is. `call`: one that no step waits for; `mask`: the next, where it is made; `error`: why it cannot be,
-    with which the request ends at its next token; `seconds`: CPU of the last call."""
+    """Where a request's grammar is. `call`: one that no step waits for; `mask`: the next, where it is made; `error`: how the
+    request ends at its next token, since the mask could not be made; `seconds`: CPU of the last call."""
 
     call: GrammarCall | None = None
     mask: np.ndarray | None = None
-    error: str = ""
+    error: Finish | None = None
     seconds: float = 0.0
     is_slow: bool = False
 
@@ -151,9 +158,9 @@ class GrammarCalls:
         """Requests that are held."""
         return len(self._held)
 
-    def accept(self, drawn: Sequence[tuple[Request, int]]) -> list[tuple[bool, str]]:
-        """Take drawn tokens in. -> of each: whether only the end may follow, why the request must end with an error ("": it need not)."""
-        calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if not state_of(each[0]).error}
+    def accept(self, drawn: Sequence[tuple[Request, int]]) -> list[Finish | None]:
+        """Accept sampled tokens. -> of each: how it ends its request; None: the request goes on."""
+        calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if state_of(each[0]).error is None}
         self._run(list(calls.values()))
         return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
 
@@ -172,7 +179,7 @@ class GrammarCalls:
             state = state_of(request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
-            elif not state.error:
+            elif state.error is None:
                 calls[i] = GrammarCall(request, None, self._words)
         self._run(list(calls.values()))
         for i, call in calls.items():
@@ -247,26 +254,24 @@ class GrammarCalls:
         state = state_of(call.request)
         state.seconds, state.is_slow = call.seconds, call.seconds > slow
         state.error = call.mask_error
-        state.mask = None if call.is_end or call.error or call.mask_error else call.mask
+        state.mask = call.mask if call.end is None and call.mask_error is None else None
 
     def _outcome(self, call: GrammarCall) -> Finish | bool | None:
         """Of a held request: its end; true: it goes on; None: it is held."""
         if call.is_finished:
             self._note(call, SLOW)
-            if error := call.error or call.mask_error:
-                return Finish("error", error=error)
-            return Finish("stop") if call.is_end else True
-        if error := call.over_budget():  # it may be a call that never ends
-            return Finish("error", error=error)
+            return call.end or call.mask_error or True
+        if (finish := call.over_budget()) is not None:  # it may be a call that never ends
+            return finish
         if call.thread is None and time.monotonic() - call.queued_at > PATIENCE:
-            return Finish("error", error=f"{QUEUE_FULL}: other grammars keep the threads busy; try again later")
+            return queue_full("other grammars keep the threads busy")
         return None
 
 
-def _result(call: GrammarCall | None, request: Request) -> tuple[bool, str]:
+def _result(call: GrammarCall | None, request: Request) -> Finish | None:
     if call is None:
-        return False, state_of(request).error
-    return (call.is_end, call.error) if call.is_finished else (False, "")
+        return state_of(request).error
+    return call.end if call.is_finished else None
 
 
 def state_of(request: Request) -> GrammarState:
@@ -276,19 +281,19 @@ def state_of(request: Request) -> GrammarState:
     return request.grammar_state
 
 
-def advance(grammar: Grammar, token: int) -> tuple[bool, str]:
-    """Take a sampled token in. -> (whether only the end may follow, why the request must end with an error: "" when it need not)."""
+def advance(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:
+    """Accept a sampled token. -> how it ends the request (reason "stop" where nothing may follow); None: the request goes on."""
     try:
         if not grammar.accept(token):
-            return False, BROKEN_GRAMMAR
-        return grammar.is_finished(), ""
+            return BROKEN_GRAMMAR
+        return Finish("stop") if grammar.is_finished() else None
     except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-        return False, sentence_of(error)
+        return grammar_error(error, params)
 
 
-def replay(grammar: Grammar, tokens: Iterable[int]) -> str:
-    """Bring a grammar to where a request was that comes back with output. -> why it cannot be; "" when it is there."""
+def replay(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
+    """Accept the output of a recovered request, from the grammar's start. -> how the request ends where that fails; None: it goes on."""
     try:
-        return "" if all(grammar.accept(token) for token in tokens) else BROKEN_GRAMMAR
+        return None if all(grammar.accept(token) for token in tokens) else BROKEN_GRAMMAR
     except Exception as error:  # noqa: BLE001 - as above
-        return sentence_of(error)
+        return grammar_error(error, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,13 @@ MAX_LOGPROBS = 20
 LEAST_REPETITION = 0.01
 WIDEST_SPACE = 8  # characters between JSON's parts, where they are free: enough for indented objects, too few to go on with for ever
 LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
+
+
+class ParamProblem(NamedTuple):
+    """Why a request cannot be served: the parameter's name, and a sentence for the client."""
+
+    param: str
+    sentence: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,84 +80,88 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.top_k == 0:  # off in vLLM, -1 in SGLang
             msgspec.structs.force_setattr(self, "top_k", -1)
 
-    def problems(self, vocab_size: int | None = None) -> list[str]:
-        """Every reason why these parameters cannot be served, a sentence each that names the parameter and its range."""
+    def problems(self, vocab_size: int | None = None) -> list[ParamProblem]:
+        """Every reason why these parameters cannot be served; each sentence names the parameter and its range."""
         found = [*self._out_of_range(), *self._too_large()]
         if vocab_size is not None:
             found += [
-                f"{name} holds the token id {i}, outside the vocabulary (0 to {vocab_size - 1})"
+                ParamProblem(name, f"{name} holds the token id {i}, outside the vocabulary (0 to {vocab_size - 1})")
                 for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids))
                 for i in ids
                 if not 0 <= i < vocab_size
             ]
         return found
 
-    def _out_of_range(self) -> Iterator[str]:
+    def _out_of_range(self) -> Iterator[ParamProblem]:
         """What has no meaning. Asked positively throughout, so that what is no number is found."""
         if not (self.max_tokens is None or self.max_tokens >= 1):
-            yield f"max_tokens is {self.max_tokens}; it must be at least 1"
+            yield ParamProblem("max_tokens", f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not 0 <= self.min_tokens <= LARGEST:
-            yield f"min_tokens is {self.min_tokens}; it must be from 0 to {LARGEST}"
+            yield ParamProblem("min_tokens", f"min_tokens is {self.min_tokens}; it must be from 0 to {LARGEST}")
         if not (self.max_tokens is None or self.min_tokens <= self.max_tokens):
-            yield f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens})"
+            yield ParamProblem("min_tokens", f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens})")
         if not 1 <= self.n <= 128:
-            yield f"n is {self.n}; it must be from 1 to 128"
+            yield ParamProblem("n", f"n is {self.n}; it must be from 1 to 128")
         if not 0.0 <= self.temperature <= 100.0:
-            yield f"temperature is {self.temperature}; it must be from 0 to 100"
+            yield ParamProblem("temperature", f"temperature is {self.temperature}; it must be from 0 to 100")
         if not 0.0 < self.top_p <= 1.0:
-            yield f"top_p is {self.top_p}; it must be above 0 and at most 1"
+            yield ParamProblem("top_p", f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not (self.top_k == -1 or 1 <= self.top_k <= LARGEST):
-            yield f"top_k is {self.top_k}; it must be 0 or -1 (off), or from 1 to {LARGEST}"
+            yield ParamProblem("top_k", f"top_k is {self.top_k}; it must be 0 or -1 (off), or from 1 to {LARGEST}")
         if not 0.0 <= self.min_p <= 1.0:
-            yield f"min_p is {self.min_p}; it must be from 0 to 1"
+            yield ParamProblem("min_p", f"min_p is {self.min_p}; it must be from 0 to 1")
         if not -2.0 <= self.frequency_penalty <= 2.0:
-            yield f"frequency_penalty is {self.frequency_penalty}; it must be from -2 to 2"
+            yield ParamProblem("frequency_penalty", f"frequency_penalty is {self.frequency_penalty}; it must be from -2 to 2")
         if not -2.0 <= self.presence_penalty <= 2.0:
-            yield f"presence_penalty is {self.presence_penalty}; it must be from -2 to 2"
+            yield ParamProblem("presence_penalty", f"presence_penalty is {self.presence_penalty}; it must be from -2 to 2")
         if not LEAST_REPETITION <= self.repetition_penalty <= 10.0:  # logits are divided by it, and must stay finite in 32 bits
-            yield f"repetition_penalty is {self.repetition_penalty}; it must be from {LEAST_REPETITION} to 10"
+            yield ParamProblem(
+                "repetition_penalty", f"repetition_penalty is {self.repetition_penalty}; it must be from {LEAST_REPETITION} to 10"
+            )
         if not (self.seed is None or -(2**63) <= self.seed < 2**63):
-            yield f"seed is {self.seed}; it must fit in 64 bits"
+            yield ParamProblem("seed", f"seed is {self.seed}; it must fit in 64 bits")
         if not (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS):
-            yield f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}"
+            yield ParamProblem("logprobs", f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}")
         if not (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS):
-            yield f"prompt_logprobs is {self.prompt_logprobs}; it must be from 0 to {MAX_LOGPROBS}"
+            yield ParamProblem("prompt_logprobs", f"prompt_logprobs is {self.prompt_logprobs}; it must be from 0 to {MAX_LOGPROBS}")
         if not all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
-            yield "logit_bias holds a value outside -100 to 100"
+            yield ParamProblem("logit_bias", "logit_bias holds a value outside -100 to 100")
         if not all(0 <= token <= LARGEST for word in self.bad_words_ids for token in word):
-            yield "bad_words_ids holds an id that no vocabulary has"
+            yield ParamProblem("bad_words_ids", "bad_words_ids holds an id that no vocabulary has")
         if not all(self.stop):
-            yield "stop holds an empty string; leave it out"
+            yield ParamProblem("stop", "stop holds an empty string; leave it out")
         if not all(self.bad_words):
-            yield "bad_words holds an empty string; leave it out"
+            yield ParamProblem("bad_words", "bad_words holds an empty string; leave it out")
         if not all(self.choice):
-            yield "choice holds an empty string; leave it out"
+            yield ParamProblem("choice", "choice holds an empty string; leave it out")
         if len(grammars := self._grammars()) > 1:
-            yield f"{' and '.join(name for name, _ in grammars)} exclude each other; keep one"
+            yield ParamProblem(grammars[0][0], f"{' and '.join(name for name, _ in grammars)} exclude each other; keep one")
 
-    def _too_large(self) -> Iterator[str]:
+    def _too_large(self) -> Iterator[ParamProblem]:
         """What would cost time or memory beyond all use."""
         if len(self.stop) > MAX_STOP:
-            yield f"stop has {len(self.stop)} strings; it may have {MAX_STOP}"
+            yield ParamProblem("stop", f"stop has {len(self.stop)} strings; it may have {MAX_STOP}")
         if any(len(text) > MAX_STOP_CHARS for text in self.stop):
-            yield f"stop holds a string of more than {MAX_STOP_CHARS} characters"
+            yield ParamProblem("stop", f"stop holds a string of more than {MAX_STOP_CHARS} characters")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
-            yield f"stop_token_ids has {len(self.stop_token_ids)} ids; it may have {MAX_STOP_IDS}"
+            yield ParamProblem("stop_token_ids", f"stop_token_ids has {len(self.stop_token_ids)} ids; it may have {MAX_STOP_IDS}")
         if len(self.bad_words) + len(self.bad_words_ids) > MAX_BAD_WORDS:
-            yield f"bad_words has {len(self.bad_words) + len(self.bad_words_ids)} words; it may have {MAX_BAD_WORDS}"
+            yield ParamProblem(
+                "bad_words", f"bad_words has {len(self.bad_words) + len(self.bad_words_ids)} words; it may have {MAX_BAD_WORDS}"
+            )
         if any(len(word) > MAX_BAD_WORD_CHARS for word in (*self.bad_words, *self.bad_words_ids)):
-            yield f"bad_words holds a word of more than {MAX_BAD_WORD_CHARS} characters"
+            yield ParamProblem("bad_words", f"bad_words holds a word of more than {MAX_BAD_WORD_CHARS} characters")
         if len(self.logit_bias) > MAX_BIASES:
-            yield f"logit_bias has {len(self.logit_bias)} tokens; it may have {MAX_BIASES}"
+            yield ParamProblem("logit_bias", f"logit_bias has {len(self.logit_bias)} tokens; it may have {MAX_BIASES}")
         if len(self.custom) > MAX_CUSTOM:
-            yield f"custom has {len(self.custom)} entries; it may have {MAX_CUSTOM}"
+            yield ParamProblem("custom", f"custom has {len(self.custom)} entries; it may have {MAX_CUSTOM}")
         if any(len(text) > MAX_CUSTOM_CHARS for text in (*self.custom, *self.custom.values())):
-            yield f"custom holds a text of more than {MAX_CUSTOM_CHARS} characters"
+            yield ParamProblem("custom", f"custom holds a text of more than {MAX_CUSTOM_CHARS} characters")
         for name in ("json_schema", "regex", "ebnf", "structural_tag"):
             if len(source := getattr(self, name) or "") > MAX_GRAMMAR_CHARS:
-                yield f"{name} has {len(source)} characters; it may have {MAX_GRAMMAR_CHARS}"
+                yield ParamProblem(name, f"{name} has {len(source)} characters; it may have {MAX_GRAMMAR_CHARS}")
         if (size := sum(map(len, self.choice))) > MAX_GRAMMAR_CHARS:
-            yield f"choice has {size} characters; it may have {MAX_GRAMMAR_CHARS}"
+            yield ParamProblem("choice", f"choice has {size} characters; it may have {MAX_GRAMMAR_CHARS}")
 
     def ends(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The token ids that end this request, each once, given the model's end tokens."""

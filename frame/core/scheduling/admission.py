@@ -10,6 +10,7 @@ import numpy as np
 from frame.core.grammars.grammar_masks import replay
 from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling import Grammar
+from frame.core.interfaces.sampling_params import ParamProblem
 from frame.core.messages import Finish, Generate
 from frame.core.scheduling.prefix_dedup import LEAST
 from frame.core.scheduling.request import Request
@@ -86,8 +87,8 @@ class Admission:
         except OverflowError:
             tokens = np.array([-1], np.int32)  # beyond any vocabulary
         problem = self._problem(message, tokens)
-        if problem:
-            return Finish("error", error=problem)
+        if problem is not None:
+            return Finish("error", error=problem.sentence, code="invalid_request", param=problem.param)
         prompt_len = len(message.token_ids) - message.output_len
         max_num_tokens = self._max_total(message, prompt_len)
         if message.output_len and len(message.token_ids) >= max_num_tokens:
@@ -113,48 +114,51 @@ class Admission:
             is_reported=message.output_len > 0,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())
-        if grammar is not None and (problem := replay(grammar, request.output)):
-            return Finish("error", error=problem)
+        if grammar is not None and (refusal := replay(grammar, request.output, params)) is not None:
+            return refusal
         self._arrived += 1
         return request
 
-    def _problem(self, message: Generate, tokens: np.ndarray) -> str | None:
+    def _problem(self, message: Generate, tokens: np.ndarray) -> ParamProblem | None:
         config, count = self._config, len(message.token_ids)
         prompt_len = count - message.output_len
         if prompt_len < 1 or message.output_len < 0:
-            return "the prompt is empty; it needs at least one token"
+            return ParamProblem("prompt", "the prompt is empty; it needs at least one token")
         if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-            return f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})"
-        problems = message.params.problems(config.vocab_size)  # the front has asked the same; the engine takes nobody's word for it
+            return ParamProblem("prompt", f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})")
+        problems = message.params.problems(config.vocab_size)  # the client checks the same; the engine does not rely on it
         if problems:
             return problems[0]
         if config.pools:
             return self._too_long_to_pool(prompt_len)
         return self._too_long(prompt_len, message.params.max_tokens)
 
-    def _too_long_to_pool(self, prompt_len: int) -> str | None:
+    def _too_long_to_pool(self, prompt_len: int) -> ParamProblem | None:
         config = self._config
         limit = min(config.max_context, config.capacity, config.token_budget if config.whole_prompts else prompt_len)
         if prompt_len > limit:
-            return f"the input has {prompt_len} tokens, and the model takes {limit}; shorten it"
+            return ParamProblem("input", f"the input has {prompt_len} tokens, and the model takes {limit}; shorten it")
         return None
 
-    def _too_long(self, prompt_len: int, max_tokens: int | None) -> str | None:
+    def _too_long(self, prompt_len: int, max_tokens: int | None) -> ParamProblem | None:
         config = self._config
         asked = max_tokens or 1
         if prompt_len >= config.max_context:
-            return f"the prompt has {prompt_len} tokens, the context holds {config.max_context} with the answer; shorten the prompt"
+            sentence = f"the prompt has {prompt_len} tokens, the context holds {config.max_context} with the answer; shorten the prompt"
+            return ParamProblem("prompt", sentence)
         if prompt_len + asked > config.max_context:
-            return (
+            return ParamProblem(
+                "max_tokens",
                 f"the prompt has {prompt_len} tokens and max_tokens is {asked}: {prompt_len + asked} together, above the context of "
-                f"{config.max_context}; lower max_tokens to {config.max_context - prompt_len} or shorten the prompt"
+                f"{config.max_context}; lower max_tokens to {config.max_context - prompt_len} or shorten the prompt",
             )
         # The last token's K and V are never needed, so a sequence of n + 1 tokens fits in a cache of n.
         if prompt_len + asked - 1 > config.capacity:
             pages = -(-(prompt_len + asked - 1) // config.page_size)
-            return (
+            return ParamProblem(
+                "max_tokens",
                 f"the request needs {pages} pages of {config.page_size} tokens ({prompt_len} of prompt plus {asked} of output), the KV "
-                f"cache has {config.num_pages - 1}; lower max_tokens, shorten the prompt or enlarge cache.max_total_tokens"
+                f"cache has {config.num_pages - 1}; lower max_tokens, shorten the prompt or enlarge cache.max_total_tokens",
             )
         return None
 

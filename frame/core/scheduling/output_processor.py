@@ -11,11 +11,13 @@ import numpy as np
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
 from frame.core.messages import Finish, StepTokens, TokenLogprobs
-from frame.core.scheduling.request import NOT_FINITE, Request
+from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import FIRST, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.scheduling.running import InFlight, RunningSet
 
-ENDED_ALONE = "the request was ended, others are not affected"
+NON_FINITE = Finish(
+    "error", error="the model's logits were not finite; the request was ended, others are not affected", code="non_finite_logits"
+)
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class OutputProcessor:
         broken = result.invalid[entries].tolist() if result.invalid is not None else [False] * len(requests)
         message = StepTokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests])
         for i, (request, entry) in enumerate(zip(requests, entries.tolist(), strict=True)):
-            finish = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}") if broken[i] else Finish("stop")
+            finish = NON_FINITE if broken[i] else Finish("stop")
             message.finishes[i] = finish
             _report_start(request, i, message)
             if not broken[i]:
@@ -111,7 +113,7 @@ class OutputProcessor:
             sampled.finishes[i] = Finish("stop", matched=int(tokens[i]))
         if result.invalid is not None:
             for i in np.flatnonzero(result.invalid[sampled.entries]).tolist():
-                sampled.finishes[i] = Finish("error", error=f"{NOT_FINITE}; {ENDED_ALONE}")
+                sampled.finishes[i] = NON_FINITE
                 sampled.broken.add(i)
 
     def _add_details(self, sampled: Sampled, result: StepResult, message: StepTokens) -> None:
@@ -136,12 +138,11 @@ class OutputProcessor:
                 request.unsent = []
             if request.grammar is not None and i not in sampled.finishes and is_fresh:
                 drawn.append((i, request, token))
-        for (i, _, _), (is_end, error) in zip(drawn, self._grammars.accept([each[1:] for each in drawn]), strict=True):
-            if error:
-                sampled.finishes[i] = Finish("error", error=error)
-                sampled.broken.add(i)
-            elif is_end:
-                sampled.finishes[i] = Finish("stop")
+        for (i, _, _), finish in zip(drawn, self._grammars.accept([each[1:] for each in drawn]), strict=True):
+            if finish is not None:
+                sampled.finishes[i] = finish
+                if finish.reason == "error":
+                    sampled.broken.add(i)
 
     def _add_first(self, request: Request, flags: int, i: int, message: StepTokens) -> None:
         """What comes with a request's first token only."""
@@ -178,8 +179,8 @@ class OutputProcessor:
 
 def _report_start(request: Request, i: int, message: StepTokens) -> None:
     """What a request's first result says about its beginning."""
-    message.cached[i] = request.cached_tokens
-    message.waited[i] = round(request.admitted - request.arrival, 6)
+    message.num_cached_tokens[i] = request.cached_tokens
+    message.queue_times[i] = round(request.admitted - request.arrival, 6)
 
 
 def _token_logprobs(request: Request, token: int, logprob: float, entry: int, result: StepResult) -> TokenLogprobs:

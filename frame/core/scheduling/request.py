@@ -21,15 +21,16 @@ from frame.core.messages import Finish
 if TYPE_CHECKING:
     from frame.core.grammars.grammar_masks import GrammarState
 
-# Prefixes of `Finish.error`, so that the HTTP side can tell a 503 and a 504 from a 400 without a second field.
-QUEUE_FULL = "queue full"
-TIMED_OUT = "deadline exceeded"
-NOT_FINITE = "the model's logits were not finite"
-
 
 def timed_out(seconds: float) -> Finish:
-    """The end of a request whose deadline has passed."""
-    return Finish("error", error=f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time")
+    """How a request ends when its deadline has passed; it had `seconds` from its arrival."""
+    sentence = f"deadline exceeded: the request took longer than its {seconds:g} s; allow it more time"
+    return Finish("error", error=sentence, code="deadline_exceeded")
+
+
+def queue_full(reason: str) -> Finish:
+    """How a request ends that cannot be taken now, and may be sent again later."""
+    return Finish("error", error=f"queue full: {reason}; try again later", code="queue_full")
 
 
 class RequestStatus(IntEnum):

@@ -28,7 +28,7 @@ from frame.core.scheduling.integrity import audit_accounts, check_accounts, repa
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.planner import Rows, StepPlanner
-from frame.core.scheduling.request import QUEUE_FULL, Request, RequestStatus, timed_out
+from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
 from frame.core.scheduling.running import InFlight, RunningSet
 from frame.core.scheduling.tenant_usage import TenantUsage
@@ -77,12 +77,12 @@ class Scheduler:
     # requests -----------------------------------------------------------------------------------------------------------
 
     def add(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
-        """Queue a request; a `Finish` says why it is refused (its error starts with `QUEUE_FULL` when it may be tried again). `arrival`:
+        """Queue a request; a `Finish` says why it is refused (its code is "queue_full" when it may be sent again). `arrival`:
         when the engine received it, on the clock, where that was not just now; its deadline runs from there."""
         if message.rid in self._requests:
-            return Finish("error", error=f"request id {message.rid} is in use; choose another")
+            return Finish("error", error=f"request id {message.rid} is in use; choose another", code="invalid_request", param="rid")
         if len(self._queue) >= self.config.max_queued:
-            return Finish("error", error=f"{QUEUE_FULL}: {len(self._queue)} requests are waiting; try again later")
+            return queue_full(f"{len(self._queue)} requests are waiting")
         request = self._admission.accept(message, self._clock() if arrival is None else arrival, self._jumps.watch(grammar, message.params))
         if isinstance(request, Finish):
             return request
@@ -93,12 +93,16 @@ class Scheduler:
         self._num_prompt_tokens += request.prompt_len
         return None
 
-    def abort(self, rids: Sequence[str] = (), reason: FinishReason = "abort") -> None:
-        """End these requests, in whatever state (all, when empty); unknown ones are no error."""
-        for rid in rids or list(self._requests):
+    def abort(self, rids: Sequence[str], reason: FinishReason = "abort") -> None:
+        """End these requests, in whatever state; unknown ones are no error."""
+        for rid in rids:
             request = self._requests.get(rid)
             if request is not None:
                 self._end(request, Finish(reason))
+
+    def abort_all(self, reason: FinishReason = "abort") -> None:
+        """End every request, in whatever state."""
+        self.abort(list(self._requests), reason)
 
     def drain_outputs(self) -> StepTokens | None:
         """The requests that ended outside of a step (aborts, deadlines) since the last call."""

@@ -18,6 +18,7 @@ import msgspec
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import (
     Abort,
+    AbortAll,
     AnyMessage,
     ControlReply,
     Fatal,
@@ -30,7 +31,7 @@ from frame.core.messages import (
     StepTokens,
     Tokenized,
 )
-from frame.core.scheduling.request import TIMED_OUT
+from frame.core.scheduling.request import timed_out
 from frame.core.text.detokenizer import Detokenizer
 from frame.entrypoints.engine_client.commands import Controls
 from frame.entrypoints.engine_client.limits import (
@@ -239,8 +240,8 @@ class EngineClient:
         for sequence in found:
             sequence.standing.is_aborted = True
         if is_all and owner is None:
-            self.link.send(Abort())  # what it runs that we know nothing of, too
-        elif admitted:  # an empty list would mean all
+            self.link.send(AbortAll())  # which also ends what this client does not know
+        elif admitted:
             self.link.send(Abort(rids=admitted))
         self._end_here([s for s in found if self._recovery.is_held(s)], Finish("abort"))
         return len(found)
@@ -391,8 +392,7 @@ class EngineClient:
         for sequence in late:
             asked = sequence.standing.message.deadline if sequence.standing.message is not None else None
             seconds = self.limits.request_timeout if asked is None else asked
-            sentence = f"{TIMED_OUT}: the request took longer than its {seconds:g} s; allow it more time"
-            self._end_lost([sequence], Finish("error", None, sentence))
+            self._end_lost([sequence], timed_out(seconds))
 
     def _admit(self, sequence: SequenceState) -> None:
         """Send a sequence to the engine, from where it stands."""

@@ -69,7 +69,7 @@ def check_params(limits: ClientLimits, params: SamplingParams) -> None:
     """Raise InvalidRequestError for parameters that cannot be served, whatever the prompt."""
     problems = params.problems(limits.vocab_size)
     if problems:
-        raise InvalidRequestError(problems[0], problems[0].split(" ", 1)[0])
+        raise InvalidRequestError(problems[0].sentence, problems[0].param)
     if params.grammar is not None and not limits.grammar and not limits.pools:
         raise InvalidRequestError(
             "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",

@@ -60,14 +60,14 @@ class TokenRouter:
     def _take_rest(self, message: StepText | StepTokens, now: float) -> None:
         """What concerns a few of the requests only."""
         rids, sequences = message.rids, self._sequences
-        for place, cached in message.cached.items():
+        for place, cached in message.num_cached_tokens.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.cached = cached
                 self.stats.cached_tokens += cached
-        for place, waited in message.waited.items():
+        for place, queue_time in message.queue_times.items():
             if (sequence := sequences.get(rids[place])) is not None:
-                sequence.times.waited = waited
-                self.stats.waited(sequence, waited, now)
+                sequence.times.waited = queue_time
+                self.stats.waited(sequence, queue_time, now)
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)

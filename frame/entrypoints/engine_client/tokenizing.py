@@ -114,17 +114,17 @@ class ProcessInput:
         self._names = itertools.count()
 
     async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        return (await self._ask(text=text, add_special_tokens=add_special_tokens, most=most)).token_ids
+        return (await self._ask(text=text, add_special_tokens=add_special_tokens, max_tokens=most)).token_ids
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], most: int | None = None
     ) -> list[int]:
-        return (await self._ask(messages=messages, tools=tools, template_arguments=arguments, most=most)).token_ids
+        return (await self._ask(messages=messages, tools=tools, template_arguments=arguments, max_tokens=most)).token_ids
 
     async def encode_inputs(
         self, inputs: list[list[str]], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
     ) -> list[Encoded]:
-        return (await self._ask(inputs=inputs, longest=longest, most=most, add_special_tokens=add_special_tokens)).encoded
+        return (await self._ask(inputs=inputs, truncate_to=longest, max_tokens=most, add_special_tokens=add_special_tokens)).encoded
 
     async def _ask(self, **content: Any) -> Tokenized:
         name = str(next(self._names))
@@ -141,7 +141,7 @@ class ProcessInput:
         if asked is not None and not asked.future.done():
             future = asked.future
             if reply.is_too_long:
-                future.set_exception(TextTooLongError(asked.message.most or 0))
+                future.set_exception(TextTooLongError(asked.message.max_tokens or 0))
             elif reply.error is not None:
                 future.set_exception(ChatTemplateError(reply.error))
             else:
@@ -169,12 +169,12 @@ def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
     """A tokenizer process's whole work."""
     try:
         if message.messages is not None:
-            ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.most)
+            ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.max_tokens)
         elif message.inputs is not None:
-            encoded = tokenizer.encode_inputs(message.inputs, message.longest, message.most, message.add_special_tokens)
+            encoded = tokenizer.encode_inputs(message.inputs, message.truncate_to, message.max_tokens, message.add_special_tokens)
             return Tokenized(id=message.id, encoded=encoded)
         else:
-            ids = tokenizer.encode(message.text or "", message.add_special_tokens, message.most)
+            ids = tokenizer.encode(message.text or "", message.add_special_tokens, message.max_tokens)
         return Tokenized(id=message.id, token_ids=ids)
     except TextTooLongError:
         return Tokenized(id=message.id, is_too_long=True)

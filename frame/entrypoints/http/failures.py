@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frame.core.grammars.grammar_masks import BAD_GRAMMAR
 from frame.core.messages import Finish
-from frame.core.scheduling.request import QUEUE_FULL, TIMED_OUT
 from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
@@ -22,15 +20,16 @@ def raise_failed(sequences: Sequence[SequenceState]) -> None:
 
 
 def failure(finish: Finish) -> ApiError:
-    """The error of a sequence, with the status that its sentence's beginning stands for."""
+    """The error of a sequence, with the status that its code stands for."""
     sentence = finish.error or "the request failed"
-    if sentence.startswith(QUEUE_FULL):
+    if finish.code == "queue_full":
         return ApiError(503, sentence, code="queue_full", retry_after=RETRY_AFTER)
-    if sentence.startswith(TIMED_OUT):
+    if finish.code == "deadline_exceeded":
         return ApiError(504, sentence, code="deadline_exceeded")
-    if sentence.startswith(BAD_GRAMMAR):
-        kind = sentence.removeprefix(BAD_GRAMMAR).lstrip(": ").partition(" ")[0]  # a compiler's sentence begins with what it compiled
-        return ApiError(400, public(sentence), kind if kind in ("regex", "ebnf", "choice") else "response_format")
+    if finish.code == "invalid_grammar":
+        return ApiError(400, public(sentence), finish.param if finish.param in ("regex", "ebnf", "choice") else "response_format")
+    if finish.code == "invalid_request":
+        return ApiError(400, public(sentence), finish.param)
     return ApiError(500, sentence)
 
 

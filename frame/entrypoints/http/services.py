@@ -271,7 +271,7 @@ class Services:
         for own in _unique(params):
             problems = own.problems(vocabulary)
             if problems:
-                raise as_sent(ApiError(400, problems[0], problems[0].split(" ", 1)[0]), terms)
+                raise as_sent(ApiError(400, problems[0].sentence, problems[0].param), terms)
         if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
             raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 

@@ -133,7 +133,7 @@ class Collector:
 
     def _tokens(self, message: StepTokens) -> None:
         sequences = self._sequences
-        extras = message.logprobs or message.prompt_logprobs or message.cached or message.pooled
+        extras = message.logprobs or message.prompt_logprobs or message.num_cached_tokens or message.pooled
         for place, rid in enumerate(message.rids):
             sequence = sequences.get(rid)
             if sequence is None:
@@ -190,8 +190,8 @@ class Collector:
 
 
 def _take_extras(output: Output, message: StepTokens, place: int) -> None:
-    if place in message.cached:
-        output.cached_tokens = message.cached[place]
+    if place in message.num_cached_tokens:
+        output.cached_tokens = message.num_cached_tokens[place]
     output.vector = message.pooled.get(place, output.vector)
     if place in message.logprobs:
         output.logprobs = _joined(output.logprobs, message.logprobs[place])

@@ -26,7 +26,7 @@ from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import SocketDirectory, ZmqSender, ZmqTransport
-from frame.core.messages import Control, Fatal, Forget, Heartbeat, Message, Ready, StartDetokenize
+from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.hang_dump import ask_where
 
@@ -112,7 +112,7 @@ class Deployment:
         address = self._sockets.address
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
-            routes = {StartDetokenize: address("detokenizer"), Forget: address("detokenizer")}
+            routes = {StartDetokenize: address("detokenizer")}
         self._plan(resolved)
         # This process accepts no connection, since libzmq would end it for want of a descriptor.
         self.transport = ZmqTransport(None, address("engine"), routes, sources=[address(f"{name}-out") for name in self.names])

@@ -26,7 +26,7 @@ from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
-from frame.core.messages import AnyMessage, Fatal, Forget, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
+from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with
 from frame.entrypoints.processes.hang_dump import answer_when_asked
@@ -155,10 +155,6 @@ def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | No
             if spans is not None:
                 spans.watch(message)
             return detokenizer.watch(message)
-        if isinstance(message, Forget):
-            detokenizer.forget(message.rids)
-            if spans is not None:
-                spans.forget(message.rids)
     except Exception:
         logging.getLogger(__name__).exception("a %s could not be handled", type(message).__name__)
         return [_given_up(message.rids)] if isinstance(message, StepTokens) else []

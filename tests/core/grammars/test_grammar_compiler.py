@@ -150,7 +150,7 @@ def test_requests_that_leave_take_their_grammar_along() -> None:
     backend.gate.set()
     assert set(collect(compiler, 2)) == {"a", "c"}
     assert "third" not in backend.sources
-    assert compiler.drop([], "abort") is None
+    assert compiler.drop_all("abort") is None
     compiler.close()
 
 

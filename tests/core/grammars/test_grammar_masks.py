@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.grammars.grammar_masks import GrammarCalls, GrammarMeter, MeteredGrammar, advance, replay
+from frame.core.grammars.grammar_masks import BROKEN_GRAMMAR, GrammarCalls, GrammarMeter, MeteredGrammar, advance, replay
 from frame.core.grammars.grammar_threads import MOST_LEFT
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Generate
+from frame.core.messages import Finish, Generate
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.testing.scheduler_rig import SchedulerRig
@@ -69,8 +69,9 @@ def burning(where: str, after: int, until: threading.Event) -> Callable[[], Burn
 
 
 def test_replay_and_advance() -> None:
-    assert replay(Free(), [1, 2]) == "" and "breaks" in replay(Free(), [7])
-    assert advance(Free(), 3) == (False, "") and "breaks" in advance(Free(), 7)[1]
+    params = SamplingParams(regex="x")
+    assert replay(Free(), [1, 2], params) is None and replay(Free(), [7], params) == BROKEN_GRAMMAR
+    assert advance(Free(), 3, params) is None and advance(Free(), 7, params) == BROKEN_GRAMMAR
 
 
 def rows_of(grammars: list[Grammar]) -> tuple[RequestTable, list[Request], np.ndarray]:
@@ -125,12 +126,14 @@ def test_a_grammar_that_raises_ends_its_request_alone(error: Exception) -> None:
     def fail() -> None:
         raise error
 
-    sentence = f"invalid grammar: {error}" if isinstance(error, ValueError) else "the grammar backend failed: KeyError: 'lost'"
+    expected = Finish("error", error="the grammar backend failed: KeyError: 'lost'")
+    if isinstance(error, ValueError):
+        expected = Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar")
     table, requests, slots = rows_of([Numbered(0, fail), Numbered(1, int)])
     calls = GrammarCalls(40, 2)
     mask = calls.fill(table, slots)
     assert mask is not None and mask[:, 0].tolist() == [-1, 2, -1]
-    assert calls.accept([(requests[0], 3), (requests[1], 1)]) == [(False, sentence), (False, "")]
+    assert calls.accept([(requests[0], 3), (requests[1], 1)]) == [expected, None]
     calls.close()
 
 

@@ -16,6 +16,7 @@ from frame.plugins.loader import load_registry
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script
 
+FREE = SamplingParams()
 VOCAB = 40
 RUN = [3, 1, 1, 1, 1, 1, 1, 3, 1, 2, 1, 1, 1]  # 13 tokens: runs of 6, 1 and 3, of which the last ends the grammar
 
@@ -147,8 +148,9 @@ def test_looking_ahead_shows_the_grammar_as_it_is() -> None:
                     assert plain.fill(masks[0]) and only_token(masks[0]) == token and plain.accept(token) and not plain.is_finished()
                 continue
             token = rng.choice(plain.allowed())
-            is_finished, error = advance(ahead, token)
-            assert not error and advance(plain, token) == (is_finished, "")
+            finish = advance(ahead, token, FREE)
+            is_finished = finish is not None
+            assert finish in (None, Finish("stop")) and advance(plain, token, FREE) == finish
     assert ForeseeingGrammar(Script([1, 2], VOCAB)).is_finished() is False
 
 
@@ -163,7 +165,7 @@ def test_a_fault_ahead_comes_in_its_turn() -> None:
     for _ in range(3):
         assert grammar.fill(mask)
         token = only_token(mask)
-        assert token is not None and not grammar.accept(token + 1) and advance(grammar, token) == (False, "")
+        assert token is not None and not grammar.accept(token + 1) and advance(grammar, token, FREE) is None
     with pytest.raises(ValueError, match="too much work"):
         grammar.fill(mask)
     made = rig()

@@ -38,7 +38,7 @@ from frame.core.ipc.transport import (
     decode_batch,
     encode_batch,
 )
-from frame.core.messages import Abort, Heartbeat, StepTokens
+from frame.core.messages import Abort, AbortAll, Heartbeat, StepTokens
 
 
 def test_in_process_keeps_order_and_wakes() -> None:
@@ -50,8 +50,8 @@ def test_in_process_keeps_order_and_wakes() -> None:
     started = time.perf_counter()
     assert far.receive(0.05) == []
     assert time.perf_counter() - started >= 0.04
-    threading.Timer(0.02, near.send, [Abort()]).start()
-    assert far.receive(10.0) == [Abort()]
+    threading.Timer(0.02, near.send, [AbortAll()]).start()
+    assert far.receive(10.0) == [AbortAll()]
 
 
 def test_in_process_a_wake_up_is_no_message() -> None:
@@ -61,15 +61,15 @@ def test_in_process_a_wake_up_is_no_message() -> None:
     assert far.receive(0.05) == []
     assert time.perf_counter() - started >= 0.04
     near.send_all([])
-    threading.Timer(0.02, near.send, [Abort()]).start()
-    assert far.receive(10.0) == [Abort()]
+    threading.Timer(0.02, near.send, [AbortAll()]).start()
+    assert far.receive(10.0) == [AbortAll()]
 
 
 def test_in_process_sink_is_called_by_the_sender() -> None:
     seen: list[tuple[object, str]] = []
     near, far = InProcessTransport.pair(lambda message: seen.append((message, threading.current_thread().name)))
-    far.send(Abort())
-    assert seen == [(Abort(), threading.current_thread().name)]
+    far.send(AbortAll())
+    assert seen == [(AbortAll(), threading.current_thread().name)]
     near.close()
     assert near.receive(None) == []
 

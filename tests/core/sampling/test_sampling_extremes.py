@@ -55,7 +55,7 @@ def test_an_extreme_value_is_refused_by_name_or_served(loop: LocalLoop, name: st
         params = params_of(**{name: {PROMPT[0]: value} if name == "logit_bias" else value})
         problems = params.problems(loop.scheduler.config.vocab_size)
         if problems:
-            assert all(problem.startswith(name) for problem in problems)
+            assert all(problem.param == name and problem.sentence.startswith(name) for problem in problems)
         else:
             served += [params, params_of(**{name: getattr(params, name), "temperature": 0.0})]
     assert len(served) >= 2

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from frame.core.messages import Finish, Generate
-from frame.core.scheduling.request import NOT_FINITE, QUEUE_FULL, TIMED_OUT
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.small_rig import GREEDY, VOCAB, config, params, policy, prompt, rig
 
@@ -57,11 +56,13 @@ def test_queue_is_bounded_and_ids_are_unique() -> None:
     full = made.scheduler.add(Generate(rid="third", token_ids=[1], params=GREEDY))
     assert full is not None
     assert full.error is not None
-    assert full.error.startswith(QUEUE_FULL)
+    assert full.error.startswith("queue full: ")
+    assert full.code == "queue_full"
     made.step()  # both are on the device now
     twin = made.scheduler.add(Generate(rid="request-0", token_ids=[1], params=GREEDY))
     assert twin is not None
     assert twin.error == "request id request-0 is in use; choose another"
+    assert (twin.code, twin.param) == ("invalid_request", "rid")
     made.run()
 
 
@@ -77,7 +78,7 @@ def test_deadlines_end_waiting_and_running_requests(overlap: bool) -> None:
     for rid, seconds in ((runs, 5), (waits, 3)):
         finish = made.requests[rid].finish
         assert finish is not None
-        assert finish.error == f"{TIMED_OUT}: the request took longer than its {seconds} s; allow it more time"
+        assert finish.error == f"deadline exceeded: the request took longer than its {seconds} s; allow it more time"
     assert 0 < len(made.requests[runs].got) < 8
     assert made.requests[waits].got == []
     assert made.requests[last].finish == Finish("length")
@@ -119,7 +120,7 @@ def test_abort_of_all_and_with_a_reason() -> None:
         made.add(prompt(4, i), GREEDY)
     made.step()
     made.scheduler.abort(["request-0"], "stop")
-    made.scheduler.abort()
+    made.scheduler.abort_all()
     tokens = made.scheduler.drain_outputs()
     assert tokens is not None
     assert tokens.finishes == {0: Finish("stop"), 1: Finish("abort"), 2: Finish("abort")}
@@ -137,7 +138,8 @@ def test_a_row_that_is_not_finite_ends_alone(overlap: bool) -> None:
     finish = made.requests[broken].finish
     assert finish is not None
     assert finish.error is not None
-    assert finish.error.startswith(NOT_FINITE)
+    assert finish.error.startswith("the model's logits were not finite")
+    assert finish.code == "non_finite_logits"
     assert len(made.requests[broken].got) == 3
 
 

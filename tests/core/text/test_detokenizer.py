@@ -48,9 +48,7 @@ def byte_fallback() -> Tokenizer:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
     backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<s>", "</s>"])
     return Tokenizer(backend)
 
@@ -225,10 +223,12 @@ def test_state_is_dropped_at_the_end() -> None:
 
 def test_a_stop_string_is_reported_once_and_later_tokens_are_left_out() -> None:
     detokenizer = watching("x", "y", stop=["b"])
-    first = detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("ab"), spell("c")], cached={0: 4}))
+    first = detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("ab"), spell("c")], num_cached_tokens={0: 4}))
     assert (first.texts, first.finishes, first.stopped) == (["a", "c"], {0: Finish("stop", "b")}, [0])
-    later = detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("z"), spell("d")], cached={1: 9}, finishes={1: LENGTH}))
-    assert (later.rids, later.texts, later.finishes, later.cached) == (["y"], ["d"], {0: LENGTH}, {0: 9})
+    later = detokenizer.process(
+        StepTokens(rids=["x", "y"], token_ids=[spell("z"), spell("d")], num_cached_tokens={1: 9}, finishes={1: LENGTH})
+    )
+    assert (later.rids, later.texts, later.finishes, later.num_cached_tokens) == (["y"], ["d"], {0: LENGTH}, {0: 9})
     assert len(detokenizer) == 1  # x stays until the engine heard of it
     assert detokenizer.process(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("stop")})).rids == []
     assert len(detokenizer) == 0
@@ -243,7 +243,12 @@ def test_tokens_after_a_stop_string_in_one_step_do_not_count() -> None:
 def test_all_that_overtakes_its_watch_is_kept() -> None:
     """Whatever a step says of a request, its text says as well."""
     logprobs = TokenLogprobs([1], [-0.5], [[]])
-    parts: dict[str, Any] = {"cached": {1: 3}, "waited": {1: 0.25}, "logprobs": {1: logprobs}, "prompt_logprobs": {1: logprobs}}
+    parts: dict[str, Any] = {
+        "num_cached_tokens": {1: 3},
+        "queue_times": {1: 0.25},
+        "logprobs": {1: logprobs},
+        "prompt_logprobs": {1: logprobs},
+    }
     parts |= {"finishes": {1: LENGTH}}
     assert {*parts, "pooled"} == set(BY_INDEX)  # a vector has no text
     step = StepTokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
@@ -258,11 +263,11 @@ def test_all_that_overtakes_its_watch_is_kept() -> None:
 def test_tokens_may_overtake_their_watch() -> None:
     detokenizer = Detokenizer(byte_level(), early_limit=1)
     assert detokenizer.process(StepTokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
-    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("a")], cached={0: 3})).rids == []
+    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("a")], num_cached_tokens={0: 3})).rids == []
     assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
     late = detokenizer.watch(StartDetokenize(rid="x", params=SamplingParams()))
     assert [text.texts for text in late] == [["a"], ["b"]]
-    assert late[0].cached == {0: 3}
+    assert late[0].num_cached_tokens == {0: 3}
     assert late[1].finishes == {0: LENGTH}
     assert len(detokenizer) == 0
     assert detokenizer.watch(StartDetokenize(rid="nobody's", params=SamplingParams())) == []
@@ -281,8 +286,10 @@ def test_a_request_goes_on_where_its_text_was(cut: int) -> None:
 
 def test_a_step_keeps_its_order_and_its_extras() -> None:
     detokenizer = watching("x", "y")
-    tokens = StepTokens(rids=["y", "x"], token_ids=[spell("b"), spell("a")], cached={1: 2})
-    assert detokenizer.process(tokens) == StepText(rids=["y", "x"], texts=["b", "a"], token_ids=[spell("b"), spell("a")], cached={1: 2})
+    tokens = StepTokens(rids=["y", "x"], token_ids=[spell("b"), spell("a")], num_cached_tokens={1: 2})
+    assert detokenizer.process(tokens) == StepText(
+        rids=["y", "x"], texts=["b", "a"], token_ids=[spell("b"), spell("a")], num_cached_tokens={1: 2}
+    )
 
 
 def test_unknown_ids_have_no_text() -> None:

@@ -15,6 +15,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
+    AbortAll,
     Control,
     ControlReply,
     Fatal,
@@ -28,7 +29,6 @@ from frame.core.messages import (
     Tokenize,
     TokenLogprobs,
 )
-from frame.core.scheduling.request import TIMED_OUT
 from frame.core.text.chat_template import ChatTemplateError
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ async def test_a_step_feeds_every_request_once() -> None:
     answer = submit(client, SamplingParams(n=2), SamplingParams())
     assert rids(link) == ["r-0", "r-1", "r-2"]
     link.inbox = [
-        StepText(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], cached={0: 2}),
+        StepText(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], num_cached_tokens={0: 2}),
         StepText(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
     ]
     client.drain()
@@ -212,7 +212,7 @@ async def test_what_the_engine_does_not_end_in_time_ends_here() -> None:
     answer.sequences[0].standing.expires -= EXPIRY_GRACE
     client.expire()
     finish = answer.sequences[0].finish
-    assert finish is not None and (finish.error or "").startswith(TIMED_OUT)
+    assert finish is not None and finish.code == "deadline_exceeded" and (finish.error or "").startswith("deadline exceeded: ")
     assert link.sent[-1] == Abort(rids=["r"])
     assert client.num_outstanding == 0
 
@@ -288,7 +288,7 @@ def test_abort_names_whole_requests_and_nothing_else() -> None:
     client.abort(["job-7"])
     assert link.sent[-1] == Abort(rids=["job-7"])
     client.abort([])
-    assert link.sent[-1] == Abort()
+    assert link.sent[-1] == AbortAll()
 
 
 def test_a_request_that_cannot_be_sent_leaves_no_trace() -> None:

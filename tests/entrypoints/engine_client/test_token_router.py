@@ -16,8 +16,8 @@ def test_each_sequence_gets_its_own() -> None:
     feed = TokenRouter(streams, stats, lambda sequence, finish, now: ended.append((sequence.rid, finish.reason)))
     touched: list[RequestState] = []
     first = StepText(
-        rids=["a-0", "gone", "a-1"], texts=["x", "?", "y"], token_ids=[[1], [9], [2]], finishes={1: Finish("stop")}, cached={0: 4},
-        prompt_logprobs={2: TokenLogprobs([5], [None], [[]])},
+        rids=["a-0", "gone", "a-1"], texts=["x", "?", "y"], token_ids=[[1], [9], [2]], finishes={1: Finish("stop")},
+        num_cached_tokens={0: 4}, prompt_logprobs={2: TokenLogprobs([5], [None], [[]])},
     )  # fmt: skip
     feed.take(first, first.texts, touched)
     second = StepText(rids=["a-0"], texts=["z"], token_ids=[[3, 4]], finishes={0: Finish("length")})

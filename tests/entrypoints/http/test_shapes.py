@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
-from frame.core.messages import Finish
+from frame.core.messages import ErrorCode, Finish
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
@@ -135,10 +135,15 @@ def test_histogram_counts_and_empties() -> None:
 
 
 def test_errors_have_their_status() -> None:
-    for error, status in (("queue full: x", 503), ("deadline exceeded: x", 504), ("invalid grammar: x", 400), ("anything", 500)):
-        assert failure(Finish("error", error=error)).status == status
-    assert failure(Finish("error", error="invalid grammar: regex does not compile: x")).param == "regex"
-    assert failure(Finish("error", error="invalid grammar: json_schema does not compile: x")).param == "response_format"
+    statuses: dict[ErrorCode | None, int] = {
+        "queue_full": 503, "deadline_exceeded": 504, "invalid_grammar": 400, "invalid_request": 400, "non_finite_logits": 500, None: 500,
+    }  # fmt: skip
+    assert {*statuses} == {*get_args(ErrorCode), None}
+    for code, status in statuses.items():
+        assert failure(Finish("error", error="anything", code=code)).status == status
+    assert failure(Finish("error", error="x", code="invalid_grammar", param="regex")).param == "regex"
+    assert failure(Finish("error", error="x", code="invalid_grammar", param="json_schema")).param == "response_format"
+    assert failure(Finish("error", error="x", code="invalid_request", param="prompt")).param == "prompt"
 
 
 def chat(**fields: Any) -> ChatRequest:

@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 
-from frame.core.grammars.grammar_masks import advance
 from frame.core.interfaces.sampling import Grammar
 from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.regular import Language, Node
@@ -126,9 +125,8 @@ def test_masks_hold_the_tokens_that_can_go_on() -> None:
             refused = rng.randrange(1, len(texts))
             assert refused in free or not grammar.accept(refused)
             token = rng.choice(allowed)
-            is_finished, error = advance(grammar, token)
-            assert not error
-            if is_finished:
+            assert grammar.accept(token)
+            if grammar.is_finished():
                 break
             node = language.follow(node, texts[token])
     assert forced > 5 and len(masks._kept) == 16

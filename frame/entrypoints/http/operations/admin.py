@@ -96,9 +96,7 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
     except (EngineDeadError, TimeoutError) as error:
         raise ApiError(503, str(error) or "the engine did not answer in time", retry_after=RETRY_AFTER) from None
     if not reply.ok:
-        sentence = reply.error or f"{action} failed"
-        is_refusal = sentence.startswith("ProfileError: ")
-        raise ApiError(409 if is_refusal else 500, sentence.removeprefix("ProfileError: "))
+        raise ApiError(409 if reply.code == "conflict" else 500, reply.error or f"{action} failed")
     return reply.data
 
 
