@@ -175,7 +175,7 @@ def test_fields_that_change_nothing_here(client: openai.OpenAI) -> None:
         ({"tools": TOOLS, "tool_choice": "any"}, "it must be auto, none, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "not among tools"),
         ({"tools": [tool("a b", {})]}, "expected 1 to 128 letters"),
-        ({"tools": [tool("f", {}), tool("f", {})]}, "two functions of one name"),
+        ({"tools": [tool("f", {}), tool("f", {})]}, "two functions of the same name"),
         ({"tools": [tool(f"f{i}", {}) for i in range(129)]}, "it may have 128"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "only tools of type function"),
         ({"tools": [tool("f", {"type": "object", "properties": [1]})]}, "properties: expected an object"),

@@ -1,7 +1,7 @@
-"""An answer's text as chat deltas: thinking and tool calls are separated by the configured parsers, the rest is content; and what these
-parsers want of a request before it starts.
+"""Turns generated text into OpenAI chat deltas with the configured reasoning and tool-call parsers.
 
-Knows the shape of OpenAI deltas and no parser by name.
+Also adds to a request's sampling parameters what these parsers require. Used by the chat routes of
+all APIs. Must not depend on a parser plugin, a route or the engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from frame.core.text.tokenizer import Tokenizer
     from frame.entrypoints.http.chat.tools import ToolUse
 
-PROMPT_END = 32  # tokens at the prompt's end that tell a parser where the answer begins
+PROMPT_END = 32  # last prompt tokens, from which a reasoning parser tells whether thinking is open
 
 
 class ParserPair:
-    """The parsers of one sequence, already told what they have to know. Either may be missing."""
+    """The reasoning and the tool-call parser of one sequence, already started. Either may be None.
+
+    `use` holds the tools of the request; `prompt_end` is the text of the last prompt tokens.
+    """
 
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, use: ToolUse | None, prompt_end: str, may_think: bool = True
@@ -40,33 +43,37 @@ class ParserPair:
             tools.begin(use.rule.functions)
 
     def refined(self, params: SamplingParams, *, is_whole: bool = False) -> SamplingParams:
-        """The parameters with the grammar that thinking and calls need, and with special tokens kept where they are marks. With `is_whole`
-        the grammar that they have is that of the whole output, and stays. Raises ApiError when calls are to be enforced and cannot be."""
+        """The parameters with the grammar that reasoning and tool calls require.
+
+        Special tokens stay in the text where a parser needs them. `is_whole`: the grammar of
+        `params` describes the whole output, so it is left unchanged. Raises ApiError 400 where
+        tool calls have to be enforced and the parser cannot do that.
+        """
         if any(parser.keeps_special_tokens for parser in (self.reasoning, self.tools) if parser is not None):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         if is_whole and params.grammar is not None:
             return params
         if self.use is not None and self.use.is_enforced:
-            return self._with_calls(params)
-        form = format_of(params) if self.reasoning is not None else None
-        if form is None:
+            return self._enforce_calls(params)
+        content = format_of(params) if self.reasoning is not None else None
+        if content is None:
             return params
-        whole = self._whole(form, is_calls=False)
-        return params if whole is form else constrained_by(params, whole)
+        whole = self._add_reasoning(content, is_calls=False)
+        return params if whole is content else constrained_by(params, whole)
 
-    def _whole(self, form: Format, *, is_calls: bool) -> Format:
-        """The format of the output whose answer or calls have this form."""
+    def _add_reasoning(self, form: Format, *, is_calls: bool) -> Format:
+        """The format of a whole output whose content, or whose tool calls, have the format `form`."""
         return form if self.reasoning is None else self.reasoning.grammar(form, is_calls=is_calls)
 
-    def _with_calls(self, params: SamplingParams) -> SamplingParams:
+    def _enforce_calls(self, params: SamplingParams) -> SamplingParams:
         assert self.use is not None
-        rule, answer = self.use.rule, format_of(params)
-        if rule.is_required or answer is not None:
+        rule, content = self.use.rule, format_of(params)
+        if rule.is_required or content is not None:
             calls = self.tools and self.tools.grammar(replace(rule, is_required=True))
             if calls:
-                calls = self._whole(calls, is_calls=True)
-            if calls and not rule.is_required and answer is not None:
-                calls = {"type": "or", "elements": [calls, self._whole(answer, is_calls=False)]}
+                calls = self._add_reasoning(calls, is_calls=True)
+            if calls and not rule.is_required and content is not None:
+                calls = {"type": "or", "elements": [calls, self._add_reasoning(content, is_calls=False)]}
         else:
             calls = self.tools and self.tools.grammar(rule)
         if not calls:
@@ -77,19 +84,22 @@ class ParserPair:
 
 
 def prompt_end(prompt: list[int], tokenizer: Tokenizer | None) -> str:
-    """The end of a prompt as text, special tokens included."""
+    """The last `PROMPT_END` prompt tokens as text, with special tokens; "" without a tokenizer."""
     return "" if tokenizer is None else tokenizer.decode(prompt[-PROMPT_END:], False)
 
 
 class AnswerParser:
-    """One a sequence. `deltas` of all pieces, joined, are the message that `message` returns. At most `max_calls` calls are passed on."""
+    """Parses the output of one sequence into chat deltas; joined, they are the message.
+
+    `max_calls`: tool calls after so many are dropped; None: all are returned.
+    """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, max_calls: int | None = None) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
         self._content: list[str] = []
-        self._thoughts: list[str] = []
+        self._reasoning_parts: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._arguments: dict[int, list[str]] = {}
 
@@ -99,62 +109,66 @@ class AnswerParser:
 
     @property
     def has_thoughts(self) -> bool:
-        return bool(self._thoughts)
+        return bool(self._reasoning_parts)
 
     def feed(self, text: str, finish: Finish | None) -> list[dict[str, Any]]:
-        """The deltas that a piece of text adds; with `finish` also what was held back, but no markup of a call that was cut off."""
+        """The deltas of a further piece of text.
+
+        With `finish` the parsers also return the text that they held back, but no markup of a tool
+        call that was cut off.
+        """
         is_last = finish is not None
         deltas: list[dict[str, Any]] = []
-        for thought, content in self._think(text, is_last):
-            if thought:
-                self._thoughts.append(thought)
-                deltas.append({"reasoning_content": thought, "reasoning": thought})
-            self._speak(content, deltas)
+        for reasoning, content in self._split_reasoning(text, is_last):
+            if reasoning:
+                self._reasoning_parts.append(reasoning)
+                deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
+            self._add_content(content, deltas)
         if finish is not None and self._tools is not None:
-            self._take_calls(self._tools.finish() if finish.reason == "stop" else self._tools.finish_cut(), deltas)
+            self._add_calls(self._tools.finish() if finish.reason == "stop" else self._tools.finish_cut(), deltas)
         return deltas
 
-    def _think(self, text: str, is_last: bool) -> list[tuple[str, str]]:
+    def _split_reasoning(self, text: str, is_last: bool) -> list[tuple[str, str]]:
         if self._reasoning is None:
             return [("", text)]
         parts = [self._reasoning.feed(text), *([self._reasoning.finish()] if is_last else [])]
         return [(part.reasoning, part.content) for part in parts]
 
-    def _speak(self, content: str, deltas: list[dict[str, Any]]) -> None:
+    def _add_content(self, content: str, deltas: list[dict[str, Any]]) -> None:
         if not content:
             return
         if self._tools is not None:
-            self._take_calls(self._tools.feed(content), deltas)
+            self._add_calls(self._tools.feed(content), deltas)
         else:
             self._content.append(content)
             deltas.append({"content": content})
 
-    def _take_calls(self, found: ToolDelta, deltas: list[dict[str, Any]]) -> None:
-        if found.content:
-            self._content.append(found.content)
-            deltas.append({"content": found.content})
-        for call in found.calls:
+    def _add_calls(self, delta: ToolDelta, deltas: list[dict[str, Any]]) -> None:
+        if delta.content:
+            self._content.append(delta.content)
+            deltas.append({"content": delta.content})
+        for call in delta.calls:
             if self._max_calls is not None and call.index >= self._max_calls:
                 continue
             if call.index not in self._calls:
                 head = self._calls[call.index] = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "name": call.name or ""}
                 self._arguments[call.index] = [call.arguments]
-                deltas.append({"tool_calls": [{"index": call.index, **_call(head, call.arguments)}]})
+                deltas.append({"tool_calls": [{"index": call.index, **_tool_call(head, call.arguments)}]})
             else:
                 self._arguments[call.index].append(call.arguments)
                 deltas.append({"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]})
 
     def message(self) -> dict[str, Any]:
-        """The whole message, once the last piece was fed."""
+        """The whole message in OpenAI's shape, after the last piece was fed."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self._calls else None}
-        if self._thoughts:
-            message["reasoning_content"] = message["reasoning"] = "".join(self._thoughts)
+        if self._reasoning_parts:
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning_parts)
         if self._calls:
-            message["tool_calls"] = [_call(self._calls[index], "".join(self._arguments[index])) for index in sorted(self._calls)]
+            message["tool_calls"] = [_tool_call(self._calls[index], "".join(self._arguments[index])) for index in sorted(self._calls)]
         return message
 
 
-def _call(head: dict[str, Any], arguments: str) -> dict[str, Any]:
-    """A call in OpenAI's shape."""
+def _tool_call(head: dict[str, Any], arguments: str) -> dict[str, Any]:
+    """A tool call in OpenAI's shape."""
     return {"id": head["id"], "type": head["type"], "function": {"name": head["name"], "arguments": arguments}}

@@ -1,6 +1,8 @@
-"""An answer as a row of blocks (thinking, text, tool calls), of which one is open at a time: Anthropic's content, the items of Responses.
+"""Groups chat deltas into content blocks (reasoning, text, tool calls), one open at a time.
 
-Fed with chat deltas, whole or in pieces: both give the same blocks. Knows no dialect; a `BlockWriter` says it in its own.
+A block is a content block of the Anthropic API and an output item of the Responses API. Used by
+these APIs and Ollama's; a `BlockWriter` writes each API's events. Must not depend on an API's
+shape.
 """
 
 from __future__ import annotations
@@ -19,16 +21,15 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """`place` in the row; `name` and `call_id` of a call, whose pieces are its arguments as JSON text. `logprobs` of all its tokens, and
-    of those of the last piece, where they were asked for."""
+    """One content block of a sequence."""
 
-    place: int
+    place: int  # index in the sequence's blocks
     kind: Kind
-    name: str = ""
+    name: str = ""  # of the called function
     call_id: str = ""
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    last_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # of its text; of a call: of the JSON arguments
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of all its tokens, if requested
+    last_logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the last piece's tokens
 
     @property
     def text(self) -> str:
@@ -36,7 +37,7 @@ class Block:
 
 
 class BlockWriter(Protocol):
-    """The events of a dialect."""
+    """Writes the events of one API for a block that was opened, has a new piece, or was closed."""
 
     def opened(self, block: Block) -> bytes: ...
 
@@ -46,32 +47,36 @@ class BlockWriter(Protocol):
 
 
 class Blocks:
-    """One a sequence. `logprobs`: assigns log-probabilities to the pieces, where they were asked for."""
+    """The content blocks of one sequence.
+
+    Deltas of a stream and the same deltas at once give the same blocks. `logprobs` assigns
+    log-probabilities to the pieces; None: they are not requested.
+    """
 
     def __init__(self, logprobs: TextLogprobs | None = None) -> None:
         self._logprobs = logprobs
         self.row: list[Block] = []
-        self.open: Block | None = None  # the last of the row, until it is closed
-        self._call = -1  # the open call's number among the calls
+        self.open: Block | None = None  # the last block, until it is closed
+        self._call = -1  # index of the open call among the calls
 
     @property
     def calls_tools(self) -> bool:
         return any(block.kind == "call" for block in self.row)
 
     def feed(self, deltas: Iterable[dict[str, Any]], writer: BlockWriter) -> bytes:
-        """Take in chat deltas (`AnswerParser`'s); returns the events of what is new."""
+        """Add chat deltas, as `AnswerParser.feed` returns them; returns their events."""
         events: list[bytes] = []
         for delta in deltas:
-            if thought := delta.get("reasoning_content"):
-                events += self._grow("reasoning", thought, writer)
+            if reasoning := delta.get("reasoning_content"):
+                events += self._add_piece("reasoning", reasoning, writer)
             if content := delta.get("content"):
-                events += self._grow("text", content, writer)
+                events += self._add_piece("text", content, writer)
             for call in delta.get("tool_calls") or ():
-                events += self._take_call(call, writer)
+                events += self._add_call(call, writer)
         return b"".join(events)
 
     def read(self, sequence: SequenceState, parser: AnswerParser | None, writer: BlockWriter) -> bytes:
-        """Take in what is new of a sequence; returns its events."""
+        """Add the new output of a sequence, with `parser` if there is one; returns the events."""
         text, _, parts = sequence.take()
         if self._logprobs is not None:
             self._logprobs.add(parts)
@@ -80,21 +85,21 @@ class Blocks:
         return events + self.finish(writer) if is_last else events
 
     def finish(self, writer: BlockWriter) -> bytes:
-        """Close what is open."""
+        """Close the open block, if there is one; returns its event."""
         block, self.open = self.open, None
         return writer.closed(block) if block is not None else b""
 
-    def _take_call(self, call: dict[str, Any], writer: BlockWriter) -> list[bytes]:
+    def _add_call(self, call: dict[str, Any], writer: BlockWriter) -> list[bytes]:
         function, events = call["function"], []
         if self.open is None or self.open.kind != "call" or self._call != call["index"]:
             self._call = call["index"]
-            events.append(self._start("call", writer, function.get("name") or "", call.get("id") or ""))
-        return events + self._grow("call", function.get("arguments") or "", writer)
+            events.append(self._open_block("call", writer, function.get("name") or "", call.get("id") or ""))
+        return events + self._add_piece("call", function.get("arguments") or "", writer)
 
-    def _grow(self, kind: Kind, piece: str, writer: BlockWriter) -> list[bytes]:
+    def _add_piece(self, kind: Kind, piece: str, writer: BlockWriter) -> list[bytes]:
         events = []
         if self.open is None or self.open.kind != kind:
-            events.append(self._start(kind, writer))
+            events.append(self._open_block(kind, writer))
         block = self.row[-1]
         if piece:
             block.pieces.append(piece)
@@ -104,7 +109,7 @@ class Blocks:
             events.append(writer.grown(block, piece))
         return events
 
-    def _start(self, kind: Kind, writer: BlockWriter, name: str = "", call_id: str = "") -> bytes:
+    def _open_block(self, kind: Kind, writer: BlockWriter, name: str = "", call_id: str = "") -> bytes:
         closing = self.finish(writer)
         self.open = Block(len(self.row), kind, name, call_id)
         self.row.append(self.open)
@@ -112,7 +117,7 @@ class Blocks:
 
 
 class Silent:
-    """For answers that are sent whole."""
+    """A `BlockWriter` without events, for responses that are not streamed."""
 
     def opened(self, block: Block) -> bytes:
         return b""

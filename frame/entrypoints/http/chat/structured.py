@@ -1,5 +1,9 @@
-"""What constrains an answer, from the fields in which clients say it: OpenAI's `response_format`, vLLM's `guided_*` and
-`structured_outputs`, SGLang's `regex`, `ebnf`, `json_schema`. Knows no grammar backend."""
+"""Structured outputs: turns the constraint fields of a request into sampling parameters.
+
+Reads OpenAI's `response_format`, vLLM's `guided_*` and `structured_outputs`, SGLang's `regex`,
+`ebnf` and `json_schema`. Used by the request schemas and the output parsers. Must not depend on a
+grammar backend or on a request schema of one API.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from frame.entrypoints.http.errors import ApiError, quoted
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import Format
     from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.entrypoints.http.openai.completions_schema import GenerationRequest
+    from frame.entrypoints.http.request_options import SamplingFields
 
-# a field of structured_outputs -> the sampling parameter
+# field of structured_outputs -> sampling parameter
 _STRUCTURED = {
     "json": "json_schema",
     "regex": "regex",
@@ -27,15 +31,19 @@ _STRUCTURED = {
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
-def constraints(request: GenerationRequest) -> dict[str, Any]:
-    """The sampling parameters that constrain. Raises ApiError; that they exclude each other is checked with the others."""
-    values = _response_format(request.response_format or {}) | _structured_outputs(request.structured_outputs or {})
+def constraints(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
+    """The sampling parameters that constrain the output, by name.
+
+    `SamplingParams.problems` refuses several constraints at once. Raises ApiError 400 that names
+    the field.
+    """
+    values = _response_format(response_format or {}) | _structured_outputs(fields.structured_outputs or {})
     given = {
-        "json_schema": request.guided_json if request.guided_json is not None else request.json_schema,
-        "regex": request.regex if request.regex is not None else request.guided_regex,
-        "ebnf": request.ebnf if request.ebnf is not None else request.guided_grammar,
-        "choice": request.guided_choice,
-        "structural_tag": request.structural_tag,
+        "json_schema": fields.guided_json if fields.guided_json is not None else fields.json_schema,
+        "regex": fields.regex if fields.regex is not None else fields.guided_regex,
+        "ebnf": fields.ebnf if fields.ebnf is not None else fields.guided_grammar,
+        "choice": fields.guided_choice,
+        "structural_tag": fields.structural_tag,
     }
     return values | {name: _parameter(name, value) for name, value in given.items() if value is not None}
 
@@ -87,12 +95,13 @@ def _text(value: Any) -> str:
 
 
 def format_of(params: SamplingParams) -> Format | None:
-    """The constraint of `params` as a format, to be put together with others; None when there is none. Raises ApiError for a schema or
-    structural tag that is no JSON object."""
-    found = params.grammar
-    if found is None:
+    """The constraint of `params` as a structural-tag format; None without a constraint.
+
+    Raises ApiError 400 for a JSON schema or structural tag that is not a JSON object.
+    """
+    if params.grammar is None:
         return None
-    kind, source = found
+    kind, source = params.grammar
     if kind == "json_schema":
         return {"type": "json_schema", "json_schema": _object(kind, source)}
     if kind == "json_object":
@@ -110,14 +119,14 @@ def format_of(params: SamplingParams) -> Format | None:
 
 
 def constrained_by(params: SamplingParams, form: Format) -> SamplingParams:
-    """The parameters with this constraint instead of theirs."""
+    """`params` with the structural-tag format `form` in place of their own constraint."""
     form = form if params.disable_any_whitespace else _spaced(form)
     source = _text({"type": "structural_tag", "format": form})
     return msgspec.structs.replace(params, json_schema=None, json_object=False, regex=None, ebnf=None, choice=(), structural_tag=source)
 
 
 def _spaced(form: Any) -> Any:
-    """The format with whitespace between the parts of its JSON, where it says nothing of that."""
+    """The format with whitespace allowed between JSON tokens, where it does not bound it itself."""
     if isinstance(form, list):
         return [_spaced(part) for part in form]
     if not isinstance(form, dict):
@@ -129,9 +138,9 @@ def _spaced(form: Any) -> Any:
 
 def _object(kind: str, source: str) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(source)
+        value = msgspec.json.decode(source)
     except (msgspec.DecodeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ApiError(400, f"{kind} is no JSON object; send one", kind)
-    return found
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{kind} is not a JSON object; send one", kind)
+    return value

@@ -1,6 +1,6 @@
-"""Which functions a chat request offers and which calls it wants: `tools`, `tool_choice`, `parallel_tool_calls` of the OpenAI API.
+"""Validates `tools`, `tool_choice` and `parallel_tool_calls`, and the JSON schemas of tools.
 
-Knows no parser and no engine.
+Used by the request schemas. Must not depend on a parser plugin or the engine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.entrypoints.http.errors import ApiError, quoted
 
-MAX_TOOLS = 128  # as OpenAI has it
+MAX_TOOLS = 128  # OpenAI's limit
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CHOICES = "auto, none, required, or a function: {'type': 'function', 'function': {'name': …}}"
 
-
-# JSON Schema: the types, which keywords hold schemas by name, in a list, or one; and what others hold.
-MOST_PARTS = 2048  # of schemas that are checked before they are compiled
+MOST_PARTS = 2048  # subschemas of one request that are checked before the grammar is compiled
+# JSON Schema: the types, and the keywords that hold schemas by name, in a list, or one schema.
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
@@ -34,35 +33,42 @@ _KEYWORDS: Mapping[str, type] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`offered` is what the chat template prints. `rule` says which calls there may be."""
+    """The tools of a request whose output may hold tool calls."""
 
-    offered: list[dict[str, Any]]
-    rule: CallRule
+    offered: list[dict[str, Any]]  # as sent, for the chat template
+    rule: CallRule  # which functions may, or must, be called
 
     @property
     def is_enforced(self) -> bool:
-        """Whether output has to be constrained: a call is required, or arguments have to follow a schema."""
+        """Whether a grammar must constrain the output: a required call, or a strict function."""
         return self.rule.is_required or any(function.is_strict for function in self.rule.functions)
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None) -> ToolUse | None:
-    """None when no call can come: without tools, or with the choice `none`. Raises ApiError for what is no tool or no choice."""
+    """The tools and the rule for calls; None without tools, or where the choice is `none`.
+
+    Raises ApiError 400 for an invalid tool or tool choice.
+    """
     given = tools or []
     if len(given) > MAX_TOOLS:
         raise ApiError(400, f"tools has {len(given)} functions; it may have {MAX_TOOLS}", "tools")
     functions = {function.name: function for function in (_function(tool, f"tools[{place}]") for place, tool in enumerate(given))}
     if len(functions) < len(given):
-        raise ApiError(400, "tools holds two functions of one name; give each a name of its own", "tools")
-    allowed, is_required = _chosen(choice, list(functions))
+        raise ApiError(400, "tools has two functions of the same name; give each its own name", "tools")
+    allowed, is_required = _allowed_names(choice, list(functions))
     if choice == "none" or not functions:
         return None
-    is_named = isinstance(choice, dict) and choice.get("type") == "function"  # that one call is wanted, whatever is_parallel says
+    # One call, even with parallel_tool_calls
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
     rule = CallRule(tuple(functions[name] for name in dict.fromkeys(allowed)), is_required, is_parallel is not False and not is_named)
     return ToolUse(given, rule)
 
 
 def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> ToolUse | None:
-    """The same of `functions` and `function_call`, OpenAI's first form of tools: there is at most one call. Raises ApiError."""
+    """Like `tool_use`, for OpenAI's deprecated `functions` and `function_call`: at most one call.
+
+    Raises ApiError 400.
+    """
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):
@@ -73,7 +79,7 @@ def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[s
 
 @contextmanager
 def renamed(places: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised within say the parts of fields as the client's dialect has them."""
+    """Rename parts of field paths in the errors raised inside: `places` maps our part to the API's."""
     try:
         yield
     except ApiError as error:
@@ -84,56 +90,58 @@ def renamed(places: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_schemas(schemas: Iterable[tuple[Any, str]]) -> None:
-    """Raise ApiError that names the first keyword, in objects that should be JSON schemas, whose value cannot be one. (object, its place)
+    """Check (JSON schema, field path) pairs. Raises ApiError 400 for the first wrong keyword value.
 
-    Only so many parts are looked at, since the event loop waits: what is left, the grammar's compiler refuses."""
+    Checks at most `MOST_PARTS` subschemas, because this runs on the event loop. The grammar
+    compiler checks all of them.
+    """
     waiting = list(schemas)
     for _ in range(MOST_PARTS):
         if not waiting:
             return
-        found, here = waiting.pop()
-        if found is None or isinstance(found, bool):
+        schema, here = waiting.pop()
+        if schema is None or isinstance(schema, bool):
             continue
-        if not isinstance(found, dict):
+        if not isinstance(schema, dict):
             raise ApiError(400, f"{here}: expected a JSON schema, an object or true or false", here)
-        kinds = found.get("type")
+        kinds = schema.get("type")
         for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
             if kind not in _TYPES:
                 raise ApiError(400, f"{here}.type is {quoted(kind)}; it must be one of {', '.join(_TYPES)}", f"{here}.type")
         for key, wanted in _KEYWORDS.items():
-            if found.get(key) is not None and not isinstance(found[key], wanted):
+            if schema.get(key) is not None and not isinstance(schema[key], wanted):
                 name = "an object" if wanted is dict else "a list" if wanted is list else "a string"
                 raise ApiError(400, f"{here}.{key}: expected {name}", f"{here}.{key}")
         for key in _MAPS:
-            waiting += [(each, f"{here}.{key}.{name}") for name, each in islice((found.get(key) or {}).items(), MOST_PARTS)]
+            waiting += [(each, f"{here}.{key}.{name}") for name, each in islice((schema.get(key) or {}).items(), MOST_PARTS)]
         for key in _LISTS:
-            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(islice(found.get(key) or (), MOST_PARTS))]
-        waiting += [(found[key], f"{here}.{key}") for key in _SCHEMAS if key in found and not isinstance(found[key], list)]
+            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(islice(schema.get(key) or (), MOST_PARTS))]
+        waiting += [(schema[key], f"{here}.{key}") for key in _SCHEMAS if key in schema and not isinstance(schema[key], list)]
 
 
-def _chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list[str], bool]:
-    """-> (names that may be called, whether one must be)"""
+def _allowed_names(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[list[str], bool]:
+    """(names of the functions that may be called, whether a call is required)."""
     if choice in (None, "auto", "none"):
         return names, False
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         holder = choice.get("allowed_tools", choice)
-        wanted = [_named(tool) for tool in holder.get("tools") or ()] if isinstance(holder, dict) else []
+        wanted = [_function_name(tool) for tool in holder.get("tools") or ()] if isinstance(holder, dict) else []
         is_required = isinstance(holder, dict) and holder.get("mode") == "required"
     elif isinstance(choice, dict):
-        wanted, is_required = [_named(choice)], True
+        wanted, is_required = [_function_name(choice)], True
     elif choice == "required":
         wanted, is_required = names, True
     else:
         raise ApiError(400, f"tool_choice is {quoted(choice)}; it must be {_CHOICES}", "tool_choice")
     if not wanted:
-        raise ApiError(400, "tool_choice wants a call, but there are no tools; send tools too", "tool_choice")
+        raise ApiError(400, "tool_choice requires a call, but there are no tools; send tools too", "tool_choice")
     for name in wanted:
         if name not in names:
             raise ApiError(400, f"tool_choice names the function {quoted(name)}, which is not among tools; add it there", "tool_choice")
     return wanted, is_required
 
 
-def _named(choice: Any) -> str:
+def _function_name(choice: Any) -> str:
     holder = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = holder.get("name") if isinstance(holder, dict) else None
     if not isinstance(name, str):
@@ -146,7 +154,7 @@ def _function(tool: dict[str, Any], place: str) -> Function:
     if kind != "function":
         raise ApiError(400, f"{place}.type is {quoted(kind)}; only tools of type function are supported", f"{place}.type")
     if not isinstance(function, dict):
-        wrong = "is missing" if function is None else "is no object"
+        wrong = "is missing" if function is None else "is not an object"
         form = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"
         raise ApiError(400, f"{place}.function {wrong}; send the tool as {form}", f"{place}.function")
     name, parameters = function.get("name"), function.get("parameters")

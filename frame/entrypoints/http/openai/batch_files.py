@@ -1,7 +1,8 @@
-"""Files that clients upload and that batches write: in one folder, each beside a card of it, within bounds on their bytes and number.
+"""Files of the Batch API on disk: uploads and batch outputs, bounded in bytes and number.
 
-Used by the routes of files and by the batch runner. Knows no HTTP and no engine. Disk work is done in threads, counting on the
-loop. The folder may hold other things: only files that a card of this store names are ever deleted.
+Each file has a metadata file beside it. Used by the routes of files and by the batch runner. Must
+not depend on HTTP or the engine. Disk work runs in threads; sizes are counted on the event loop.
+The store deletes only files that its own metadata names, because the folder may hold other files.
 """
 
 from __future__ import annotations
@@ -25,45 +26,51 @@ from frame.core.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
-MOST_FILES = 10_000
-LOCK = ".frame-lock"  # the file in the folder that the server which uses it keeps locked
+MAX_FILES = 10_000
+LOCK = ".frame-lock"  # file in the folder that the server locks while it uses the folder
 _NAME = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
 
 class Card(msgspec.Struct, kw_only=True):
-    """What is known of a file; `tenant` is whose it is, and is not shown. `is_complete`: the file is whole."""
+    """Metadata of a file, saved beside it as JSON."""
 
     id: str
-    filename: str
-    purpose: str
+    filename: str  # as uploaded
+    purpose: str  # "batch" or "batch_output"
     bytes: int
-    created_at: int
-    tenant: str
-    is_complete: bool = True
+    created_at: int  # seconds since the epoch
+    tenant: str  # owner; not shown to clients
+    is_complete: bool = True  # False while the file is written
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI's clients know it."""
-        shown = {name: getattr(self, name) for name in ("id", "filename", "purpose", "bytes", "created_at")}
-        return {**shown, "object": "file", "status": "processed"}
+        """OpenAI's file object."""
+        fields = {name: getattr(self, name) for name in ("id", "filename", "purpose", "bytes", "created_at")}
+        return {**fields, "object": "file", "status": "processed"}
 
 
 _card_decoder = msgspec.json.Decoder(Card)
 
 
 class NoRoomError(Exception):
-    """No more may be kept; a sentence for the client."""
+    """A bound on files or batches is reached. The message is for the client."""
 
 
 def make_folder(folder: Path) -> None:
-    """The folder of `batches.folder`, for nobody else to read, and in use by no other server. Raises ConfigurationError."""
+    """Make the folder of `batches.folder`, with mode 0700.
+
+    Raises ConfigurationError if another server uses it.
+    """
     lock_folder(folder).close()
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Make the folder and lock it until what is returned is closed, or this process ends. Raises ConfigurationError."""
+    """Make the folder and lock it until the returned file is closed or the process ends.
+
+    Raises ConfigurationError if the folder cannot be made, or if another server has locked it.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "ab", opener=_private)  # noqa: SIM115 - closed by who locks
+        lock = open(folder / LOCK, "ab", opener=_private)  # noqa: SIM115 - the caller closes it
     except OSError as error:
         raise ConfigurationError(f"batches.folder {folder} cannot be made or written ({error.strerror}); choose another") from error
     try:
@@ -76,25 +83,28 @@ def lock_folder(folder: Path) -> IO[bytes]:
 
 
 class FileStore:
-    """The files of a folder, which it makes and locks; those of an earlier run are there again. Tenants with a key have quotas."""
+    """The files of one folder, which it makes and locks. Files of an earlier run are loaded again.
+
+    Tenants with an API key have quotas. Raises ConfigurationError where the folder cannot be used.
+    """
 
     def __init__(self, config: BatchesSection) -> None:
         self.folder = Path(config.folder or "")
         self._config = config
         self._lock = lock_folder(self.folder)
         self._cards: dict[str, Card] = {}
-        self._bytes: Counter[str] = Counter()  # by tenant, as are the slots; of files in the making too
-        self._slots: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()  # by tenant, with files that are being written
+        self._num_files: Counter[str] = Counter()  # by tenant, likewise
         for card in sorted(read_all(self.folder, "file-*.json", _card_decoder), key=lambda card: card.created_at):
-            if not card.is_complete:  # cut off while it was written
+            if not card.is_complete:  # the server ended while it was written
                 self._unlink(card.id)
                 continue
             self._cards[card.id] = card
             self._bytes[card.tenant] += card.bytes
-            self._slots[card.tenant] += 1
+            self._num_files[card.tenant] += 1
 
     def close(self) -> None:
-        """Let another server use the folder."""
+        """Unlock the folder."""
         self._lock.close()
 
     @property
@@ -105,16 +115,16 @@ class FileStore:
         return self.folder / f"{name}.jsonl"
 
     def get(self, name: str, tenant: str) -> Card | None:
-        """The file's card, unless it is another's."""
+        """The metadata of a file of this tenant; None if there is none."""
         card = self._cards.get(name)
         return card if card is not None and card.tenant == tenant else None
 
     def owned(self, tenant: str) -> list[Card]:
-        """The newest first."""
+        """The files of this tenant, newest first."""
         return [card for card in reversed(self._cards.values()) if card.tenant == tenant]
 
     async def create(self, content: bytes, filename: str, purpose: str, tenant: str) -> Card:
-        """Keep a whole file. Raises NoRoomError, OSError."""
+        """Store a whole file. Raises NoRoomError, OSError."""
         output = await self.begin(filename, purpose, tenant)
         try:
             await output.write(content)
@@ -124,61 +134,64 @@ class FileStore:
             raise
 
     async def begin(self, filename: str, purpose: str, tenant: str) -> Output:
-        """A file that is written piece by piece, and is there once it is finished. Raises NoRoomError, OSError."""
+        """Open a file to be written in pieces.
+
+        It is listed once it is finished. Raises NoRoomError, OSError.
+        """
         most = self._config.max_files_per_key
-        if tenant and self._slots[tenant] >= most:
-            raise NoRoomError(f"this key has {most} files, which is all that batches.max_files_per_key allows; delete some")
-        if self._slots.total() >= MOST_FILES:
-            raise NoRoomError(f"there are {MOST_FILES} files, which is all that are kept; delete some")
+        if tenant and self._num_files[tenant] >= most:
+            raise NoRoomError(f"this key has {most} files, the limit of batches.max_files_per_key; delete some")
+        if self._num_files.total() >= MAX_FILES:
+            raise NoRoomError(f"the server has {MAX_FILES} files, its limit; delete some")
         name = f"file-{uuid.uuid4().hex}"
         card = Card(
             id=name, filename=filename[:255], purpose=purpose, bytes=0, created_at=int(time.time()), tenant=tenant, is_complete=False
         )
-        self._slots[tenant] += 1
+        self._num_files[tenant] += 1
         try:
             return await asyncio.to_thread(self._open, card)
         except BaseException:
-            self._slots[tenant] -= 1
+            self._num_files[tenant] -= 1
             raise
 
     def _open(self, card: Card) -> Output:
-        """The card goes first: what it names is known to be this store's, whenever the server ends."""
+        """Save the metadata first, so that the next start finds a file that a crash left."""
         self.save(card.id, msgspec.json.encode(card))
         return Output(self, card, open(self.path(card.id), "xb", opener=_private))
 
     async def delete(self, card: Card) -> None:
-        """Forget a file."""
+        """Delete a file."""
         if self._cards.pop(card.id, None) is not None:
             self.give_back(card)
             await asyncio.to_thread(self._unlink, card.id)
 
     def give_back(self, card: Card) -> None:
-        """The slot and the bytes of a file."""
-        self._slots[card.tenant] -= 1
+        """Return the file and its bytes to the tenant's quota."""
+        self._num_files[card.tenant] -= 1
         self._bytes[card.tenant] -= card.bytes
 
     def take_bytes(self, size: int, tenant: str) -> None:
-        """Count `size` bytes more. Raises NoRoomError."""
+        """Add `size` bytes to the tenant's files. Raises NoRoomError."""
         most, own = self._config.max_bytes, self._config.max_bytes_per_key
         if tenant and self._bytes[tenant] + size > own:
             raise NoRoomError(
-                f"files of this key take {self._bytes[tenant]} of {own} bytes (batches.max_bytes_per_key), and {size} more are too many;"
+                f"files of this key have {self._bytes[tenant]} of {own} bytes (batches.max_bytes_per_key), and {size} more do not fit;"
                 " delete some"
             )
         if self.num_bytes + size > most:
             raise NoRoomError(
-                f"files take {self.num_bytes} bytes of the {most} that they may, and {size} more are too many; delete some,"
-                " or serve with a larger --batch-max-bytes"
+                f"files have {self.num_bytes} of {most} bytes (batches.max_bytes), and {size} more do not fit; delete some,"
+                " or start the server with a larger --batch-max-bytes"
             )
         self._bytes[tenant] += size
 
     async def add(self, card: Card) -> None:
-        """A finished file's card, on disk and in the list."""
+        """Save the metadata of a finished file, and list the file."""
         await asyncio.to_thread(self.save, card.id, msgspec.json.encode(card))
         self._cards[card.id] = card
 
     def save(self, name: str, body: bytes) -> None:
-        """A card or a batch, whole or not at all."""
+        """Write `{name}.json`, the metadata of a file or a batch, atomically."""
         assert _NAME.fullmatch(name)
         new = self.folder / f"{name}.json.new"
         with open(new, "wb", opener=_private) as card:
@@ -186,13 +199,13 @@ class FileStore:
         new.replace(self.folder / f"{name}.json")
 
     def _unlink(self, name: str) -> None:
-        """The data first: a card without data is cleared away at the next start, data without a card is not."""
+        """Delete the data first: the next start removes metadata without data, not the reverse."""
         for path in (self.path(name), self.folder / f"{name}.json"):
             path.unlink(missing_ok=True)
 
 
 class Output:
-    """A file in the making."""
+    """A file that is being written."""
 
     def __init__(self, store: FileStore, card: Card, handle: BinaryIO) -> None:
         self._store = store
@@ -200,16 +213,19 @@ class Output:
         self._handle = handle
 
     def append(self, piece: bytes) -> None:
-        """Write a piece now. Raises NoRoomError, OSError."""
-        self._take(len(piece))
+        """Write a piece on the calling thread. Raises NoRoomError, OSError."""
+        self._count(len(piece))
         self._write(piece)
 
     async def write(self, piece: bytes) -> None:
-        """Write a piece in a thread; one at a time. Raises NoRoomError, OSError."""
-        self._take(len(piece))
+        """Write a piece in a thread.
+
+        Only one call may run at a time. Raises NoRoomError, OSError.
+        """
+        self._count(len(piece))
         await asyncio.to_thread(self._write, piece)
 
-    def _take(self, size: int) -> None:
+    def _count(self, size: int) -> None:
         self._store.take_bytes(size, self._card.tenant)
         self._card.bytes += size
 
@@ -222,18 +238,18 @@ class Output:
         return self._card.bytes == 0
 
     async def finish(self) -> Card:
-        """The file is whole. Raises OSError."""
+        """Close the file and list it. Raises OSError."""
         self._handle.close()
         self._card.is_complete = True
         await self._store.add(self._card)
         return self._card
 
     def abandon(self) -> None:
-        """The file will not be. Its room is given back, whatever the disk says."""
-        with suppress(OSError):  # a full disk still has no room for what was not written
+        """Delete the file. Its bytes return to the quota, even where the disk reports an error."""
+        with suppress(OSError):  # on a full disk, buffered data cannot be flushed
             self._handle.close()
         self._store.give_back(self._card)
-        self._store._unlink(self._card.id)  # noqa: SLF001 - of the same module
+        self._store._unlink(self._card.id)  # noqa: SLF001 - same module
 
 
 class _Named(Protocol):
@@ -244,7 +260,11 @@ T = TypeVar("T", bound=_Named)
 
 
 def read_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> list[T]:
-    """What an earlier run has saved, by their names; what cannot be read or is not ours is left where it is, with a warning."""
+    """The structs that an earlier run saved in `folder`.
+
+    Files that cannot be read, or have a name that this store does not give, are left with a
+    warning.
+    """
     found = []
     for path in folder.glob(pattern):
         try:
@@ -255,7 +275,7 @@ def read_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> li
         if one.id == path.stem and _NAME.fullmatch(one.id):
             found.append(one)
         else:
-            _log.warning("%s is left out: it was not saved by this server under this name", path.name)
+            _log.warning("%s is left out: its name is not that of its id", path.name)
     return found
 
 

@@ -1,6 +1,7 @@
-"""Runs batches: each line of a file is a request to this server's own routes, a few at a time and behind everybody else's.
+"""Runs jobs of the Batch API: each line of a file is a low-priority request to the own routes.
 
-Knows no engine: a line goes the way of a request that came by network, but for the network and the key.
+Used by the routes of batches. Must not depend on the engine: a line takes the path of an HTTP
+request, without the connection and the API key.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/moderations")
-PRIORITY = -1000  # of a line that says nothing else
-WINDOW = 24 * 3600  # seconds that a batch may take
-MOST_BATCHES = 10_000
-MOST_BYTES = 32 * 1024 * 1024  # of one line
-MOST_VALUES = 1024 * 1024  # of one line's JSON; its request's route may take fewer
-RETRY = 0.5  # seconds before a line that found no place tries again
-OVER = frozenset({"completed", "failed", "expired", "cancelled"})
+PRIORITY = -1000  # of a line without a priority
+COMPLETION_WINDOW = 24 * 3600  # seconds
+MAX_BATCHES = 10_000
+MAX_LINE_BYTES = 32 * 1024 * 1024
+MAX_LINE_VALUES = 1024 * 1024  # JSON values of a line; the route of its request may accept fewer
+RETRY_INTERVAL = 0.5  # seconds before a line that got 429 or 503 is sent again
+FINAL_STATUSES = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """As OpenAI's clients know it, and whose it is. Times in seconds since the epoch."""
+    """OpenAI's batch object and its owner. Times are in seconds since the epoch."""
 
     id: str
     endpoint: str
     input_file_id: str
     created_at: int
     expires_at: int
-    tenant: str
+    tenant: str  # owner; not shown to clients
     status: str = "validating"
     completion_window: str = "24h"
     metadata: dict[str, str] | None = None
@@ -57,20 +58,20 @@ class Batch(msgspec.Struct, kw_only=True):
     failed_at: int | None = None
     expired_at: int | None = None
     cancelled_at: int | None = None
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    error: str | None = None
+    total: int = 0  # lines of the input file
+    completed: int = 0  # lines answered with status 200
+    failed: int = 0  # all other lines that were run
+    error: str | None = None  # why the whole batch failed
 
     def shown(self) -> dict[str, Any]:
-        """As a response has it."""
-        shown = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _HIDDEN}
+        """OpenAI's batch object."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _HIDDEN}
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         errors = None if self.error is None else {"object": "list", "data": [{"code": "batch_failed", "message": self.error}]}
-        return {**shown, "object": "batch", "request_counts": counts, "errors": errors}
+        return {**fields, "object": "batch", "request_counts": counts, "errors": errors}
 
-    def turn(self, status: str) -> None:
-        """Enter a status, now."""
+    def set_status(self, status: str) -> None:
+        """Set the status and the time of the change."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
@@ -80,7 +81,12 @@ _batch_decoder = msgspec.json.Decoder(Batch)
 
 
 class BatchRunner:
-    """One a server that has a folder for batches. `route` is the application, past its guards; `stopping` tells of the server's end."""
+    """Runs the batches of one server.
+
+    `shares`: quotas of the API keys, in which lines count like requests over HTTP. `stopping`:
+    returns whether the server is shutting down. `route`: the application behind access control; set
+    before the first batch.
+    """
 
     def __init__(self, config: BatchesSection, files: FileStore, shares: TenantQuotas, stopping: Callable[[], bool]) -> None:
         self.files = files
@@ -90,40 +96,41 @@ class BatchRunner:
         self._shares = shares
         self._max_batches = config.max_batches_per_key
         self._places = Places(config.concurrency)
-        # lines of each tenant that are in memory, those that wait for a place too; as many entries as keys
+        # By tenant: bounds its lines in memory, waiting ones included. There are as many entries as
+        # keys.
         self._lines: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, config.concurrency))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._batches = self._load()
 
     def _load(self) -> dict[str, Batch]:
-        """The batches of earlier runs; those that were not over have failed."""
+        """The batches of earlier runs. Those that had not ended have failed."""
         found = read_all(self.files.folder, "batch-*.json", _batch_decoder)
         for batch in found:
-            if batch.status not in OVER:
-                batch.error = "the server was stopped before the batch was over; create it again"
-                batch.turn("failed")
+            if batch.status not in FINAL_STATUSES:
+                batch.error = "the server was stopped before the batch finished; create it again"
+                batch.set_status("failed")
                 self.files.save(batch.id, msgspec.json.encode(batch))
         return {batch.id: batch for batch in sorted(found, key=lambda batch: batch.created_at)}
 
     def get(self, name: str, tenant: str) -> Batch | None:
-        """The batch, unless it is another's."""
+        """The batch of this tenant; None if there is none."""
         batch = self._batches.get(name)
         return batch if batch is not None and batch.tenant == tenant else None
 
     def owned(self, tenant: str) -> list[Batch]:
-        """The newest first."""
+        """The batches of this tenant, newest first."""
         return [batch for batch in reversed(self._batches.values()) if batch.tenant == tenant]
 
     async def start(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None, tenant: str) -> Batch:
-        """Begin a batch. Raises NoRoomError, OSError."""
-        await self._make_room(tenant)
+        """Create and start a batch. Raises NoRoomError, OSError."""
+        await self._drop_oldest(tenant)
         now = int(time.time())
         batch = Batch(
             id=f"batch-{uuid.uuid4().hex}",
             endpoint=endpoint,
             input_file_id=input_file_id,
             created_at=now,
-            expires_at=now + WINDOW,
+            expires_at=now + COMPLETION_WINDOW,
             tenant=tenant,
             metadata=metadata,
         )
@@ -134,45 +141,49 @@ class BatchRunner:
         return batch
 
     async def cancel(self, batch: Batch) -> None:
-        """End a batch; what it has done stays."""
+        """Cancel a batch. Lines that have finished stay in its output files."""
         task = self._tasks.get(batch.id)
         if task is None or batch.status not in ("validating", "in_progress"):
             return
-        batch.turn("cancelling")
+        batch.set_status("cancelling")
         task.cancel()
         await asyncio.wait({task})
-        if batch.status not in OVER:  # it had not even begun
-            batch.turn("cancelled")
+        if batch.status not in FINAL_STATUSES:  # its task had not started
+            batch.set_status("cancelled")
             await self._save(batch)
 
-    async def _make_room(self, tenant: str) -> None:
-        """For one batch more: the tenant's own oldest gives its place, never another's. Raises NoRoomError, OSError."""
+    async def _drop_oldest(self, tenant: str) -> None:
+        """Delete the tenant's oldest finished batch if a limit is reached.
+
+        Raises NoRoomError, OSError.
+        """
         own = self.owned(tenant)
         is_full = bool(tenant) and len(own) >= self._max_batches
-        if not is_full and len(self._batches) < MOST_BATCHES:
+        if not is_full and len(self._batches) < MAX_BATCHES:
             return
-        oldest = next((batch for batch in reversed(own) if batch.status in OVER), None)
+        oldest = next((batch for batch in reversed(own) if batch.status in FINAL_STATUSES), None)
         if oldest is None:
-            most = f"{self._max_batches} batches of this key" if is_full else f"{MOST_BATCHES} batches"
-            raise NoRoomError(f"{most} are kept, which is all that may be, and none of yours is over; try again later")
+            limit = f"this key has {self._max_batches} batches" if is_full else f"the server has {MAX_BATCHES} batches"
+            raise NoRoomError(f"{limit}, the limit, and none of yours has ended; try again later")
         del self._batches[oldest.id]
         await asyncio.to_thread((self.files.folder / f"{oldest.id}.json").unlink, missing_ok=True)
 
     async def _save(self, batch: Batch) -> None:
         await asyncio.to_thread(self.files.save, batch.id, msgspec.json.encode(batch))
 
-    # one batch -----------------------------------------------------------------------------------------------------
+    # one batch ------------------------------------------------------------------------------------
 
     async def _run(self, batch: Batch) -> None:
         outputs: list[Output] = []
         try:
             try:
-                batch.total = await asyncio.to_thread(self._count, batch)
-                for kind in ("output", "error"):  # the first one is known when there is no room for the second
+                batch.total = await asyncio.to_thread(self._count_lines, batch)
+                # `outputs` has the first file, which is deleted, when the second cannot be opened.
+                for kind in ("output", "error"):
                     outputs.append(await self.files.begin(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant))  # noqa: PERF401
-                batch.turn("in_progress")
+                batch.set_status("in_progress")
                 await self._save(batch)
-                await self._all_lines(batch, outputs)
+                await self._run_lines(batch, outputs)
                 ending = "completed"
             except asyncio.CancelledError:
                 if batch.cancelling_at is None:
@@ -183,74 +194,83 @@ class BatchRunner:
             except (OSError, NoRoomError, _BatchError) as error:
                 batch.error = str(error) if not isinstance(error, OSError) else f"the batch folder cannot be used: {error.strerror}"
                 ending = "failed"
-            batch.turn("finalizing")
+            batch.set_status("finalizing")
             await self._finish(batch, outputs)
-            batch.turn(ending)
+            batch.set_status(ending)
             await self._save(batch)
-        except OSError as error:  # not even the end can be written
+        except OSError as error:  # the final status cannot be saved either
             batch.error = f"the batch folder cannot be used: {error.strerror}"
-            batch.turn("failed")
+            batch.set_status("failed")
         except Exception:
             log.exception("batch %s failed", batch.id)
             batch.error = "the server failed on this batch; its log says why"
-            batch.turn("failed")
+            batch.set_status("failed")
 
-    def _count(self, batch: Batch) -> int:
-        """How many lines there are. Raises _BatchError, OSError."""
+    def _count_lines(self, batch: Batch) -> int:
+        """The number of lines that are not empty. Raises _BatchError, OSError."""
         with self.files.path(batch.input_file_id).open("rb") as lines:
             total = 0
-            while line := lines.readline(MOST_BYTES + 1):
-                if len(line) > MOST_BYTES:
-                    raise _BatchError(f"a line is longer than {MOST_BYTES} bytes; send less in one request")
+            while line := lines.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise _BatchError(f"a line is longer than {MAX_LINE_BYTES} bytes; send less in one request")
                 total += bool(line.strip())
                 if total > self.max_requests:
                     raise _BatchError(
-                        f"the file has more than {self.max_requests} requests; split it, or serve with more --batch-max-requests"
+                        f"the file has more than {self.max_requests} requests; split it, or start the server with a larger"
+                        " --batch-max-requests"
                     )
         if not total:
-            raise _BatchError("the file has no requests; send one JSON object a line")
+            raise _BatchError("the file has no requests; send one JSON object per line")
         return total
 
-    async def _all_lines(self, batch: Batch, outputs: list[Output]) -> None:
-        """Raises what ends the batch early: OSError, NoRoomError, _BatchError, _ExpiredError."""
+    async def _run_lines(self, batch: Batch, outputs: list[Output]) -> None:
+        """Run all lines.
+
+        Raises the error that ends the batch: OSError, NoRoomError, _BatchError, _ExpiredError.
+        """
         lines: BinaryIO = await asyncio.to_thread(self.files.path(batch.input_file_id).open, "rb")
-        ends: list[Exception] = []
-        held = self._lines[batch.tenant]
+        errors: list[Exception] = []
+        permits = self._lines[batch.tenant]
         try:
             async with asyncio.TaskGroup() as group:
-                while not ends:
-                    await held.acquire()
-                    line = await _next_line(lines, held)
+                while not errors:
+                    await permits.acquire()
+                    line = await _next_line(lines, permits)
                     if not line:
                         break
-                    task = group.create_task(self._line(batch, line, outputs, ends))
-                    task.add_done_callback(lambda _: held.release())
+                    task = group.create_task(self._run_line(batch, line, outputs, errors))
+                    task.add_done_callback(lambda _: permits.release())
         finally:
             lines.close()
-        if ends:
-            raise ends[0]
+        if errors:
+            raise errors[0]
 
-    async def _line(self, batch: Batch, line: bytes, outputs: list[Output], ends: list[Exception]) -> None:
-        """Answer a line, or put into `ends` why the batch is over: the lines that run meanwhile are still answered."""
+    async def _run_line(self, batch: Batch, line: bytes, outputs: list[Output], errors: list[Exception]) -> None:
+        """Answer a line.
+
+        An error that ends the batch goes into `errors`; lines that are running still finish.
+        """
         try:
-            if not ends:
+            if not errors:
                 await self._answer_line(batch, line, outputs)
         except (OSError, NoRoomError, _BatchError, _ExpiredError) as error:
-            ends.append(error)
+            errors.append(error)
 
     async def _answer_line(self, batch: Batch, line: bytes, outputs: list[Output]) -> None:
+        """Send the request of a line and append its record to the output or the error file."""
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
         try:
-            problem = await asyncio.to_thread(problem_of, line, MOST_VALUES)  # decoding holds the event loop
+            # In a thread, because the line may be large.
+            problem = await asyncio.to_thread(problem_of, line, MAX_LINE_VALUES)
             if problem is not None:
                 raise _LineError(problem)
             name, body = _request(line, batch.endpoint)
-            status, answer = await self._answer(batch, body)
+            status, response = await self._send_until_accepted(batch, body)
             is_fine = status == 200
             record |= {
                 "custom_id": name,
-                "response": {"status_code": status, "request_id": record["id"], "body": msgspec.Raw(answer)},
+                "response": {"status_code": status, "request_id": record["id"], "body": msgspec.Raw(response)},
                 "error": None,
             }
         except _LineError as error:
@@ -261,34 +281,35 @@ class BatchRunner:
         batch.completed += is_fine
         batch.failed += not is_fine
 
-    async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
-        """Ask until there is a place."""
+    async def _send_until_accepted(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+        """(status, response body) of a request, sent again while the status is 429 or 503."""
         while True:
             if time.time() > batch.expires_at:
                 raise _ExpiredError
             if self._stopping():
-                raise _BatchError("the server was stopped before the batch was over; create it again")
+                raise _BatchError("the server was stopped before the batch finished; create it again")
             async with self._places.hold(batch.tenant):
-                status, answer = await self._ask(batch, body)
+                status, response = await self._send_once(batch, body)
             if status not in (429, 503):
-                return status, answer
-            await asyncio.sleep(0.0 if self._stopping() else RETRY)
+                return status, response
+            await asyncio.sleep(0.0 if self._stopping() else RETRY_INTERVAL)
 
-    async def _ask(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
-        """One request, as if it had come by network; it counts for its key as any other."""
+    async def _send_once(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+        """Send a request, which counts in its key's quota; (429, b"") where the quota is exhausted."""
         try:
             with self._shares.open(batch.tenant) as share:
-                return await self._route(batch, body, share)
+                return await self._call_route(batch, body, share)
         except QuotaExceededError:
             return 429, b""
 
-    async def _route(self, batch: Batch, body: bytes, share: QuotaLease) -> tuple[int, bytes]:
+    async def _call_route(self, batch: Batch, body: bytes, share: QuotaLease) -> tuple[int, bytes]:
+        """Call the application over ASGI."""
         assert self.route is not None
         bodies, parts, status = [body], [], 0
 
         async def receive() -> MutableMapping[str, Any]:
             if not bodies:
-                await asyncio.Event().wait()  # this client does not hang up
+                await asyncio.Event().wait()  # a batch has no client that disconnects
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
         async def send(message: MutableMapping[str, Any]) -> None:
@@ -310,20 +331,26 @@ class BatchRunner:
         return status, b"".join(parts)
 
     async def _finish(self, batch: Batch, outputs: list[Output]) -> None:
-        """Keep what was written. Raises OSError; what cannot be kept is gone then."""
-        left = dict(zip(("output_file_id", "error_file_id"), outputs, strict=False))
+        """Finish the output files that are not empty.
+
+        Raises OSError; files that cannot be finished are deleted.
+        """
+        unfinished = dict(zip(("output_file_id", "error_file_id"), outputs, strict=False))
         try:
-            for attribute in list(left):
-                if not left[attribute].is_empty:
-                    setattr(batch, attribute, (await left[attribute].finish()).id)
-                del left[attribute]
+            for attribute in list(unfinished):
+                if not unfinished[attribute].is_empty:
+                    setattr(batch, attribute, (await unfinished[attribute].finish()).id)
+                del unfinished[attribute]
         finally:
-            for output in left.values():
+            for output in unfinished.values():
                 output.abandon()
 
 
-async def _next_line(lines: BinaryIO, held: asyncio.Semaphore) -> bytes:
-    """The next line that is not empty, "" at the end. Unless it is one, `held` is released."""
+async def _next_line(lines: BinaryIO, permits: asyncio.Semaphore) -> bytes:
+    """The next line that is not empty; b"" at the end of the file.
+
+    Releases a permit unless there is a line.
+    """
     line = b""
     try:
         while (line := await asyncio.to_thread(lines.readline)) and not line.strip():
@@ -331,19 +358,22 @@ async def _next_line(lines: BinaryIO, held: asyncio.Semaphore) -> bytes:
         return line
     finally:
         if not line.strip():
-            held.release()
+            permits.release()
 
 
 class _BatchError(Exception):
-    """The whole batch cannot be; a sentence."""
+    """The whole batch fails. The message is for the client."""
 
 
 class _ExpiredError(Exception):
-    """The batch's time is over."""
+    """The completion window of the batch has passed."""
 
 
 class _LineError(Exception):
-    """This line is no request; a sentence. `name`: its custom_id, if that much could be read."""
+    """A line is not a valid request.
+
+    The message is for the client; `name` is its custom_id, if known.
+    """
 
     def __init__(self, sentence: str, name: str | None = None) -> None:
         super().__init__(sentence)
@@ -351,19 +381,19 @@ class _LineError(Exception):
 
 
 def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
-    """-> (custom_id, body). Raises _LineError."""
+    """(custom_id, body) of a line. Raises _LineError."""
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _LineError(f"the line is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
     name = found.get("custom_id") if isinstance(found, dict) else None
     if not isinstance(name, str):
-        raise _LineError("custom_id is missing; give each line one of its own")
+        raise _LineError("custom_id is missing; give each line its own")
     url, body = found.get("url"), found.get("body")
     if found.get("method", "POST") != "POST" or url != endpoint:
-        raise _LineError(f"method and url must be POST and {endpoint}, as the batch says", name)
+        raise _LineError(f"method and url must be POST and {endpoint}, the endpoint of the batch", name)
     if not isinstance(body, dict):
         raise _LineError("body: expected an object", name)
     if body.get("stream"):
-        raise _LineError("stream is not possible in a batch; leave it out", name)
+        raise _LineError("stream is not supported in a batch; leave it out", name)
     return name, msgspec.json.encode({"priority": PRIORITY, **body})

@@ -66,7 +66,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
         values |= {name: value for name in ("temperature", "top_p", "n", "prompt_logprobs") if (value := getattr(self, name)) is not None}
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        values |= constraints(self)
+        values |= constraints(self, self.response_format)
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
 

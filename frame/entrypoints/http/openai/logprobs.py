@@ -1,4 +1,7 @@
-"""Log-probabilities in the shapes of the OpenAI API: chat's list of objects, completion's parallel lists. Knows no engine."""
+"""Log-probabilities in OpenAI's shapes (chat, completions, Responses) and vLLM's `prompt_logprobs`.
+
+Used by the OpenAI routes. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,35 @@ if TYPE_CHECKING:
     from frame.core.messages import TokenLogprobs
     from frame.core.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # JSON has no minus infinity
+LEAST = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 
 
 class TextPlaces:
-    """Where tokens begin in their sequence's text, in characters, fed one by one. A token that begins inside of a character has the
-    character's place; special tokens that the text leaves out take no room."""
+    """The `text_offset` of the tokens of one sequence, in characters, for tokens in order.
+
+    A token that begins inside a multi-byte character has the offset of that character. Special
+    tokens that are left out of the text have no length.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._place = 0
+        self._offset = 0
 
     def next(self, token_id: int) -> int:
-        """The place of this token, which comes after those before."""
-        place = self._place
+        """The offset of the next token of the sequence."""
+        offset = self._offset
         if token_id not in self._hidden:
-            self._place += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return place
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
 
 
-Name = Callable[[int], str]  # how a token is shown
+Name = Callable[[int], str]  # token id -> the token as the response shows it
 
 
 def name_of_tokens(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
-    """Tokens as their text or, with vLLM's `return_tokens_as_token_ids`, as `token_id:ID`."""
+    """Names tokens by their text or, with vLLM's `return_tokens_as_token_ids`, as `token_id:ID`."""
     return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
 
 
@@ -54,37 +60,45 @@ def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Na
 
 
 class TextLogprobs:
-    """Assigns the log-probabilities of tokens to the pieces of text that parsers make of them, in order. Tokens of which no piece was
-    made, such as the tags of a tool call, are left out."""
+    """Assigns the log-probabilities of tokens to the pieces of text that the output parsers return.
+
+    Tokens that are in no piece, such as the tags of a tool call, are left out.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pending: list[dict[str, Any]] = []  # entries as in `chat_logprobs`
 
     def add(self, parts: Iterable[TokenLogprobs]) -> None:
-        """The tokens that came since the last call."""
+        """Add the tokens since the last call."""
         self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.token_text)["content"]
 
     def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
-        """Those of the tokens that `piece` was made of; all that wait where it is not found among them, as in the midst of a character."""
-        start, place = "".join(entry["token"] for entry in self._pending).find(piece), 0
+        """Remove and return the entries of the tokens that `piece` was made of.
+
+        All pending entries where the piece is not found among them, as inside a multi-byte
+        character.
+        """
+        start, offset = "".join(entry["token"] for entry in self._pending).find(piece), 0
         if start < 0:
             found, self._pending = self._pending, []
             return found
         found, rest = [], []
         for entry in self._pending:
-            after = place + len(entry["token"])
-            if place >= start + len(piece):
+            after = offset + len(entry["token"])
+            if offset >= start + len(piece):
                 rest.append(entry)
             elif after > start:
                 found.append(entry)
-            place = after
+            offset = after
         self._pending = rest
         return found
 
 
 def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: TextPlaces) -> dict[str, Any]:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` has seen the sequence's tokens before these."""
+    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` was given the sequence's
+    earlier tokens.
+    """
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -100,8 +114,12 @@ def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: Text
 
 
 def prompt_logprobs(found: TokenLogprobs, name: Name) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token `{id: {logprob, rank, decoded_token}}` of itself and the likeliest; null for the
-    first. `rank` counts from 1."""
+    """vLLM's `prompt_logprobs`: for each prompt token the entries of itself and of the most likely
+    tokens.
+
+    An entry is `{id: {logprob, rank, decoded_token}}`; `rank` counts from 1. The first prompt token
+    has None.
+    """
     entries: list[dict[str, dict[str, Any]] | None] = []
     ranks = found.ranks or [None] * len(found.token_ids)
     for token_id, logprob, top, own in zip(found.token_ids, found.logprobs, found.top, ranks, strict=True):
@@ -116,6 +134,7 @@ def prompt_logprobs(found: TokenLogprobs, name: Name) -> list[dict[str, dict[str
 
 
 def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:
+    """OpenAI's `top_logprobs` of one token, which is always among them."""
     found: dict[str, float] = {}
     for other, value in top:
         found.setdefault(name(other), max(value, LEAST))

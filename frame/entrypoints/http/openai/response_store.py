@@ -1,5 +1,7 @@
-"""Stored responses and conversations, in memory. Bounded in number, bytes and age, as a whole and for each key. Used by the routes of
-the Responses API. Knows no HTTP and no engine.
+"""Stores responses and conversations in memory, bounded in number, bytes and age, in total and per
+tenant.
+
+Used by the routes of the Responses API. Must not depend on HTTP or the engine.
 """
 
 from __future__ import annotations
@@ -14,17 +16,21 @@ import msgspec
 
 from frame.entrypoints.http.protocol.bodies import LEAST_BODY, problem_of
 
-OVERHEAD = 512  # bytes of an entry besides its texts
+OVERHEAD = 512  # bytes of an entry besides its body and items
 EVENT_OVERHEAD = 64  # bytes of an event besides its text
 
 
 class EventLog:
-    """The events of one response, for any number of readers. An event's place is its sequence number."""
+    """The events of one response, for any number of readers.
+
+    An event's index is its sequence number.
+    """
 
     def __init__(self) -> None:
         self.size = 0  # bytes
         self.is_over = False
-        self.is_lost = False  # it took more room than its key may have
+        # Dropped: it exceeded the bytes of its tenant, or its response was deleted
+        self.is_lost = False
         self._events: list[bytes] = []
         self._readers: set[LogReader] = set()
 
@@ -37,27 +43,27 @@ class EventLog:
         self._wake()
 
     def close(self) -> None:
-        """No more events come."""
+        """Mark the log as complete."""
         self.is_over = True
         self._wake()
 
     def drop(self) -> None:
-        """Free the memory; readers are told that events are missing."""
+        """Free the memory. Readers end, and `is_lost` tells them that events are missing."""
         self.is_lost, self.size = True, 0
         self._events.clear()
         self._wake()
 
-    def open_reader(self, place: int) -> LogReader:
-        """A reader from the event `place` on; it must be closed."""
-        reader = LogReader(self, place)
+    def open_reader(self, start: int) -> LogReader:
+        """A reader from the event with index `start` on; `close_reader` must be called for it."""
+        reader = LogReader(self, start)
         self._readers.add(reader)
         return reader
 
     def close_reader(self, reader: LogReader) -> None:
         self._readers.discard(reader)
 
-    def events_from(self, place: int) -> list[bytes]:
-        return self._events[place:]
+    def events_from(self, start: int) -> list[bytes]:
+        return self._events[start:]
 
     def _wake(self) -> None:
         for reader in self._readers:
@@ -65,26 +71,29 @@ class EventLog:
 
 
 class LogReader:
-    """One reader of an `EventLog`. `news` is set when there is something to look at; `hang_up` ends the reading."""
+    """One reader of an `EventLog`. `hang_up` ends the reading."""
 
-    def __init__(self, log: EventLog, place: int) -> None:
-        self.news = asyncio.Event()
+    def __init__(self, log: EventLog, start: int) -> None:
+        self.news = asyncio.Event()  # the log or the client's state has changed
         self._log = log
-        self._place = place
-        self.is_gone = False
+        self._position = start
+        self.is_gone = False  # the client has hung up
 
     def hang_up(self) -> None:
         self.is_gone = True
         self.news.set()
 
     async def read(self) -> bytes | None:
-        """The events since the last call, as soon as there are any; None at the end. `log.is_lost` says whether it is the real end."""
+        """Wait for events after those of the last call and return them; None at the end.
+
+        `log.is_lost` tells whether events are missing at the end.
+        """
         while True:
             self.news.clear()
             if self.is_gone or self._log.is_lost:
                 return None
-            if found := self._log.events_from(self._place):
-                self._place += len(found)
+            if found := self._log.events_from(self._position):
+                self._position += len(found)
                 return b"".join(found)
             if self._log.is_over:
                 return None
@@ -93,36 +102,42 @@ class LogReader:
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """`body`: the response or conversation as JSON text. `items`: all items up to and with it, as a JSON list, of which the first
-    `num_input` are a response's input."""
+    """One stored response or conversation."""
 
     tenant: str
-    body: bytes
-    items: bytes
-    num_input: int
+    body: bytes  # the response or conversation object, as JSON
+    items: bytes  # all items of the conversation so far, as a JSON list
+    num_input: int  # how many of the items, from the start, are a response's input
     created: float  # seconds, monotonic
-    log: EventLog | None = None
+    log: EventLog | None = None  # of a streamed background response
 
     @property
     def size(self) -> int:
+        """Bytes that count for the tenant."""
         return len(self.body) + len(self.items) + OVERHEAD + (0 if self.log is None else self.log.size)
 
     def conversation(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = msgspec.json.decode(self.items)
-        return found
+        """Decode the items."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.items)
+        return items
 
 
-class Shelf(OrderedDict[str, Stored]):
-    """What one tenant stores, oldest first."""
+class TenantEntries(OrderedDict[str, Stored]):
+    """The entries of one tenant by name, oldest first."""
 
     num_bytes = 0
 
 
 class ResponseStore:
-    """By tenant and name: what belongs to another key is as if it were not there. `ttl` in seconds. `share`: the part of all room that
-    one key may fill; its own oldest entry makes room for its next. When all keys together need more than there is, the key that holds
-    the most loses its oldest entry, so that a key which stores much never evicts one which stores little. The items of one entry are
-    bounded as a request's body is, by `max_items_bytes` and in their parts, because requests decode them."""
+    """Entries by tenant and name. A tenant cannot see the entries of another one.
+
+    `max_entries`, `max_bytes`: bounds of all entries; 0 entries turn the store off. `ttl`: seconds.
+    `share`: the part of both bounds that one tenant may fill (0 to 1). A new entry evicts the
+    oldest ones of its own tenant. When all tenants together exceed the bounds, the tenant that
+    holds the most loses its oldest entry, so a large user never evicts a small one. The items of
+    one entry are bounded as a request body is, by `max_items_bytes` and by their number of JSON
+    values, because requests decode them.
+    """
 
     def __init__(
         self, max_entries: int = 0, max_bytes: int = 0, ttl: float = 0.0, share: float = 1.0, max_items_bytes: int = LEAST_BODY
@@ -132,7 +147,7 @@ class ResponseStore:
         self._ttl = ttl
         self._share = share
         self._max_items_bytes = max_items_bytes
-        self._shelves: dict[str, Shelf] = {}
+        self._tenants: dict[str, TenantEntries] = {}
         self._count = 0
         self.num_bytes = 0
 
@@ -143,32 +158,43 @@ class ResponseStore:
     def is_on(self) -> bool:
         return self._max_entries > 0
 
-    def room_of(self, tenant: str) -> tuple[int, int]:
-        """(entries, bytes) that a tenant may fill; without keys there is one tenant, with all room."""
+    def quota_of(self, tenant: str) -> tuple[int, int]:
+        """(entries, bytes) that a tenant may fill.
+
+        Without keys there is one tenant, which may fill all.
+        """
         share = self._share if tenant else 1.0
         return max(1, int(self._max_entries * share)), int(self._max_bytes * share)
 
     def put(self, name: str, tenant: str, body: bytes, items: bytes, num_input: int = 0, log: EventLog | None = None) -> bool:
-        """Store an entry, in place of one of that name. False when it does not fit, and is not stored."""
+        """Store an entry, in place of one of the same name.
+
+        Returns False if it does not fit and is not stored.
+        """
         self._drop(name, tenant, log)
         stored = Stored(tenant, body, items, num_input, time.monotonic(), log)
-        if not self.is_on or stored.size > self.room_of(tenant)[1] or not self.fits(tenant, body, items):
+        if not self.is_on or stored.size > self.quota_of(tenant)[1] or not self.fits(tenant, body, items):
             return False
-        shelf = self._shelves.setdefault(tenant, Shelf())
-        shelf[name] = stored
+        entries = self._tenants.setdefault(tenant, TenantEntries())
+        entries[name] = stored
         self._count += 1
-        self._charge(shelf, stored.size)
-        self._make_room(tenant, shelf)
+        self._add_bytes(entries, stored.size)
+        self._evict(tenant, entries)
         return True
 
     def fits(self, tenant: str, body: bytes, items: bytes) -> bool:
-        """Whether an entry fits into all room of its tenant, and its items into what a request may bring."""
-        if len(body) + len(items) + OVERHEAD > self.room_of(tenant)[1] or len(items) > self._max_items_bytes:
+        """Whether an entry fits into the tenant's bytes, and its items into the bounds of a request
+        body.
+        """
+        if len(body) + len(items) + OVERHEAD > self.quota_of(tenant)[1] or len(items) > self._max_items_bytes:
             return False
         return problem_of(items) is None
 
     def append_items(self, name: str, tenant: str, items: list[dict[str, Any]]) -> bool:
-        """Append to an entry. False, and nothing is changed, when it is gone or would be too large."""
+        """Append items to an entry.
+
+        Returns False, without a change, if it is gone or would be too large.
+        """
         stored = self.get(name, tenant)
         if stored is None:
             return False
@@ -176,71 +202,76 @@ class ResponseStore:
         return self.fits(tenant, stored.body, data) and self.put(name, tenant, stored.body, data)
 
     def add_events(self, name: str, tenant: str, log: EventLog, events: bytes) -> None:
-        """Append to the log of a stored response. A log that would fill more than its tenant's room is dropped."""
-        shelf = self._shelves.get(tenant)
-        stored = shelf.get(name) if shelf is not None else None
-        if shelf is None or stored is None or stored.log is not log:
-            log.drop()  # nothing counts its bytes
+        """Append to the log of a stored response.
+
+        A log that exceeds the tenant's bytes is dropped.
+        """
+        entries = self._tenants.get(tenant)
+        stored = entries.get(name) if entries is not None else None
+        if entries is None or stored is None or stored.log is not log:
+            log.drop()  # no entry counts its bytes
             return
         before = log.size
         log.add(events)
-        self._charge(shelf, log.size - before)
-        if stored.size > self.room_of(tenant)[1]:
-            self._charge(shelf, -log.size)
+        self._add_bytes(entries, log.size - before)
+        if stored.size > self.quota_of(tenant)[1]:
+            self._add_bytes(entries, -log.size)
             log.drop()
         stored.created = time.monotonic()
-        shelf.move_to_end(name)  # its own events do not evict it
-        self._make_room(tenant, shelf)
+        entries.move_to_end(name)  # its own events do not evict it
+        self._evict(tenant, entries)
 
     def get(self, name: str, tenant: str) -> Stored | None:
-        """The entry, unless it is another's, too old or gone."""
-        shelf = self._shelves.get(tenant)
-        if shelf is None:
+        """The entry of this tenant and name; None if there is none or it has expired."""
+        entries = self._tenants.get(tenant)
+        if entries is None:
             return None
-        self._drop_old(tenant, shelf)
-        return shelf.get(name)
+        self._drop_expired(tenant, entries)
+        return entries.get(name)
 
     def delete(self, name: str, tenant: str) -> bool:
-        """Whether there was one."""
+        """Delete an entry. Returns whether it existed."""
         found = self.get(name, tenant) is not None
         self._drop(name, tenant)
         return found
 
-    def _charge(self, shelf: Shelf, size: int) -> None:
-        shelf.num_bytes += size
+    def _add_bytes(self, entries: TenantEntries, size: int) -> None:
+        entries.num_bytes += size
         self.num_bytes += size
 
-    def _make_room(self, tenant: str, shelf: Shelf) -> None:
-        most, most_bytes = self.room_of(tenant)
-        while len(shelf) > most or shelf.num_bytes > most_bytes:
-            self._drop(next(iter(shelf)), tenant)
-        if self._is_over():
-            for other, others in list(self._shelves.items()):
-                self._drop_old(other, others)
-        while self._is_over():
-            other, others = max(self._shelves.items(), key=lambda entry: self._weight(entry[1]))
+    def _evict(self, tenant: str, entries: TenantEntries) -> None:
+        """Drop entries until the quota of the tenant and the bounds of the store hold."""
+        max_entries, max_bytes = self.quota_of(tenant)
+        while len(entries) > max_entries or entries.num_bytes > max_bytes:
+            self._drop(next(iter(entries)), tenant)
+        if self._exceeds_bounds():
+            for other, others in list(self._tenants.items()):
+                self._drop_expired(other, others)
+        while self._exceeds_bounds():
+            other, others = max(self._tenants.items(), key=lambda entry: self._fill_ratio(entry[1]))
             self._drop(next(iter(others)), other)
 
-    def _is_over(self) -> bool:
+    def _exceeds_bounds(self) -> bool:
         return self._count > self._max_entries or self.num_bytes > self._max_bytes
 
-    def _weight(self, shelf: Shelf) -> float:
-        return max(len(shelf) / self._max_entries, shelf.num_bytes / self._max_bytes)
+    def _fill_ratio(self, entries: TenantEntries) -> float:
+        """The part of the bounds, in entries or bytes, that these entries fill."""
+        return max(len(entries) / self._max_entries, entries.num_bytes / self._max_bytes)
 
-    def _drop_old(self, tenant: str, shelf: Shelf) -> None:
+    def _drop_expired(self, tenant: str, entries: TenantEntries) -> None:
         limit = time.monotonic() - self._ttl
-        while shelf and next(iter(shelf.values())).created <= limit:
-            self._drop(next(iter(shelf)), tenant)
+        while entries and next(iter(entries.values())).created <= limit:
+            self._drop(next(iter(entries)), tenant)
 
-    def _drop(self, name: str, tenant: str, kept_log: EventLog | None = None) -> None:
-        """Forget an entry, and the events that it still collects unless they are `kept_log`."""
-        shelf = self._shelves.get(tenant)
-        stored = shelf.pop(name, None) if shelf is not None else None
-        if shelf is None or stored is None:
+    def _drop(self, name: str, tenant: str, log_to_keep: EventLog | None = None) -> None:
+        """Remove an entry and its unfinished log, unless the log is `log_to_keep`."""
+        entries = self._tenants.get(tenant)
+        stored = entries.pop(name, None) if entries is not None else None
+        if entries is None or stored is None:
             return
-        self._charge(shelf, -stored.size)
-        if stored.log is not None and stored.log is not kept_log and not stored.log.is_over:
+        self._add_bytes(entries, -stored.size)
+        if stored.log is not None and stored.log is not log_to_keep and not stored.log.is_over:
             stored.log.drop()
         self._count -= 1
-        if not shelf:
-            del self._shelves[tenant]
+        if not entries:
+            del self._tenants[tenant]

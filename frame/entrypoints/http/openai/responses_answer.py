@@ -1,5 +1,7 @@
-"""One response of the Responses API while it is generated: its object, its events, and what of it is stored. Used by the routes of
-`responses`. Knows no connection.
+"""Builds one response of the Responses API while it is generated: the object, its events, its
+stored form.
+
+Used by the routes of `responses`. Must not depend on a connection.
 """
 
 from __future__ import annotations
@@ -24,24 +26,24 @@ from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
 from frame.entrypoints.http.services import Services
 
 _encode = msgspec.json.encode
-STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}  # every other end is `completed`
+# Of finish reasons; otherwise "completed"
+STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 
 
 @dataclass(slots=True)
 class Turn:
-    """What a response answers. `history`: stored items before its input; `items`: its input as it is stored; `conversation`: the id of
-    the conversation that it is added to; `log`: of a background response that is streamed."""
+    """The input of one response."""
 
     request: ResponsesRequest
-    tenant: str
-    history: list[dict[str, Any]]
-    items: list[dict[str, Any]]
-    conversation: str | None = None
-    log: EventLog | None = None
+    tenant: str  # whose key the request has; "" without keys
+    history: list[dict[str, Any]]  # stored items before the input
+    items: list[dict[str, Any]]  # the input, as it is stored
+    conversation: str | None = None  # id of the conversation that the response is added to
+    log: EventLog | None = None  # events of a streamed background response
 
 
 class ResponseAnswer:
-    """A response, whole or as events; stored unless the request says no."""
+    """A response as one object or as events; stored unless the request has `store: false`."""
 
     def __init__(self, services: Services, turn: Turn, chat: ChatRequest, answer: RequestState) -> None:
         request = turn.request
@@ -49,7 +51,8 @@ class ResponseAnswer:
         self._turn = turn
         self._sequence = answer.sequences[0]
         self._parser = answer_parsers(services, chat, answer).get(0)
-        self._thinking = cache(partial(thinking_tokens, services, chat, self._sequence, self._parser))  # the last body is made twice
+        # Cached, because the last body is made twice: for the store and for the client.
+        self._count_reasoning = cache(partial(thinking_tokens, services, chat, self._sequence, self._parser))
         self._is_stored = request.store is not False and self._store.is_on
         self._blocks = Blocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
         self._writer = EventWriter(answer.rid, request.custom_tools)
@@ -59,16 +62,16 @@ class ResponseAnswer:
         self._is_started = False
 
     def whole(self) -> dict[str, Any]:
-        """The whole response, once the answer is complete."""
+        """The whole response, after the sequence has finished."""
         self._blocks.read(self._sequence, self._parser, Silent())
         return self._finished()
 
     def begun(self) -> dict[str, Any]:
-        """The response before anything came of it."""
+        """The response before its first token."""
         return self._body("in_progress")
 
     def write(self, sequence: SequenceState) -> bytes:
-        """The events of what is new."""
+        """The events of the new output."""
         events = b""
         if not self._is_started:
             self._is_started = True
@@ -81,11 +84,11 @@ class ResponseAnswer:
         return events + self._writer.event(last_event(body["status"]), response=body)
 
     def log_events(self, sequence: SequenceState, log: EventLog) -> None:
-        """The events of what is new, into the log."""
+        """Append the events of the new output to the log."""
         self._store.add_events(self._name, self._turn.tenant, log, self.write(sequence))
 
     def store(self) -> None:
-        """Store the response as it is."""
+        """Store the response in its present state."""
         if self._is_stored:
             finish, turn = self._sequence.finish, self._turn
             body = self._body("in_progress" if finish is None else STATUSES.get(finish.reason, "completed"))
@@ -94,7 +97,7 @@ class ResponseAnswer:
             self._store.put(self._name, turn.tenant, _encode(body), items, len(before), turn.log)
 
     def forget_unfinished(self) -> None:
-        """Delete a response that will never be finished."""
+        """Delete a response that ended before it finished."""
         if self._is_stored and (self._sequence.finish is None or not self._is_started):
             self._store.delete(self._name, self._turn.tenant)
 
@@ -105,7 +108,8 @@ class ResponseAnswer:
         if turn.conversation is not None and status in ("completed", "incomplete"):
             new = [*turn.items, *self._output(status)]
             if not self._store.append_items(turn.conversation, turn.tenant, new):
-                turn.conversation = None  # deleted meanwhile, or full: the response says so
+                # Deleted meanwhile, or full: the response shows no conversation
+                turn.conversation = None
         self.store()
         return self._body(status)
 
@@ -163,7 +167,7 @@ class ResponseAnswer:
             "input_tokens": len(sequence.prompt),
             "input_tokens_details": {"cached_tokens": sequence.cached, "cache_write_tokens": 0},
             "output_tokens": sequence.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._thinking()},
+            "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
             "total_tokens": len(sequence.prompt) + sequence.num_tokens,
         }
 

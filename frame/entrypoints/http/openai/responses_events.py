@@ -1,4 +1,8 @@
-"""Blocks of an answer as items of the Responses API, and their events in the order that its clients rely on. Knows no engine."""
+"""Content blocks as output items and events of the Responses API, in the order that its clients
+rely on.
+
+Used by `responses_answer` and, for stored responses, by the routes. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,11 @@ PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
 class EventWriter:
-    """The events of one response, numbered. `name`: the response's id, of which those of its items are made. `custom_tools`: names of
-    tools whose calls carry a text instead of JSON arguments."""
+    """Writes the numbered events of one response.
+
+    `name`: the response's id; the ids of its items contain its suffix. `custom_tools`: names of the
+    tools whose calls carry a text in place of JSON arguments.
+    """
 
     def __init__(self, name: str, custom_tools: frozenset[str] = frozenset()) -> None:
         self._suffix = name.partition("_")[2]
@@ -30,7 +37,7 @@ class EventWriter:
         return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), _encode(body))
 
     def item(self, block: Block, status: str = "completed") -> dict[str, Any]:
-        """A block as it is now."""
+        """The block as an output item, with the text that it has so far."""
         head = {"type": "message", "id": self._id(block), "status": status}
         if self._is_custom(block):
             text = custom_input(block.text) if status != "in_progress" else ""
@@ -50,7 +57,7 @@ class EventWriter:
 
     def grown(self, block: Block, piece: str) -> bytes:
         if self._is_custom(block):
-            return b""  # the text is known once its JSON is whole
+            return b""  # the text is known only when its JSON is complete
         if block.kind == "call":
             return self.event("function_call_arguments.delta", **self._place(block), delta=piece)
         extra: dict[str, Any] = {"logprobs": block.last_logprobs} if block.kind == "text" else {}
@@ -82,7 +89,7 @@ class EventWriter:
 
 
 def replayed(body: dict[str, Any]) -> bytes:
-    """The events of a stored response that is over, each block in one piece."""
+    """The events of a stored, finished response, with each block in one piece."""
     customs = frozenset(item["name"] for item in body["output"] if item["type"] == "custom_tool_call")
     writer = EventWriter(body["id"], customs)
     begun = body | {"status": "in_progress", "completed_at": None, "incomplete_details": None, "output": [], "usage": None}
@@ -95,12 +102,14 @@ def replayed(body: dict[str, Any]) -> bytes:
 
 
 def last_event(status: str) -> str:
-    """What the last event of a response with this status is called; a cancelled response has none of its own."""
+    """The name of the last event of a response with this status; OpenAI has none for cancelled
+    responses.
+    """
     return "incomplete" if status == "cancelled" else status
 
 
 def _block(place: int, item: dict[str, Any]) -> Block:
-    """The block that an output item was made of."""
+    """The block of an output item."""
     if item["type"] == "custom_tool_call":
         return Block(place, "call", item["name"], item["call_id"], [_encode({CUSTOM_ARGUMENT: item["input"]}).decode()])
     if item["type"] == "function_call":

@@ -17,7 +17,7 @@ from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuo
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai import batch_runner
 from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, make_folder
-from frame.entrypoints.http.openai.batch_runner import OVER, Batch, BatchRunner
+from frame.entrypoints.http.openai.batch_runner import FINAL_STATUSES, Batch, BatchRunner
 from frame.entrypoints.http.protocol.multipart import FormReader
 
 CHAT = "/v1/chat/completions"
@@ -57,7 +57,7 @@ class Server:
 
     async def over(self, batch: Batch) -> Batch:
         async with asyncio.timeout(30):
-            while batch.status not in OVER:  # noqa: ASYNC110 - no event tells of it
+            while batch.status not in FINAL_STATUSES:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.001)
         return batch
 
@@ -86,7 +86,7 @@ async def test_every_line_once_and_few_at_a_time(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "RETRY", 0.0)
+    monkeypatch.setattr(batch_runner, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path)
     server.statuses = [503, 429, 503, 200, 500]
     batch = await server.over(await server.begin(2))
@@ -104,7 +104,7 @@ async def test_the_ends_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     await server.runner.cancel(cancelled)
     assert cancelled.status == "cancelled"
     server.gate.set()
-    monkeypatch.setattr(batch_runner, "WINDOW", -1)
+    monkeypatch.setattr(batch_runner, "COMPLETION_WINDOW", -1)
     assert (await server.over(await server.begin(3))).status == "expired"
     monkeypatch.undo()
     server.gate.clear()
@@ -254,15 +254,15 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
     greedy = [await server.over(await server.begin(1, "greedy")) for _ in range(5)]
     assert [batch.id for batch in server.runner.owned("greedy")] == [batch.id for batch in reversed(greedy[2:])]
     assert saved(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
-    monkeypatch.setattr(batch_runner, "MOST_BATCHES", 4)  # what all keys share
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 4)  # what all keys share
     await server.over(await server.begin(1, "greedy"))
     assert server.runner.owned("modest") == [other]
-    with pytest.raises(NoRoomError, match="none of yours"):
+    with pytest.raises(NoRoomError, match="none of yours has ended"):
         await server.begin(1, "third")
     server.gate.clear()
     for _ in range(3):
         await server.begin(1, "greedy")
-    with pytest.raises(NoRoomError, match="batches of this key"):
+    with pytest.raises(NoRoomError, match="this key has 3 batches"):
         await server.begin(1, "greedy")
     server.gate.set()
     for batch in server.runner.owned("greedy"):
@@ -270,7 +270,7 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
 
 
 async def test_lines_count_for_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "RETRY", 0.0)
+    monkeypatch.setattr(batch_runner, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path, concurrency=8, most_of_key=3)
     with server.shares.open("a"):  # a request of the same key over HTTP
         server.gate.clear()
