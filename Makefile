@@ -43,8 +43,9 @@ lint: $(STAMPS)/dev
 types: $(STAMPS)/dev
 	$(BIN)/mypy
 
-docs: $(STAMPS)/dev  ## write docs/reference/ anew from the code
+docs: $(STAMPS)/dev  ## write docs/reference from the code and build the site into build/site
 	$(BIN)/python scripts/generate_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMPS)/dev  ## measure on this machine (see benchmarks/README.md)
 	$(BIN)/python benchmarks/cpu_throughput.py $(ARGS)

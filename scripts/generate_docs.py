@@ -1,6 +1,7 @@
-"""Writes docs/reference/ from the code: configuration, hooks, backends, plugins, command line.
+"""Writes docs/reference/ from the code: configuration, hooks, capabilities, plugins, command line.
 
-`--check` writes nothing and fails when a page is stale. Imports no torch: everything stands in records, schemas and docstrings.
+`--check` writes nothing and fails when a page is out of date. Imports no torch: records, schemas and
+docstrings hold everything.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def configuration() -> str:
     parts = [
         "# Configuration reference",
         NOTE,
-        ("Every setting can stand in a YAML file (`section:` and below it `key:`), in an environment variable and in a flag. "
-        "A flag wins over a variable, a variable over the file, the file over the default. `auto` leaves the choice to frame; "
-        "`frame config explain` says what it chose and why. [configuration.md](../configuration.md) explains the rest."),
+        ("This page is for users and operators: every setting with its flag, default and values. A setting can be given in a YAML "
+        "file (`section:` and below it `key:`), as an environment variable, or as a flag. A flag overrides a variable, a variable "
+        "the file, the file the default. With `auto` frame chooses, and `frame config explain` shows the choice and its reason. "
+        "[Configuration](../configuration.md) explains the rest."),
     ]
     by_section: dict[str, list[Any]] = {}
     for setting in settings():
@@ -110,9 +112,10 @@ def hooks() -> str:
     parts = [
         "# Hooks",
         NOTE,
-        ("A plugin package lists its manifest modules in the entry-point group `frame` and marks functions in them with "
-        "`@frame.hookimpl`. `register_…` hooks add records when a process starts. `on_…` hooks observe: take the arguments you "
-        "want, results are ignored, one that raises is logged and switched off. No hook is called inside a forward pass."),
+        ("This page is for plugin authors: the kinds of plugins and every hook. A plugin package lists its manifest modules in the "
+        "entry-point group `frame` and marks functions in them with `@frame.hookimpl`. `register_…` hooks add records when a process "
+        "starts. `on_…` hooks are observers: they take the arguments they declare, their results are ignored, and one that raises "
+        "is logged and switched off. No hook is called inside a forward pass."),
         "## Kinds of plugins",
         table(
             ["kind", "hook", "interface", "class to derive from"],
@@ -146,19 +149,19 @@ def _add_arguments() -> str:
 
 
 def own_records() -> Mapping[str, list[Any]]:
-    """Our own plugins by kind, best-ranked first."""
+    """Built-in plugins by kind, best-ranked first."""
     from frame.plugins.loader import load_registry
 
     return load_registry(installed=False).all_records()
 
 
 def plugins() -> str:
-    """Every plugin that comes with the package."""
+    """Every plugin that is part of the package."""
     parts = [
-        "# Plugins that come with frame",
+        "# Built-in plugins",
         NOTE,
-        ("They register as any other package's plugins do. `frame plugins list` shows these and all others that are installed; "
-        "`frame plugins info NAME` shows capabilities and options of one."),
+        ("This page is for users and plugin authors: every plugin that is part of the package. `frame plugins list` shows these and "
+        "all other installed plugins; `frame plugins info NAME` shows the capabilities and options of one."),
     ]
     for kind, records in own_records().items():
         if records:
@@ -176,11 +179,12 @@ def _options(record: Any) -> str:
 
 
 def backends() -> str:
-    """What each plugin with capabilities can do, a column a plugin."""
+    """What each plugin with capabilities supports, one column per plugin."""
     parts = [
-        "# What the backends can do",
+        "# Capabilities",
         NOTE,
-        "Read off the capability records, which also drive `auto`, the checks and the error texts. `any` means no limit.",
+        ("This page is for operators and plugin authors: what each built-in plugin supports, from the capability records that also "
+        "drive `auto`, checks and error texts. `any` means no limit."),
     ]
     for kind, records in own_records().items():
         with_fields = [r for r in records if dataclasses.is_dataclass(r.capabilities) and dataclasses.fields(r.capabilities)]
@@ -202,7 +206,7 @@ def _matrix(kind: str, records: Sequence[Any]) -> str:
 
 def _cell(value: Any, name: str) -> str:
     if value is None:
-        return "the model's own" if name == "kv_dtypes" else "any"
+        return "the model's dtype" if name == "kv_dtypes" else "any"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
@@ -217,7 +221,7 @@ def command_line() -> str:
     """The help of every command."""
     from scripts.cli_help import help_pages
 
-    parts = ["# Command line", NOTE]
+    parts = ["# Command line", NOTE, "This page is for users and operators: the help of every command."]
     for name, text in help_pages():
         parts += [f"## {name}", f"```text\n{text.strip()}\n```"]
     return "\n\n".join(parts) + "\n"

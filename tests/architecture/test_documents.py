@@ -22,10 +22,11 @@ from frame.plugins.loader import load_registry
 from scripts import generate_docs
 from tests.architecture.source import ROOT, classes, functions, package
 
-PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "changelog/*.md")
+PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "changelog/*.md")
 DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.+?)\s*$", re.MULTILINE)
 NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd"}
 
 
@@ -86,10 +87,32 @@ def test_references_are_fresh() -> None:
     assert generate_docs.stale() == [], "run `make docs`"
 
 
+@lru_cache(maxsize=256)
+def anchors(path: Path) -> frozenset[str]:
+    """The anchors of a document's headings that both GitHub and the site (Python-Markdown) give."""
+    heads = [re.sub(r"[`*]|\]\([^)]*\)|\[", "", head).lower() for head in HEADING.findall(FENCE.sub("", path.read_text()))]
+    github = {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in heads}
+    site = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip()) for head in heads}
+    return frozenset(github & site)
+
+
+def wrong_links(path: Path, text: str) -> list[str]:
+    """Links of a document, whose text is given, to files or headings that do not exist."""
+    found = []
+    for target, anchor in LINK.findall(re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))):
+        place = path.parent / target if target else path
+        if "://" in target:
+            continue
+        if not place.exists():
+            found.append(target)
+        elif anchor and (place.suffix != ".md" or anchor not in anchors(place)):
+            found.append(f"{target}#{anchor}")
+    return found
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
 def test_links_lead_somewhere(path: Path) -> None:
-    targets = [target for target in LINK.findall(FENCE.sub("", path.read_text())) if "://" not in target]
-    assert [target for target in targets if not (path.parent / target).exists()] == []
+    assert wrong_links(path, path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
@@ -153,6 +176,24 @@ def test_code_that_is_named_exists(path: Path) -> None:
     assert unknown_names(FENCE.sub("", path.read_text())) == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=ids)
+def test_a_page_begins_with_what_it_is_for(path: Path) -> None:
+    beginning = " ".join(path.read_text().split("\n\n")[1:3])
+    assert "This page" in beginning
+
+
+def test_the_request_walk_names_the_files() -> None:
+    text = (ROOT / "docs/request_walk.md").read_text()
+    assert len(set(re.findall(r"`((?:core|entrypoints|models)/[\w/]+\.py)`", text))) >= 30  # each of which exists, by the test above
+
+
+def test_every_decision_is_in_the_index() -> None:
+    folder = ROOT / "docs/adr"
+    index = (folder / "README.md").read_text()
+    assert [path.name for path in sorted(folder.glob("[0-9]*.md")) if f"({path.name})" not in index] == []
+    assert len(list(folder.glob("[0-9]*.md"))) >= 20
+
+
 def test_documents_name_no_machine() -> None:
     found = [ids(path) for path in DOCUMENTS if re.search(r"/(home|root|work|Users)/\w", path.read_text())]
     assert found == []
@@ -190,6 +231,8 @@ def test_checks_find() -> None:
     wrong = ["core/no_such.py", "Scheduler.no_such", "frame.core.no_such"]
     assert unknown_names(" ".join(f"`{word}`" for word in wrong)) == wrong
     assert unknown_names("`core/scheduling/scheduler.py` `Scheduler.next_batch` `frame.core.engine` `frame.SamplingParams`") == []
+    links = "[a](docs/no_such.md) [b](docs/index.md#no-such) [c](#start)"
+    assert wrong_links(ROOT / "README.md", links) == ["docs/no_such.md", "docs/index.md#no-such"]
     assert wrong_command(["frame", "serv"])
     assert wrong_command(["frame", "plugins", "lst"])
     assert wrong_command(["frame", "config", "check", "--no-such-flag"])
