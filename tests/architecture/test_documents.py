@@ -22,7 +22,7 @@ from frame.plugins.loader import load_registry
 from scripts import generate_docs
 from tests.architecture.source import ROOT, classes, functions, package
 
-PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "changelog/*.md")
+PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "packages/**/*.md", "benchmarks/**/*.md", "changelog/*.md")
 DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")

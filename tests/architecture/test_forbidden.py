@@ -25,7 +25,10 @@ UNSAFE_METHODS = {
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary"}
 MUTATING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear", "appendleft"}
-STATELESS_ROOMS = ("frame.core", "frame.models", "frame.attention_backends", "frame.quantization", "frame.plugins", "frame.entrypoints")
+STATELESS_ROOMS = (
+    *("frame.core", "frame.models", "frame.attention_backends", "frame.quantization", "frame.plugins", "frame.entrypoints"),
+    "frame_automata",
+)
 MOST_DOCSTRING_LINES = 6
 COUNTS = {"M", "num_rows", "num_tokens", "num_pairs", "tokens", "pairs"}  # how kernels call numbers that change with each step
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from tests.architecture.source import ROOT, Module, is_under, module, package
+from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package
 
 DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.interfaces.sampling_params")
 CONFIGURATION = (
@@ -41,6 +42,13 @@ FAMILIES = ("frame.attention_backends", "frame.models", "frame.quantization", *S
 LAYERS = "frame.models.layers"
 KERNELS = "frame.kernels"
 MARKER = "frame.plugins.hookspecs"
+# What grammar backends in packages of their own may use of the in-tree family.
+SHARED = (
+    "frame.plugins.grammars.closed_schema",
+    "frame.plugins.grammars.ebnf",
+    "frame.plugins.grammars.options",
+    "frame.plugins.grammars.sources",
+)
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -56,6 +64,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing")),  # the suites' batches
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame", ("frame",)),
+    ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )
 
 # What core must not know, and what the parts that touch no tensor must not load when they are imported.
@@ -90,7 +99,7 @@ def wrong_directions(modules: Iterable[Module]) -> list[str]:
         f"{found.at(use.line)}: {found.name} must not import {use.target}"
         for found in modules
         for use in found.imports
-        if use.when != "types" and is_under(use.target, "frame") and not _allowed(found.name, use.target)
+        if use.when != "types" and is_under(use.target, "frame", "frame_automata") and not _allowed(found.name, use.target)
     ]
 
 
@@ -98,9 +107,9 @@ def _allowed(name: str, target: str) -> bool:
     home, rooms = next((prefix, rooms) for prefix, rooms in MAY_USE if is_under(name, prefix))
     family = next((family for family in FAMILIES if is_under(target, family)), None)
     if family is not None and not is_under(name, family):
-        return is_under(target, LAYERS) and LAYERS in rooms
+        return is_under(target, *(room for room in (LAYERS, *SHARED) if room in rooms))
     own = home if home != "frame" else name
-    return target == "frame" or is_under(target, own, *rooms)
+    return target in ("frame", "frame.hookimpl") or is_under(target, own, *rooms)
 
 
 def forbidden_libraries(modules: Iterable[Module]) -> list[str]:
@@ -120,13 +129,14 @@ def undeclared(modules: Iterable[Module], declared: set[str]) -> list[str]:
     for each in modules:
         for use in each.imports:
             top = use.target.partition(".")[0]
-            if top not in sys.stdlib_module_names and top != "frame" and DISTRIBUTIONS.get(top, top) not in declared:
+            own = each.name.partition(".")[0]
+            if top not in sys.stdlib_module_names and top not in ("frame", own) and DISTRIBUTIONS.get(top, top) not in declared:
                 found.add(f"{each.at(use.line)}: {top} is imported, but pyproject.toml does not declare it")
     return sorted(found)
 
 
-def declared_dependencies() -> set[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def declared_dependencies(folder: Path = ROOT) -> set[str]:
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *(text for texts in project["optional-dependencies"].values() for text in texts)]
     return {Requirement(text).name.lower() for text in texts}
 
@@ -180,7 +190,12 @@ def test_core_knows_no_pluggy_and_no_http_and_light_rooms_load_no_torch() -> Non
 
 
 def test_every_library_is_declared() -> None:
-    assert undeclared(package(), declared_dependencies()) == []
+    assert undeclared([each for each in package() if is_under(each.name, "frame")], declared_dependencies()) == []
+    for folder in EXTENSIONS.glob("*/"):
+        modules = [each for each in package() if each.path.startswith(f"{folder.relative_to(ROOT)}/")]
+        assert modules, folder
+        assert "frame-serve" in declared_dependencies(folder)
+        assert undeclared(modules, declared_dependencies(folder)) == []
 
 
 def test_no_cycles() -> None:
@@ -202,6 +217,10 @@ def test_no_cycles() -> None:
         ("frame.plugins.loader", "from frame.plugins.grammars import something"),
         ("frame.plugins.loader", "from frame.entrypoints.processes.launch import launch"),
         ("frame", "from frame.models import llama"),
+        ("frame.plugins.loader", "import frame_automata"),
+        ("frame.core.engine", "def f():\n    from frame_automata.backend import AutomataBackend"),
+        ("frame_automata.backend", "from frame.plugins.grammars.combined import CombinedBackend"),
+        ("frame_automata.backend", "from frame.core.scheduling.scheduler import Scheduler"),
     ],
 )
 def test_direction_finds(name: str, text: str) -> None:
@@ -218,6 +237,8 @@ def test_direction_finds(name: str, text: str) -> None:
         ("frame.models.llama", "from frame.models.layers.linear import Linear"),
         ("frame.quantization.example", "from frame.models.layers.parameter import Parameter"),
         ("frame.quantization", "from frame.plugins.hookspecs import hookimpl"),
+        ("frame_automata", "from frame import hookimpl"),
+        ("frame_automata.backend", "from frame.plugins.grammars.sources import check_source"),
         ("frame.entrypoints.processes.launch", "from frame.plugins.loader import load_registry"),
     ],
 )

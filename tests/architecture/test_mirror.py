@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from tests.architecture.source import ROOT, Module, is_under, module, package
+from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package
 from tests.architecture.test_imports import FAMILIES, LAYERS
 
 PART_OF_SCHEDULER = "a part of Scheduler, which tests/core/scheduling/test_scheduler_property.py drives and checks after each step"
@@ -91,7 +91,7 @@ UNTESTED: dict[str, str] = {
 
 def suite() -> list[Module]:
     found = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
+    for path in sorted([*(ROOT / "tests").rglob("*.py"), *EXTENSIONS.glob("*/tests/**/*.py")]):
         relative = path.relative_to(ROOT)
         found.append(Module(".".join(relative.with_suffix("").parts), relative.as_posix(), path.read_text()))
     return found

@@ -17,7 +17,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins import hookspecs
 from frame.plugins.kinds import KINDS
 from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
-from tests.architecture.source import ROOT, Module, classes, module, package
+from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module, package
 
 HOOK_NAME = re.compile(r"register_[a-z_]+s$|on_[a-z_]+$")
 ONE_SCREEN = 120  # lines of hookspecs.py
@@ -35,6 +35,7 @@ ORDINARY = {"none", "random", "priority", "plain", "standard", "transformers", "
 NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",
     "frame/core/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
+    "packages/frame-automata/frame_automata/backend.py: combined": "the backend that compiles what the automata do not",
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
     "frame/kernels/cache.py: triton": "the library, whose cache it is",
     "frame/core/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
@@ -157,9 +158,10 @@ def test_named_elsewhere_is_needed() -> None:
 
 
 def test_manifests_are_listed_once() -> None:
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["frame"]
+    projects = [tomllib.loads(path.read_text()) for path in (ROOT / "pyproject.toml", *EXTENSIONS.glob("*/pyproject.toml"))]
+    entries = [name for project in projects for name in project["project"]["entry-points"]["frame"].values()]
     manifests = {each.name for each in package() if each.path.endswith("__init__.py") and "@hookimpl" in each.text}
-    assert Counter(entries.values()) == Counter(manifests)
+    assert Counter(entries) == Counter(manifests)
 
 
 def test_checks_find() -> None:

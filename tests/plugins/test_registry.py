@@ -88,6 +88,23 @@ def test_records_are_ranked_then_named() -> None:
     assert [record.name for record in registry.records(KIND)] == ["best", "a", "b"]
 
 
+def test_a_plugin_of_a_package_that_is_not_installed_is_named_with_its_remedy() -> None:
+    registry = registry_with("fcfs")
+    part = registry.kind(KIND, "one", "1.0")
+    part.suggest_distribution("elsewhere", "frame-elsewhere")
+    registry.commit(part)
+    sentence = f"{KIND} 'elsewhere' is not installed; install its package: pip install frame-elsewhere."
+    for ask in (lambda: registry.get(KIND, "elsewhere"), lambda: registry.find("elsewhere"), lambda: registry.find(f"{KIND}/elsewhere")):
+        with pytest.raises(PluginError) as caught:
+            ask()
+        assert str(caught.value) == sentence
+    registry.excluded = frozenset(["frame-elsewhere"])
+    with pytest.raises(PluginError, match="cannot be used: plugins.allow or plugins.deny excludes its package frame-elsewhere"):
+        registry.get(KIND, "elsewhere")
+    add(registry, "elsewhere", distribution="frame-elsewhere")
+    assert registry.get(KIND, "elsewhere").distribution == "frame-elsewhere"
+
+
 def test_an_unknown_name_lists_names_owners_and_the_nearest() -> None:
     registry = registry_with("fcfs")
     add(registry, "lpm", distribution="two")

@@ -47,3 +47,4 @@ def register_grammars(registry: KindRegistry) -> None:
         summary="JSON schema, JSON, regular expressions, EBNF and choices by llguidance; compiles at once, covers more of JSON schema.",
         api="grammar/2",
     )
+    registry.suggest_distribution("automata", "frame-automata")

@@ -1,25 +1,39 @@
-"""EBNF as clients write it (GBNF: `root ::= "a" [0-9]+ other`), read into rules; those without recursion are a regular language.
+"""Reads EBNF in the GBNF dialect (`root ::= "a" [0-9]+ other`) and translates it to llguidance's Lark dialect.
 
-For the others `to_lark` writes llguidance's dialect, with runs of characters (`[a-z]+`) as one lexeme where that says the same, which saves
-it a parser's step a byte. What is not read (`NotReadError`) is left to the libraries. Knows no vocabulary.
+Used by the backend `llguidance`, and by backend packages that need the parsed rules. Knows no vocabulary and no library.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from frame.plugins.grammars.regular import Language, Node
-from frame.plugins.grammars.regular_syntax import LAST, SURROGATES, NotReadError, Ranges, characters, complement, literal
-
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
 MOST_DEPTH = 60
 MOST_PARTS = 2_000
-MOST_NODES = 20_000  # that a regular grammar may come to
 NO_RUN = (-1, -1)  # marks characters that are no run, though a run may be of the same
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-", "'": "'", "/": "/", "^": "^"}
 HEX = {"x": 2, "u": 4, "U": 8}
 NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+Ranges = list[tuple[int, int]]  # of code points, both ends included
+
+
+class UnsupportedSyntaxError(ValueError):
+    """The source uses syntax that this reader does not support; another reader may."""
+
+
+def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """All code points outside `ranges`, surrogates excluded."""
+    found, start = [], 0
+    for low, high in sorted([*ranges, SURROGATES]):
+        if start < low:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*found, (start, LAST)] if start <= LAST else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +58,15 @@ Rules = Mapping[str, Part]
 
 
 def read(source: str) -> Rules:
-    """The rules by name; `root` is one of them, and all that are named are there. Raises NotReadError."""
+    """The rules by name; `root` is one of them, and all that are named are there. Raises UnsupportedSyntaxError."""
     rules = _Reader(source).rules()
     parts = [part for rule in rules.values() for part in _inside(rule)]
     if len(parts) > MOST_PARTS:
-        raise NotReadError(f"more than {MOST_PARTS} parts")
+        raise UnsupportedSyntaxError(f"more than {MOST_PARTS} parts")
     named = {part.text for part in parts if part.kind == "rule"}
     if "root" not in rules or named - rules.keys():
-        raise NotReadError("a rule is missing")
+        raise UnsupportedSyntaxError("a rule is missing")
     return rules
-
-
-def regular(language: Language, rules: Rules) -> Node | None:
-    """The texts of `root`; None when a rule needs itself. Raises NotReadError for a grammar that is too large."""
-    nodes: dict[str, Node | None] = {}
-
-    def node_of(part: Part) -> Node | None:
-        if language.num_nodes > MOST_NODES:
-            raise NotReadError("too many states")
-        if part.kind == "text":
-            return literal(language, part.text)
-        if part.kind == "class":
-            return characters(language, list(part.ranges))
-        if part.kind == "rule":
-            if part.text not in nodes:
-                nodes[part.text] = None  # until it is there: who meets it meets itself
-                nodes[part.text] = node_of(rules[part.text])
-            return nodes[part.text]
-        found = [node_of(each) for each in part.parts]
-        if None in found:
-            return None
-        known = [each for each in found if each is not None]
-        if part.kind == "choice":
-            return language.alt(known)
-        if part.kind == "repeat":
-            return language.repeat(known[0], part.least, part.most)
-        node = language.empty
-        for each in reversed(known):
-            node = language.cat(each, node)
-        return node
-
-    return node_of(Part("rule", "root"))
 
 
 def to_lark(rules: Rules) -> str:
@@ -215,13 +197,13 @@ class _Reader:
             name = self._name()
             self._space()
             if not name or name in found or not self._take("::="):
-                raise NotReadError(f"no rule at {self.at}")
+                raise UnsupportedSyntaxError(f"no rule at {self.at}")
             found[name] = self._choice(0)
         return found
 
     def _choice(self, depth: int) -> Part:
         if depth > MOST_DEPTH:
-            raise NotReadError(f"more than {MOST_DEPTH} parentheses in each other")
+            raise UnsupportedSyntaxError(f"more than {MOST_DEPTH} parentheses in each other")
         choices = [self._sequence(depth)]
         while self._take("|"):
             choices.append(self._sequence(depth))
@@ -255,21 +237,21 @@ class _Reader:
         if self._take("("):
             part = self._choice(depth + 1)
             if not self._take(")"):
-                raise NotReadError(f"')' is missing at {self.at}")
+                raise UnsupportedSyntaxError(f"')' is missing at {self.at}")
             return part
         name = self._name()
         if not name:
-            raise NotReadError(f"{self._source[self.at]!r} at {self.at}")
+            raise UnsupportedSyntaxError(f"{self._source[self.at]!r} at {self.at}")
         return Part("rule", name)
 
     def _repeated(self, part: Part) -> Part:
         for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
             if self._take(sign):
                 if self._source[self.at : self.at + 1] in ("*", "+", "?", "{"):
-                    raise NotReadError(f"a repeat of a repeat at {self.at}")
+                    raise UnsupportedSyntaxError(f"a repeat of a repeat at {self.at}")
                 return Part("repeat", parts=(part,), least=least, most=most)
         if self._source[self.at : self.at + 1] in ("{", ".", "="):
-            raise NotReadError(f"{self._source[self.at]!r} at {self.at}")
+            raise UnsupportedSyntaxError(f"{self._source[self.at]!r} at {self.at}")
         return part
 
     def _class(self) -> Part:
@@ -282,11 +264,11 @@ class _Reader:
                 self.at += 1
                 high = ord(self._char())
             if high < low or (low < SURROGATES[0] <= high <= LAST):
-                raise NotReadError(f"no range at {self.at}")
+                raise UnsupportedSyntaxError(f"no range at {self.at}")
             found.append((low, high))
         ranges = complement(found if is_negated else complement(found))
         if not ranges:
-            raise NotReadError("an empty class")
+            raise UnsupportedSyntaxError("an empty class")
         return Part("class", ranges=tuple(ranges))
 
     def _char(self) -> str:
@@ -299,10 +281,10 @@ class _Reader:
         digits = self._source[self.at : self.at + HEX.get(char, 0)]
         self.at += len(digits)
         if not digits or len(digits) != HEX[char] or any(digit not in "0123456789abcdefABCDEF" for digit in digits):
-            raise NotReadError(f"the escape \\{char}")
+            raise UnsupportedSyntaxError(f"the escape \\{char}")
         code = int(digits, 16)
         if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
-            raise NotReadError(f"no character at {self.at}")
+            raise UnsupportedSyntaxError(f"no character at {self.at}")
         return chr(code)
 
     def _name(self) -> str:
@@ -323,7 +305,7 @@ class _Reader:
 
     def _next(self) -> str:
         if self.at >= len(self._source):
-            raise NotReadError("it ends too early")
+            raise UnsupportedSyntaxError("it ends too early")
         self.at += 1
         return self._source[self.at - 1]
 

@@ -1,14 +1,14 @@
-"""Grammars by llguidance: JSON schema, any JSON object, regular expressions, EBNF (or its own Lark dialect), choices.
+"""The grammar backend `llguidance`: JSON schema, JSON objects, regular expressions, EBNF, choices.
 
-A grammar is compiled in a fraction of a millisecond and its masks are computed as it goes, each under the library's own limits of
-work. Choices and plain regular expressions are automata of our own instead, whose masks are kept. Knows one tokenizer and one vocabulary.
+A grammar compiles in about a millisecond; masks are computed at run time, each under the library's own work limits. Knows one tokenizer
+and one vocabulary.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,26 +18,24 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammars.closed_schema import closed
 from frame.plugins.grammars.options import GrammarOptions
-from frame.plugins.grammars.regular import Language, Node
-from frame.plugins.grammars.regular_syntax import NotReadError, literals, read
-from frame.plugins.grammars.schema_language import read_schema
 from frame.plugins.grammars.sources import check_source, one_sentence
-from frame.plugins.grammars.states import TooMuchWorkError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-_FORMATS = {"regex": "regex", "ebnf": "ebnf", "choice": "choice"}  # kind -> the library's name
-MOST_THREADS = min(8, os.cpu_count() or 1)  # that make masks at a time
-OWN = ("regex", "choice", "ebnf", "json_schema")  # kinds that may become automata of our own
-# Of EBNF: taking a token in holds the interpreter's lock, and an ambiguous grammar's takes as long as the square of this. The library's own
-# limit of 2000 stays for JSON schemas, of which an object with 300 optional properties has 1,200.
-MOST_ITEMS = 256
-QUICK = 5e-3  # seconds; a grammar that takes longer to parse is parsed once
+MAX_MATCHERS = min(8, os.cpu_count() or 1)  # of one grammar; as many threads compute its masks in parallel
+# For EBNF: accepting a token holds the interpreter's lock, and the work for an ambiguous grammar grows with the square of this number.
+# The library's own limit of 2000 stays for JSON schemas: an object with 300 optional properties needs 1,200.
+MAX_EBNF_ITEMS = 256
+QUICK = 5e-3  # seconds; a grammar that takes longer to parse gets one matcher
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
+# ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives `\\<` and `\\>` a meaning of its own.
+_ASCII_ESCAPES = {
+    "d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]",
+    "s": r"[\x20\t-\r]", "S": r"[^\x20\t-\r]", "<": "<", ">": ">",
+}  # fmt: skip
 
 
 class LLGrammar:
@@ -87,7 +85,7 @@ class LLCompiled:
         began = time.perf_counter()
         self._parse = parse
         self._matchers = [parse()]
-        self._most = MOST_THREADS if time.perf_counter() - began < QUICK else 1
+        self._most = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._turn = 0
         self._stops = stop_token_ids
         # the library does not say; lexer states come to tens of kilobytes
@@ -119,74 +117,49 @@ class LLGuidanceBackend(GrammarBackend):
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ()) if token < vocab_size]
         self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None)
         self._stops = frozenset(self._tokenizer.eos_tokens)
-        self._masks: Masks | None = None
-        self._lock = threading.Lock()  # while those are made
 
-    def compile(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
+    def compile(self, kind: str, source: str) -> LLCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
-        if kind in OWN:
-            try:
-                return self._own(kind, source)
-            except (NotReadError, TooMuchWorkError, RecursionError):
-                pass  # the library knows more of the syntax, or says what is wrong with it
-            except ValueError as error:
-                raise ValueError(one_sentence(kind, str(error))) from error
-        return self._by_library(kind, source)
-
-    def _by_library(self, kind: str, source: str, lark: str = "") -> LLCompiled:
         try:
-            translated = lark or self._translate(kind, source)
-            compiled = LLCompiled(lambda: self._matcher(translated, kind == "ebnf"), source, self._stops)
-        except Exception as error:  # the translation from EBNF raises whatever it meets
+            translated = self._translate(kind, source)
+            compiled = LLCompiled(lambda: self._make_matcher(translated, kind == "ebnf"), source, self._stops)
+        except Exception as error:  # the library's translation from EBNF raises many types
             raise ValueError(one_sentence(kind, str(error))) from error
         matcher = compiled.matcher
         if matcher.is_stopped() and not matcher.is_accepting():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
         return compiled
 
-    def _matcher(self, translated: str, is_ebnf: bool) -> Any:
-        """One that knows its first mask: its copies need not find it out."""
-        limits = LLParserLimits(max_items_in_row=MOST_ITEMS if is_ebnf else None)
+    def _make_matcher(self, translated: str, is_ebnf: bool) -> Any:
+        """A matcher whose first mask is computed, so that its copies need not compute it."""
+        limits = LLParserLimits(max_items_in_row=MAX_EBNF_ITEMS if is_ebnf else None)
         matcher, first = LLMatcher(self._tokenizer, translated, log_level=0, limits=limits), np.zeros(self._words, np.int32)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("<state>")[0])
         matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
         return matcher
 
-    def _own(self, kind: str, source: str) -> LLCompiled | AutomatonCompiled:
-        language = Language()
-        node: Node | None
-        if kind == "ebnf":
-            rules = ebnf.read(source)
-            node = ebnf.regular(language, rules)
-            if node is None:
-                return self._by_library(kind, source, ebnf.to_lark(rules))
-        elif kind == "regex":
-            node = read(language, source)
-        elif kind == "json_schema":
-            node = read_schema(language, closed(json.loads(source)), self._options.max_whitespace if self._options.any_whitespace else 0)
-        else:
-            node = literals(language, json.loads(source))
-        return AutomatonCompiled(language, node, self._loaded_masks(), lambda: self._by_library(kind, source).start())
-
-    def _loaded_masks(self) -> Masks:
-        with self._lock:
-            if self._masks is None:
-                tokenizer = self._tokenizer
-                texts = [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
-                self._masks = Masks(Vocabulary(texts, self._stops, tokenizer.tokenize_bytes))
-            return self._masks
-
     def _translate(self, kind: str, source: str) -> str:
+        """The source in the library's own format."""
         if kind in ("json_schema", "json_object"):
             overrides: Any = {"whitespace_flexible": False}
             if self._options.any_whitespace:
                 overrides = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{self._options.max_whitespace}}}"}
             schema = json.dumps(closed(json.loads(source))) if kind == "json_schema" else '{"type": "object"}'
-            return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
         if kind == "choice":
-            return grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False))
-        if kind in _FORMATS:
-            return grammar_from(_FORMATS[kind], source)
+            return str(grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False)))
+        if kind == "regex":
+            return str(grammar_from("regex", with_ascii_escapes(source)))
+        if kind == "ebnf":
+            try:
+                return ebnf.to_lark(ebnf.read(source))
+            except (ebnf.UnsupportedSyntaxError, RecursionError):
+                return str(grammar_from("ebnf", source))  # the library supports more syntax, or says what is wrong
         raise ValueError(f"grammar kind {kind!r} is unknown")
+
+
+def with_ascii_escapes(pattern: str) -> str:
+    """The expression with `\\d`, `\\w`, `\\s` and their complements written as ASCII classes, inside classes too."""
+    return re.sub(r"\\(.)", lambda found: _ASCII_ESCAPES.get(found[1], found[0]), pattern, flags=re.DOTALL)

@@ -1,8 +1,6 @@
-"""What is particular to this backend: its matchers in turn, and which of its grammars are automata."""
+"""The backend llguidance: several matchers of one grammar, and the ASCII meaning of shorthands."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -13,17 +11,18 @@ from frame.core.text.tokenizer import Tokenizer
 pytest.importorskip("llguidance")
 
 from frame.plugins.grammars import llguidance
-from frame.plugins.grammars.automaton import AutomatonCompiled
 from frame.plugins.grammars.llguidance import LLCompiled, LLGuidanceBackend
+
+TOKENIZER = Tokenizer.load(find_model(EMBEDDED))
 
 
 @pytest.fixture(scope="module")
 def backend() -> LLGuidanceBackend:
-    return LLGuidanceBackend(Tokenizer.load(find_model(EMBEDDED)), 2048)
+    return LLGuidanceBackend(TOKENIZER, 2048)
 
 
 def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llguidance, "MOST_THREADS", 3)
+    monkeypatch.setattr(llguidance, "MAX_MATCHERS", 3)
     monkeypatch.setattr(llguidance, "QUICK", 10.0)
     compiled = backend.compile("ebnf", 'root ::= "a" root | "b"')
     assert isinstance(compiled, LLCompiled) and len(compiled._matchers) == 1
@@ -35,16 +34,25 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
     assert isinstance(slow, LLCompiled) and slow.start() is not slow.start() and len(slow._matchers) == 1
 
 
+def allows(backend: LLGuidanceBackend, pattern: str, text: str) -> bool:
+    grammar = backend.compile("regex", pattern).start()
+    return all(grammar.accept(token) for token in TOKENIZER.encode(text, False)) and grammar.accept(TOKENIZER.eos_token_ids[0])
+
+
 @pytest.mark.parametrize(
-    ("kind", "source", "is_own"),
+    ("pattern", "good", "bad"),
     [
-        ("regex", "[a-z]{1,50}", True),
-        ("regex", "(?i)x", False),
-        ("choice", '["a", "é"]', True),
-        ("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}', True),
-        ("json_schema", '{"type": "object", "properties": {"a": {"type": "object"}}}', False),
-        ("choice", json.dumps(["x" * 20_000]), False),
+        (r"\d+", ["12"], ["١٢", "a"]),
+        (r"\w+", ["ab_1"], ["é", "-"]),
+        (r"\s", [" ", "\t", "\n", "\v", "\f", "\r"], ["\u2003", "\x1c", "x"]),
+        (r"\D\W\S", ["é-é", "a x"], ["1-é", "aax", "a- "]),
+        (r"[\d.\-]+", ["1.-2"], ["١", "x"]),
+        (r"[^\d\s]+", ["aé"], ["1", " ", "\v"]),
+        (r"(?x) \s [\s]", ["  "], ["x"]),
+        (r"\\d", [r"\d"], ["1", r"\1"]),
+        (r"\<\%\>", ["<%>"], ["%"]),
     ],
 )
-def test_what_is_plainly_regular_is_an_automaton(backend: LLGuidanceBackend, kind: str, source: str, is_own: bool) -> None:
-    assert isinstance(backend.compile(kind, source), AutomatonCompiled if is_own else LLCompiled)
+def test_shorthands_are_ascii(backend: LLGuidanceBackend, pattern: str, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not allows(backend, pattern, text)] == []
+    assert [text for text in bad if allows(backend, pattern, text)] == []

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from frame.plugins.grammars.regular import Form, Language, Node, first_sets
-from frame.plugins.grammars.vocabulary_tree import NEVER
+from frame_automata.regular import Form, Language, Node, first_sets
+from frame_automata.vocabulary_tree import NEVER
 
 MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
 MOST_WHOLE = 40  # states of an automaton that is looked at as a whole

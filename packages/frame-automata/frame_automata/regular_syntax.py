@@ -1,7 +1,7 @@
 """The syntax of regular expressions, as far as every dialect means the same by it, into `Language` nodes over UTF-8.
 
 What is read: literals, escapes of punctuation and of control characters, `.`, classes, groups, `|`, `* + ? {m,n}` (lazy ones too), `^`
-and `$` around the whole. All else (look-around, references, flags, `\\p`, word boundaries, negated shorthands) is `NotReadError`.
+and `$` around the whole. All else (look-around, references, flags, `\\p`, word boundaries, negated shorthands) is `UnsupportedSyntaxError`.
 Knows no vocabulary.
 """
 
@@ -9,44 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from frame.plugins.grammars.regular import Language, Node
+from frame.plugins.grammars.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
+from frame_automata.regular import Language, Node
 
 MOST_COUNT = 1_000_000
 MOST_DEPTH = 100
 MOST_LENGTH = 10_000  # characters; longer expressions are left to others
-LAST = 0x10FFFF
-SURROGATES = (0xD800, 0xDFFF)
-
-Ranges = list[tuple[int, int]]  # of code points, both ends in
 Character = Callable[[Language, Ranges], Node]
 
 DIGITS: Ranges = [(48, 57)]
 WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
-SPACE: Ranges = [(9, 10), (12, 13), (32, 32)]
+SPACE: Ranges = [(9, 13), (32, 32)]
 SHORTHANDS = {"d": DIGITS, "w": WORD, "s": SPACE}
 CONTROLS = {"n": 10, "r": 13, "t": 9}
 PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~ ")
 
 
-class NotReadError(ValueError):
-    """An expression with something in it that this reader leaves to others."""
-
-
 def read(language: Language, pattern: str, character: Character | None = None) -> Node:
-    """The texts that the expression matches as a whole. `character`: how one of some ranges is written. Raises NotReadError."""
+    """The texts that the expression matches as a whole. `character`: how one of some ranges is written. Raises UnsupportedSyntaxError."""
     if len(pattern) > MOST_LENGTH:
-        raise NotReadError(f"more than {MOST_LENGTH} characters")
+        raise UnsupportedSyntaxError(f"more than {MOST_LENGTH} characters")
     reader = _Reader(language, pattern, character or characters)
     node = reader.alternatives(0)
     if reader.at != len(pattern):
-        raise NotReadError(f"{pattern[reader.at]!r} at {reader.at}")
+        raise UnsupportedSyntaxError(f"{pattern[reader.at]!r} at {reader.at}")
     return node
 
 
 def literal(language: Language, text: str) -> Node:
-    """One text. Raises NotReadError for a long one."""
+    """One text. Raises UnsupportedSyntaxError for a long one."""
     if len(text) > MOST_LENGTH:
-        raise NotReadError(f"more than {MOST_LENGTH} characters")
+        raise UnsupportedSyntaxError(f"more than {MOST_LENGTH} characters")
     node = language.empty
     for byte in reversed(text.encode()):
         node = language.cat(language.one_byte(1 << byte), node)
@@ -54,10 +47,10 @@ def literal(language: Language, text: str) -> Node:
 
 
 def literals(language: Language, texts: Iterable[str]) -> Node:
-    """One of these texts, each beginning that several share once. Raises NotReadError for a long one."""
+    """One of these texts, each beginning that several share once. Raises UnsupportedSyntaxError for a long one."""
     words = sorted({text.encode() for text in texts})
     if any(len(word) > MOST_LENGTH for word in words):
-        raise NotReadError(f"more than {MOST_LENGTH} characters")
+        raise UnsupportedSyntaxError(f"more than {MOST_LENGTH} characters")
     return _words(language, words, 0)
 
 
@@ -83,16 +76,6 @@ def characters(language: Language, ranges: Ranges) -> Node:
     return language.alt(_sequence(language, sequence) for sequence in sequences)
 
 
-def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other characters."""
-    found, start = [], 0
-    for low, high in sorted([*ranges, SURROGATES]):
-        if start < low:
-            found.append((start, low - 1))
-        start = max(start, high + 1)
-    return [*found, (start, LAST)] if start <= LAST else found
-
-
 class _Reader:
     """Recursive descent; `at` is the next character's place."""
 
@@ -104,12 +87,12 @@ class _Reader:
 
     def alternatives(self, depth: int) -> Node:
         if depth > MOST_DEPTH:
-            raise NotReadError(f"more than {MOST_DEPTH} groups in each other")
+            raise UnsupportedSyntaxError(f"more than {MOST_DEPTH} groups in each other")
         choices = [self._sequence(depth)]
         while self._take("|"):
             choices.append(self._sequence(depth))
         if len(choices) > 1 and self._is_anchored():
-            raise NotReadError("an anchor and alternatives without a group around them")
+            raise UnsupportedSyntaxError("an anchor and alternatives without a group around them")
         return self._language.alt(choices)
 
     def _is_anchored(self) -> bool:
@@ -142,7 +125,7 @@ class _Reader:
         if (char == "^" and self.at == 1) or (char == "$" and self.at == len(self._pattern)):
             return self._language.empty
         if char in "*+?{}]^$":
-            raise NotReadError(f"{char!r} at {self.at - 1}")
+            raise UnsupportedSyntaxError(f"{char!r} at {self.at - 1}")
         return self._character(self._language, [(ord(char), ord(char))])
 
     def _quantified(self, node: Node) -> Node:
@@ -153,7 +136,7 @@ class _Reader:
         least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
         self._take("?")  # lazy: which match is found first is no matter here
         if self._pattern[self.at : self.at + 1] in ("*", "+", "?", "{"):
-            raise NotReadError(f"a quantifier of a quantifier at {self.at}")
+            raise UnsupportedSyntaxError(f"a quantifier of a quantifier at {self.at}")
         return self._language.repeat(node, least, most)
 
     def _counts(self) -> tuple[int, int | None]:
@@ -163,7 +146,7 @@ class _Reader:
             most = None if self._pattern[self.at : self.at + 1] == "}" else self._number()
         self._expect("}")
         if most is not None and most < least:
-            raise NotReadError("counts in the wrong order")
+            raise UnsupportedSyntaxError("counts in the wrong order")
         return least, most
 
     def _number(self) -> int:
@@ -172,7 +155,7 @@ class _Reader:
             self.at += 1
         digits = self._pattern[start : self.at]
         if not digits or len(digits) > 7 or int(digits) > MOST_COUNT:
-            raise NotReadError(f"no count at {start}")
+            raise UnsupportedSyntaxError(f"no count at {start}")
         return int(digits)
 
     def _class(self) -> Ranges:
@@ -188,11 +171,11 @@ class _Reader:
                 self.at += 1
                 high = self._class_member()
             if isinstance(high, list) or high < low:
-                raise NotReadError(f"no range at {self.at}")
+                raise UnsupportedSyntaxError(f"no range at {self.at}")
             parts = ((low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high))  # those are no characters
             found += [part for part in parts if part[0] <= part[1]] if low < SURROGATES[0] <= high else [(low, high)]
         if not found:
-            raise NotReadError("an empty class")
+            raise UnsupportedSyntaxError("an empty class")
         return complement(found) if is_negated else found
 
     def _class_member(self) -> int | Ranges:
@@ -200,7 +183,7 @@ class _Reader:
         if char == "\\":
             return self._escape()
         if char == "[" or self._pattern[self.at - 1 : self.at + 1] in ("&&", "--", "~~"):  # set operations of some dialects
-            raise NotReadError(f"{char!r} in a class")
+            raise UnsupportedSyntaxError(f"{char!r} in a class")
         return ord(char)
 
     def _escape(self) -> int | Ranges:
@@ -218,11 +201,11 @@ class _Reader:
                 code = int(digits, 16)
                 if not SURROGATES[0] <= code <= SURROGATES[1]:
                     return code
-        raise NotReadError(f"the escape \\{char}")
+        raise UnsupportedSyntaxError(f"the escape \\{char}")
 
     def _next(self) -> str:
         if self.at >= len(self._pattern):
-            raise NotReadError("it ends too early")
+            raise UnsupportedSyntaxError("it ends too early")
         self.at += 1
         return self._pattern[self.at - 1]
 
@@ -233,7 +216,7 @@ class _Reader:
 
     def _expect(self, char: str) -> None:
         if not self._take(char):
-            raise NotReadError(f"{char!r} is missing at {self.at}")
+            raise UnsupportedSyntaxError(f"{char!r} is missing at {self.at}")
 
 
 def _sequence(language: Language, ranges: list[tuple[int, int]]) -> Node:

@@ -1,7 +1,7 @@
 """JSON schemas that are regular, into `Language` nodes: no recursion, and objects that have the named properties alone, in their order.
 
 What is read: objects, arrays, strings with lengths or a pattern, numbers, whole numbers of a range, enumerations, `anyOf`, references.
-All else is `NotReadError`, as it is where a keyword is not known, so that nothing that a schema demands is ever passed over.
+All else is `UnsupportedSyntaxError`, as it is where a keyword is not known, so that nothing that a schema demands is ever passed over.
 Knows no vocabulary and no backend.
 """
 
@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from frame.plugins.grammars import json_texts
-from frame.plugins.grammars.regular import Language, Node
-from frame.plugins.grammars.regular_syntax import NotReadError, literal, literals, read
+from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
+from frame_automata import json_texts
+from frame_automata.regular import Language, Node
+from frame_automata.regular_syntax import literal, literals, read
 
 MOST_SCHEMAS = 2000  # references are written out
 MOST_NODES = 40_000
@@ -39,12 +40,12 @@ NEGATED_SHORTHAND = re.compile(r"\[\^[^\]]*\\[dws]")  # of all scripts or of ASC
 
 def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
     """The texts that a schema allows, with up to `most_whitespace` characters of whitespace between their parts, none around the whole.
-    Raises NotReadError."""
+    Raises UnsupportedSyntaxError."""
     node = _Reader(language, schema, most_whitespace).value(schema)
     if language.num_nodes > MOST_NODES:
-        raise NotReadError("a large schema")
+        raise UnsupportedSyntaxError("a large schema")
     if node is language.none:
-        raise NotReadError("a schema that allows nothing")
+        raise UnsupportedSyntaxError("a schema that allows nothing")
     return node
 
 
@@ -61,9 +62,9 @@ class _Reader:
     def value(self, schema: Any) -> Node:
         self._count += 1
         if self._count > MOST_SCHEMAS or self._language.num_nodes > MOST_NODES:
-            raise NotReadError("a large schema")
+            raise UnsupportedSyntaxError("a large schema")
         if not isinstance(schema, dict):
-            raise NotReadError("a schema that is no object")
+            raise UnsupportedSyntaxError("a schema that is no object")
         keys = schema.keys() - NOTES
         for keyword, method in (("$ref", self._reference), ("anyOf", self._any_of)):
             if keyword in keys:
@@ -74,7 +75,7 @@ class _Reader:
         types = schema.get("type")
         types = [types] if isinstance(types, str) else types
         if not isinstance(types, list) or not types or not all(isinstance(each, str) and each in KEYWORDS for each in types):
-            raise NotReadError("a schema without a type")
+            raise UnsupportedSyntaxError("a schema without a type")
         self._expect_only(keys, frozenset(("type",)).union(*KEYWORDS.values()))
         return self._language.alt([self._of_type(each, schema) for each in types])
 
@@ -90,16 +91,16 @@ class _Reader:
 
     def _expect_only(self, keys: set[str], known: frozenset[str]) -> None:
         if keys - known:
-            raise NotReadError(f"the keyword {min(keys - known)!r}")
+            raise UnsupportedSyntaxError(f"the keyword {min(keys - known)!r}")
 
     # values that have parts ---------------------------------------------------------------------------------------------
 
     def _object(self, schema: Mapping[str, Any]) -> Node:
         properties, required = schema.get("properties"), schema.get("required", [])
         if not isinstance(properties, dict) or schema.get("additionalProperties") is not False:
-            raise NotReadError("an object that may have other properties")
+            raise UnsupportedSyntaxError("an object that may have other properties")
         if not isinstance(required, list) or any(name not in properties for name in required):
-            raise NotReadError("a property that is required and not named")
+            raise UnsupportedSyntaxError("a property that is required and not named")
         members = [(self._member(name, each), name in required) for name, each in properties.items()]
         rest, more = self._language.none, self._language.empty  # from a property on: one and what follows it; what follows the one before
         may_end = True
@@ -120,7 +121,7 @@ class _Reader:
         fixed, rest = schema.get("prefixItems", []), schema.get("items")
         least, most = self._bounds(schema, "minItems", "maxItems")
         if not isinstance(fixed, list) or (rest is None and (most is None or most > len(fixed))):
-            raise NotReadError("an array of anything")
+            raise UnsupportedSyntaxError("an array of anything")
         item = self._language.none if rest is False or rest is None else self._sequence(self.value(rest), self._blank)
         most_more = None if most is None else max(0, most - max(1, len(fixed)))
         comma = self._sequence(self._text(","), self._blank)
@@ -137,17 +138,17 @@ class _Reader:
 
     def _any_of(self, schemas: Any) -> Node:
         if not isinstance(schemas, list) or not schemas:
-            raise NotReadError("anyOf without a list")
+            raise UnsupportedSyntaxError("anyOf without a list")
         return self._language.alt([self.value(each) for each in schemas])
 
     def _reference(self, pointer: Any) -> Node:
         if not isinstance(pointer, str) or not pointer.startswith("#/") or "%" in pointer or pointer in self._open:
-            raise NotReadError(f"the reference {pointer!r}")
+            raise UnsupportedSyntaxError(f"the reference {pointer!r}")
         target = self._root
         for name in pointer[2:].split("/"):
             name = name.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or name not in target:
-                raise NotReadError(f"the reference {pointer!r}")
+                raise UnsupportedSyntaxError(f"the reference {pointer!r}")
             target = target[name]
         self._open.append(pointer)
         node = self.value(target)
@@ -161,12 +162,12 @@ class _Reader:
         values = schema.get("enum", [schema.get("const")])
         types = schema.get("type", list(KEYWORDS))
         if not isinstance(values, list) or keys >= {"enum", "const"}:
-            raise NotReadError("an enumeration that is no list")
+            raise UnsupportedSyntaxError("an enumeration that is no list")
         if any(isinstance(value, dict | list) for value in values):
-            raise NotReadError("an enumeration of what has parts")
+            raise UnsupportedSyntaxError("an enumeration of what has parts")
         names = [types] if isinstance(types, str) else types
         if not isinstance(names, list):
-            raise NotReadError("a type that is no name")
+            raise UnsupportedSyntaxError("a type that is no name")
         return literals(self._language, [_json(value) for value in values if any(_is_of(value, name) for name in names)])
 
     def _string(self, schema: Mapping[str, Any]) -> Node:
@@ -177,7 +178,7 @@ class _Reader:
             any_text = self._language.repeat(json_texts.character(self._language, json_texts.ANY), least, most)
             return self._sequence(quote, any_text, quote)
         if not isinstance(pattern, str) or least or most is not None or NEGATED_SHORTHAND.search(pattern):
-            raise NotReadError("a pattern with a length")
+            raise UnsupportedSyntaxError("a pattern with a length")
         return self._sequence(quote, self._pattern(pattern), quote)
 
     def _pattern(self, pattern: str) -> Node:
@@ -202,16 +203,16 @@ class _Reader:
     def _number(self, schema: Mapping[str, Any]) -> Node:
         bounds = {key: schema[key] for key in KEYWORDS["number"] if key in schema}
         if bounds and (set(bounds) != {"minimum"} or _number(bounds["minimum"]) != 0):
-            raise NotReadError("bounds of a number")
+            raise UnsupportedSyntaxError("bounds of a number")
         return json_texts.numbers(self._language, is_signed=not bounds)
 
     def _bounds(self, schema: Mapping[str, Any], least_key: str, most_key: str) -> tuple[int, int | None]:
         least, most = schema.get(least_key, 0), schema.get(most_key)
         for bound in (least, 0 if most is None else most):
             if not isinstance(bound, int) or isinstance(bound, bool) or not 0 <= bound <= LARGEST:
-                raise NotReadError(f"{bound!r} as a length")
+                raise UnsupportedSyntaxError(f"{bound!r} as a length")
         if most is not None and most < least:
-            raise NotReadError("a length that none has")
+            raise UnsupportedSyntaxError("a length that none has")
         return least, most
 
     def _text(self, text: str) -> Node:
@@ -229,13 +230,13 @@ def _json(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except ValueError as error:  # no number, or half of a character
-        raise NotReadError(str(error)) from None
+        raise UnsupportedSyntaxError(str(error)) from None
     return text
 
 
 def _number(value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-        raise NotReadError(f"{value!r} as a bound")
+        raise UnsupportedSyntaxError(f"{value!r} as a bound")
     return value
 
 

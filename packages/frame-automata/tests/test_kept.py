@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frame.plugins.grammars.kept import Costs, Kept, Mask
-from frame.plugins.grammars.vocabulary_tree import NOT_AT_ALL
+from frame_automata.kept import Costs, Kept, Mask
+from frame_automata.vocabulary_tree import NOT_AT_ALL
 
 
 def test_the_latest_are_kept() -> None:

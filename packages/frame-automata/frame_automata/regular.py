@@ -13,7 +13,7 @@ LARGE = 1 << 20
 MOST_NODES = 60_000  # nodes and derivatives of one language, until all that are not in use are forgotten
 
 
-@dataclass(slots=True, eq=False)  # frozen ones take four times as long to make; nobody writes to one
+@dataclass(slots=True, eq=False)  # a frozen class takes four times as long to make; nodes are never changed
 class Node:
     """An expression. Made by a `Language`, where equal expressions are one object."""
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frame.plugins.grammars.kept import Costs, Kept, Mask
-from frame.plugins.grammars.regular import Language, Node, form_of, rebuilt
-from frame.plugins.grammars.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
-from frame.plugins.grammars.vocabulary_tree import NOT_AT_ALL, VocabularyTree
+from frame_automata.kept import Costs, Kept, Mask
+from frame_automata.regular import Language, Node, form_of, rebuilt
+from frame_automata.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
+from frame_automata.vocabulary_tree import NOT_AT_ALL, VocabularyTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from frame.plugins.grammars.vocabulary_tree import NOT_AT_ALL
+from frame_automata.vocabulary_tree import NOT_AT_ALL
 
 FEW = 6  # a list of places is kept instead of all where it has no more than one in so many
 _OVERHEAD = 256  # bytes of an entry

@@ -1,0 +1,27 @@
+"""Manifest of frame-automata: registers the grammar backend `automata`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame import hookimpl
+from frame.core.interfaces.sampling import GrammarCapabilities
+from frame.plugins.grammars.options import XGrammarOptions
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_grammars(registry: KindRegistry) -> None:
+    """Add the backend. Its rank is below that of `combined`, so `auto` does not choose it."""
+    registry.add(
+        "automata",
+        "frame_automata.backend:AutomataBackend",
+        capabilities=GrammarCapabilities(),
+        options=XGrammarOptions,
+        requires=("llguidance>=1.8", "xgrammar>=0.2"),
+        summary="Regular grammars as automata with cached masks; every other grammar by the backend `combined`.",
+        rank=-10,
+        api="grammar/2",
+    )
