@@ -1,8 +1,8 @@
 """Compares grammar backends: `python benchmarks/grammar_backends.py cost|conformance` prints one JSON object.
 
 cost: for each grammar and number of rows, CPU milliseconds to compile, and microseconds for one row and token on random walks: `fill` (CPU,
-one call a row, as the engine makes them), `accept` (CPU, with `is_finished`), and `batch` (clock, the library's own batch call with
-`--threads` threads, every other step). A made vocabulary of 128,000 tokens.
+one call a row, as the engine makes them), `accept` (CPU, with `is_finished`), and `batch` (CPU of all threads, the library's own batch
+call with `--threads` threads, every other step). A made vocabulary of 128,000 tokens.
 conformance: random walks with frame-tiny's vocabulary, their texts checked by jsonschema and re: random schemas and expressions, and one
 schema for each keyword of JSON Schema.
 """
@@ -140,9 +140,9 @@ def walk(compiled: list[Any], rows: int, steps: int, threads: int) -> dict[str, 
     filler = Batch(threads)
     began = time.process_time()
     for step in range(steps):
-        since = time.perf_counter()
+        since = time.process_time()
         if step % 2 and filler.fill(grammars, masks):
-            batch.append((time.perf_counter() - since) / rows)
+            batch.append((time.process_time() - since) / rows)
         else:
             for grammar, mask in zip(grammars, masks, strict=True):
                 since = time.thread_time()
