@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel
 
-from frame.core.config.plugin_options import plugin_options
+from frame.core.config.resolve_plugins import plugin_options
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
 from frame.plugins.kinds import KINDS, Kind

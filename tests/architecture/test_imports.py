@@ -1,4 +1,4 @@
-"""Who may import whom. Imports inside functions count; imports for the type checker alone do not."""
+"""Who may import whom. Imports inside functions count; imports for the type checker alone count for cycles only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ CONFIGURATION = (
     "frame.core.config.schema",
     "frame.core.config.hardware",
     "frame.core.loading.model_config",
-    "frame.core.config.plugin_options",
     "frame.core.config.resolve",
-    "frame.core.config.resolve_graphs",
     "frame.core.config.resolve_machine",
     "frame.core.config.resolve_attention",
     "frame.core.config.resolve_plugins",
-    "frame.core.config.resolve_task",
     "frame.core.config.resolved",
     "frame.core.config.selection",
     "frame.core.loading.sentence_transformers",
@@ -65,6 +62,20 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame", ("frame",)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
+)
+
+# Import cycles that remain; this list only shrinks.
+REMAINING_CYCLES: tuple[tuple[str, ...], ...] = (
+    ("frame.attention_backends.triton.extends", "frame.attention_backends.triton.plan"),
+    ("frame.core.execution.model_runner", "frame.core.execution.pooling_runner"),
+    (
+        "frame.core.interfaces.attention",
+        "frame.core.interfaces.batch",
+        "frame.core.interfaces.build",
+        "frame.core.interfaces.model",
+        "frame.core.interfaces.moe",
+    ),
+    ("frame.entrypoints.http.operations.metrics", "frame.entrypoints.http.services"),
 )
 
 # What core must not know, and what the parts that touch no tensor must not load when they are imported.
@@ -141,44 +152,31 @@ def declared_dependencies(folder: Path = ROOT) -> set[str]:
     return {Requirement(text).name.lower() for text in texts}
 
 
-def cycles(modules: Iterable[Module]) -> list[str]:
-    """Groups of modules that import each other while they are being imported."""
+def cycles(modules: Iterable[Module]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others: at import, inside a function or for the type checker."""
     known = {found.name: found for found in modules}
     graph = {
-        name: {target for use in found.imports if use.when == "start" and (target := _nearest(use.target, known)) not in (None, name)}
+        name: {target for use in found.imports if (target := _nearest(use.target, known)) not in (None, name)}
         for name, found in known.items()
     }
-    done: set[str] = set()
-    found = []
-    for start in sorted(graph):
-        path = _cycle_from(start, graph, done)
-        if path:
-            found.append(" -> ".join(path))
-    return found
+    reach = {name: _reachable(name, graph) for name in graph}
+    groups = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph}
+    return [list(group) for group in sorted(groups) if group]
 
 
 def _nearest(target: str, known: dict[str, Module]) -> str | None:
     return target if target in known else (parent if (parent := target.rpartition(".")[0]) in known else None)
 
 
-def _cycle_from(start: str, graph: dict[str, set[str]], done: set[str]) -> list[str]:
-    path: list[str] = []
-
-    def visit(name: str) -> list[str]:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name in done:
-            return []
-        path.append(name)
-        for target in sorted(graph[name]):
-            if cycle := visit(target):
-                done.update(path)
-                return cycle
-        path.pop()
-        done.add(name)
-        return []
-
-    return visit(start)
+def _reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    left = list(graph[start])
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += graph[name]
+    return found
 
 
 def test_direction() -> None:
@@ -198,8 +196,11 @@ def test_every_library_is_declared() -> None:
         assert undeclared(modules, declared_dependencies(folder)) == []
 
 
-def test_no_cycles() -> None:
-    assert cycles(package()) == []
+def test_no_cycles_but_those_that_remain() -> None:
+    found = cycles(package())
+    assert [group for group in found if not any(set(group) <= set(known) for known in REMAINING_CYCLES)] == []
+    gone = [known for known in REMAINING_CYCLES if not any(set(group) <= set(known) for group in found)]
+    assert gone == [], "remove these from REMAINING_CYCLES"
 
 
 @pytest.mark.parametrize(
@@ -258,5 +259,8 @@ def test_library_checks_find() -> None:
 def test_cycles_finds() -> None:
     one = module("from frame.core.two import b", "frame.core.one")
     two = module("import frame.core.one", "frame.core.two")
-    assert cycles([one, two]) == ["frame.core.one -> frame.core.two -> frame.core.one"]
-    assert cycles([one, module("def f():\n    import frame.core.one", "frame.core.two")]) == []
+    three = module("import frame.core.one", "frame.core.three")
+    assert cycles([one, two, three]) == [["frame.core.one", "frame.core.two"]]
+    assert cycles([one, three]) == []
+    for late in ("def f():\n    import frame.core.one", "if TYPE_CHECKING:\n    from frame.core.one import a"):
+        assert cycles([one, module(late, "frame.core.two")]) == [["frame.core.one", "frame.core.two"]]

@@ -24,7 +24,7 @@ SCHEMA = "frame.core.config.schema"
 
 # A setting whose reading this test does not see -> where it is read.
 EXCEPTIONS: dict[str, str] = {
-    "execution.cuda_graph_max_bs": "frame/core/config/resolve_graphs.py reads it by its name, beside the other size of graphs",
+    "execution.cuda_graph_max_bs": "frame/core/config/resolve_machine.py reads it by its name, beside the other size of graphs",
 }
 # What looks like a setting in a string and is none -> what it is.
 OTHER_NAMES: dict[str, str] = {

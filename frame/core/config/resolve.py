@@ -13,15 +13,22 @@ from typing import Any
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
-from frame.core.config.resolve_graphs import graph_sizes
-from frame.core.config.resolve_machine import budgets, choose_device, dtypes_to_try, indivisible
+from frame.core.config.resolve_machine import budgets, choose_device, dtypes_to_try, graph_sizes, indivisible
 from frame.core.config.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, plugin_choice
-from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import PHASES, FrameConfig
 from frame.core.config.selection import PlainRequirements, ResolveError, Selection, by_rank, nearest_change, select
 from frame.core.interfaces.attention import AttentionRequirements
-from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task
+from frame.core.interfaces.model import (
+    ModelCapabilities,
+    ModelConfig,
+    ModelRequirements,
+    Pooling,
+    PoolingMode,
+    Task,
+    checkpoint_tasks,
+    is_classifier,
+)
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.quantization import QuantizationRequirements
@@ -325,3 +332,76 @@ class _Solver:
 
 def _name_of(path: str) -> str:
     return EMBEDDED if path == EMBEDDED else find_model(path).name
+
+
+# the task and the pooling --------------------------------------------------------------------------------------------
+
+
+def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
+    """The task, and why when the user left it open. Raises ResolveError for one that the checkpoint has no head for, and for settings
+    that mean nothing to it."""
+    task, why = _task(config, model_config)
+    takes_labels = task == "classify" and not is_classifier(model_config.architecture)
+    for key, value, taken, without in (
+        ("pooling", config.model.pooling, task != "generate", "auto"),
+        ("label_tokens", ",".join(config.model.label_tokens), takes_labels, "[]"),
+    ):
+        if value and not taken:
+            sentence = f"model.{key} is {value}, which means nothing to {model_config.architecture} when its task is {task}."
+            raise ResolveError(sentence, change=f"model.{key}: {without}")
+    return task, why
+
+
+def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
+    possible, wanted = checkpoint_tasks(model_config.architecture), config.model.task
+    if wanted is not None:
+        if wanted not in possible:
+            raise ResolveError(
+                f"model.task is {wanted}, but a checkpoint of {model_config.architecture} can only {' or '.join(possible)}.",
+                change=f"model.task: {possible[0]}",
+            )
+        return wanted, ""
+    if "generate" in possible and config.model.label_tokens:
+        return "classify", "label tokens are set"
+    if "embed" in possible and model_config.sentence is not None:
+        return "embed", "the folder is one of sentence-transformers"
+    return possible[0], f"what a checkpoint of {model_config.architecture} is for"
+
+
+def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -> tuple[Pooling, str]:
+    """How a sequence becomes a vector, for an embedding or classifying task; and why."""
+    if task == "embed":
+        sentence = model_config.sentence
+        stored = None if sentence is None else sentence.mode
+        mode, why = _mode(
+            config, stored or ("mean" if model_config.encoder else "last"), "1_Pooling/config.json" if stored else _usual(model_config)
+        )
+        return Pooling(mode, normalize=True if sentence is None else sentence.normalize), why
+    tokens = config.model.label_tokens
+    mode, why = _mode(config, "cls" if model_config.encoder else "last", _usual(model_config))
+    if is_classifier(model_config.architecture):
+        several = model_config.config.get("problem_type") == "multi_label_classification"
+        return Pooling(mode, activation="sigmoid" if model_config.num_labels == 1 or several else "softmax"), why
+    if len(tokens) < 2:
+        raise ResolveError(
+            f"model.task is classify, but {model_config.architecture} has no head over labels: name the tokens that stand for them.",
+            change="model.label_tokens: [no, yes]",
+        )
+    return Pooling(mode, activation="softmax", label_tokens=tokens), why
+
+
+def check_step(config: FrameConfig, chunk: int, max_context: int) -> None:
+    """Raise ResolveError unless a prompt of `max_context` tokens, which is computed in one piece, fits in a step of `chunk`."""
+    if chunk < max_context:
+        raise ResolveError(
+            f"scheduler.chunked_prefill_size is {chunk}, but this model computes a prompt of up to {max_context} tokens in one step.",
+            change=f"scheduler.chunked_prefill_size: {max_context}" if config.model.max_context else f"model.max_context: {chunk}",
+        )
+
+
+def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:
+    return (mode, why) if config.model.pooling is None else (config.model.pooling, "")
+
+
+def _usual(model_config: ModelConfig) -> str:
+    return "what an encoder's checkpoint means when it does not say" if model_config.encoder else "the last token has seen the whole text"

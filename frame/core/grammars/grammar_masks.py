@@ -7,14 +7,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from frame.core.grammars.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
 from frame.core.messages import Finish
-from frame.core.scheduling.request import queue_full
+from frame.core.scheduling.request import GrammarState, queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
 
 if TYPE_CHECKING:
@@ -130,18 +129,6 @@ class GrammarCall(ThreadedCall):
             self.mask_error = grammar_error(error, self.request.params)
 
 
-@dataclass(slots=True)
-class GrammarState:
-    """Where a request's grammar is. `call`: one that no step waits for; `mask`: the next, where it is made; `error`: how the
-    request ends at its next token, since the mask could not be made; `seconds`: CPU of the last call."""
-
-    call: GrammarCall | None = None
-    mask: np.ndarray | None = None
-    error: Finish | None = None
-    seconds: float = 0.0
-    is_slow: bool = False
-
-
 class GrammarCalls:
     """The calls of a scheduler's steps. Requests that must leave the device are in `take_stopped` after each; those that wait for a call
     come back from `settle`. What a mask is does not depend on the thread that made it."""
@@ -196,7 +183,7 @@ class GrammarCalls:
     def hold(self, request: Request) -> None:
         """Keep a request that has left the device."""
         call = state_of(request).call
-        assert call is not None
+        assert isinstance(call, GrammarCall)
         self._held[request.rid] = call
 
     def settle(self) -> list[tuple[Request, Finish | None]]:

@@ -19,7 +19,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 
 if TYPE_CHECKING:
-    from frame.core.grammars.grammar_masks import GrammarState
+    from frame.core.grammars.grammar_threads import ThreadedCall
 
 
 def timed_out(seconds: float) -> Finish:
@@ -39,6 +39,17 @@ class RequestStatus(IntEnum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+
+
+@dataclass(slots=True)
+class GrammarState:
+    """What the scheduler keeps of one request's grammar between steps."""
+
+    call: ThreadedCall | None = None  # a call that no step waits for
+    mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
+    error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
+    seconds: float = 0.0  # CPU time of the last call
+    is_slow: bool = False  # the next call runs beside the steps
 
 
 @dataclass(slots=True, eq=False)

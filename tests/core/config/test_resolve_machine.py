@@ -9,8 +9,7 @@ import pytest
 
 from frame.core.config.hardware import Accelerator, Hardware
 from frame.core.config.resolve import ResolveError, resolve
-from frame.core.config.resolve_graphs import MOST_PROMPT_TOKENS, launch_bound_tokens
-from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_RUNNING
+from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, launch_bound_tokens
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.model import ModelConfig
 from frame.core.loading.model_config import EMBEDDED
