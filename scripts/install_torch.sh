@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install torch into the environment of the given Python, in the build that the machine can use; keep what is there.
+# Install torch for the given Python, in the build that fits the machine. A recent enough torch is kept.
 # Usage: PIP="…/python -m pip" install_torch.sh …/python
 set -eu
 python=$1
@@ -24,6 +24,6 @@ if [ "$(uname -s)" != Linux ] || { command -v nvidia-smi >/dev/null 2>&1 && nvid
 fi
 
 echo "No GPU found: installing the CPU build of torch."
-# A machine whose pip knows a local wheel answers the first line; any other takes the second.
+# The first command succeeds if pip has a local wheel; otherwise the second downloads one.
 $pip install --quiet "torch==2.13.0+cpu" 2>/dev/null ||
     $pip install --quiet "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu

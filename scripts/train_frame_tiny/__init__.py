@@ -1,1 +1,1 @@
-"""Training of frame-tiny, the embedded model: `python -m scripts.train_frame_tiny` does every step."""
+"""Trains frame-tiny, the embedded model: `python -m scripts.train_frame_tiny` runs every step."""

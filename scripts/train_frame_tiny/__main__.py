@@ -1,7 +1,7 @@
-"""Trains frame-tiny from nothing to a scored directory: `python -m scripts.train_frame_tiny --minutes 7.6`.
+"""Trains frame-tiny from scratch and evaluates it: `python -m scripts.train_frame_tiny --minutes 7.6`.
 
 Steps: collect the corpus, train the tokenizer (unless the directory has one), pack, train, export, evaluate. The corpus and its
-manifest are cached under `.cache/frame_tiny`. One GPU is expected; on a CPU it runs, far too slowly to learn much.
+manifest are cached under `.cache/frame_tiny`. Training needs one GPU; a CPU is too slow.
 """
 
 import argparse
@@ -39,22 +39,22 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.train_frame_tiny", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "frame/models/frame_tiny", help="directory of the model")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache/frame_tiny", help="directory of the packed corpus")
-    parser.add_argument("--minutes", type=float, default=7.6, help="training time, compilation aside; 0 only evaluates")
+    parser.add_argument("--minutes", type=float, default=7.6, help="training time without compilation; 0 only evaluates")
     parser.add_argument("--rows", type=int, default=DEFAULTS.rows, help="rows of a batch")
-    parser.add_argument("--workers", type=int, default=DEFAULTS.workers, help="processes that make conversations")
-    parser.add_argument("--package-bytes", type=int, default=8_000_000, help="most bytes taken of one package")
-    parser.add_argument("--corpus-bytes", type=int, default=130_000_000, help="most bytes of the corpus")
+    parser.add_argument("--workers", type=int, default=DEFAULTS.workers, help="processes that generate conversations")
+    parser.add_argument("--package-bytes", type=int, default=8_000_000, help="maximum number of bytes from one package")
+    parser.add_argument("--corpus-bytes", type=int, default=130_000_000, help="maximum number of bytes of the corpus")
     parser.add_argument("--long-share", type=float, default=DEFAULTS.long_share, help="share of the time on rows of 8,192 tokens")
-    parser.add_argument("--rate", type=float, default=1.0, help="both peak learning rates are multiplied by this")
-    parser.add_argument("--resume", type=Path, help="directory whose weights to start from")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of both peak learning rates")
+    parser.add_argument("--resume", type=Path, help="directory of the initial weights")
     parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer again")
-    parser.add_argument("--samples", type=int, default=200, help="evaluation examples a task; 0 leaves the evaluation out")
+    parser.add_argument("--samples", type=int, default=200, help="evaluation examples per task; 0 skips the evaluation")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
 
 def tokenizer_texts(texts: list[str], seed: int) -> Iterator[str]:
-    """What the tokenizer learns from: about 20 MB of source code and 1.5 MB of task text."""
+    """The tokenizer's training text: about 20 MB of source code and 1.5 MB of task text."""
     size = 0
     for text in random.Random(seed).sample(texts, len(texts)):
         size += len(text)
@@ -121,7 +121,7 @@ def score(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Run every step that the options leave in."""
+    """Run the steps that the options select."""
     options = arguments()
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")

@@ -1,7 +1,7 @@
 """The training model as an evaluation backend: greedy answers in bf16, without a KV cache.
 
-Requests that arrive together are padded to one batch and recomputed whole for every token: wasteful, but independent of the
-engine whose accuracy the same evaluation checks. It implements `EvalBackend` of `frame.entrypoints.tools.eval`.
+Requests that arrive together are padded to one batch and recomputed for every token. This is slow, but
+independent of the engine that the same evaluation checks. It implements `EvalBackend` of `frame.entrypoints.tools.eval`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class CheckpointBackend:
         return await future
 
     async def _work(self) -> None:
-        await asyncio.sleep(0.02)  # let the others arrive
+        await asyncio.sleep(0.02)  # collect requests that arrive together
         while self.waiting:
             self.waiting.sort(key=lambda item: len(item[0]))
             taken = 1

@@ -1,8 +1,8 @@
 """The text corpus: Python source of the standard library and of installed packages under permissive licences.
 
-It reads only what is installed beside the running interpreter, so the corpus differs from machine to machine; the manifest it
-returns says what was used. A package without a recognised permissive licence in its metadata is left out, and so is every file
-that names a copyleft licence near its top. It does not judge licences beyond that, and it knows no tokenizer.
+It reads the packages of the running interpreter, so the corpus differs between machines; the manifest lists
+what was used. Packages without a recognised permissive licence in their metadata are skipped, and files that
+name a copyleft licence near the top. Licences are not checked further.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""frame-tiny on disk: Hugging Face's DeepSeek-V3 layout, written from and read back into the training model.
+"""Writes and reads frame-tiny in Hugging Face's DeepSeek-V3 layout.
 
-The prediction layer stands under `model.layers.{L}` as in DeepSeek's own checkpoints, without copies of the shared embedding and
-head. It knows the names of both sides and nothing of training.
+The prediction layer is stored under `model.layers.{L}` as in DeepSeek's own checkpoints, without copies of the shared embedding and
+head. It does not depend on the training loop.
 """
 
 import json

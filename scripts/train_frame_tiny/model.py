@@ -1,8 +1,8 @@
 """frame-tiny as it is trained: the DeepSeek-V3 architecture in plain PyTorch.
 
 Multi-head latent attention, one dense layer, then mixture-of-experts layers with grouped sigmoid routing and a shared expert, and
-one multi-token-prediction layer. All experts are computed for every token and weighted by the routing: eight experts of width
-160 are cheaper so than any dispatch. It keeps no KV cache and knows nothing of serving; `frame/models` serves the same weights.
+one multi-token-prediction layer. All experts are computed for every token and weighted by the routing, which is cheaper than
+dispatch for eight experts of width 160. It has no KV cache; `frame/models` serves the same weights.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The optimizer: Muon for the matrices inside the layers, AdamW for embeddings, head, router and norms.
 
 Muon replaces a matrix's momentum by its nearest orthogonal matrix (five Newton–Schulz steps). Matrices of one shape are stacked
-and orthogonalised together. It knows parameter shapes and nothing of the model.
+and orthogonalised together. It depends on parameter shapes only.
 """
 
 from collections import defaultdict

@@ -2,7 +2,7 @@
 
 A row is `length + 2` token ids with one weight class per token. Conversations never leave the row they start in unless they are
 the last, so every answer can be found from what stands before it. Recall lists grow with the progress of the training.
-It knows the tasks and the tokenizer, not the model.
+It does not depend on the model.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Looser wordings of the tasks, for training alone: what people type rather than what the evaluation asks.
+"""Looser wordings of the tasks, for training only: what people type instead of the evaluation's questions.
 
 Sums without blanks, other separators, lists of one to four lines, keys without quotes, other requests, greetings, and questions
-that the model cannot answer. The evaluation's split holds here too: whatever is asked goes through `make_turn` or
-`askable_keys`. It knows the tasks, not the tokenizer.
+that the model cannot answer. The evaluation's split applies here too: every question comes from `make_turn` or
+`askable_keys`. It does not depend on the tokenizer.
 """
 
 import random
