@@ -16,6 +16,7 @@ import pytest
 import frame
 from frame.core.interfaces.quantization import QuantizationRequirements
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.kinds import KINDS
 from frame.plugins.loader import load_registry
@@ -27,6 +28,11 @@ DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+?)\s*$", re.MULTILINE)
+OPENAI_FIELDS = {"text.format"}  # of /v1/responses
+OTHER_OPTIONS = {  # of pytest
+    "--frame-conformance", "--frame-conformance-json", "--frame-conformance-device", "--frame-conformance-options",
+    "--frame-conformance-thorough",
+}  # fmt: skip
 NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd"}
 
 
@@ -194,6 +200,37 @@ def test_every_decision_is_in_the_index() -> None:
     assert len(list(folder.glob("[0-9]*.md"))) >= 20
 
 
+@lru_cache(maxsize=1)
+def cli_options() -> frozenset[str]:
+    """The options of all commands."""
+
+    def walk(command: click.Command, context: click.Context) -> Iterator[str]:
+        for parameter in command.get_params(context):
+            yield from (*parameter.opts, *parameter.secondary_opts)
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                if (found := command.get_command(context, name)) is not None:
+                    yield from walk(found, click.Context(found, info_name=name, parent=context))
+
+    return frozenset(walk(cli, click.Context(cli, info_name="frame")))
+
+
+def unknown_settings(text: str) -> list[str]:
+    """Words in backticks that look like a setting or an option of a command, and are none."""
+    keys = {setting.key for setting in settings()}
+    sections = {key.partition(".")[0] for key in keys}
+    words = re.findall(r"`([^`\n]+)`", text)
+    named = [match[1] for word in words if (match := re.match(r"(\w+\.\w+)(?::.*)?$", word))]
+    options = [option for word in words for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", word)]
+    wrong = [key for key in named if key.partition(".")[0] in sections and key not in keys | OPENAI_FIELDS]
+    return wrong + [option for option in options if option not in cli_options() and option not in OTHER_OPTIONS]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.parent.name in ("docs", "adr")], ids=ids)
+def test_settings_that_are_named_exist(path: Path) -> None:
+    assert unknown_settings(FENCE.sub("", path.read_text())) == []
+
+
 def test_documents_name_no_machine() -> None:
     found = [ids(path) for path in DOCUMENTS if re.search(r"/(home|root|work|Users)/\w", path.read_text())]
     assert found == []
@@ -233,6 +270,8 @@ def test_checks_find() -> None:
     assert unknown_names("`core/scheduling/scheduler.py` `Scheduler.next_batch` `frame.core.engine` `frame.SamplingParams`") == []
     links = "[a](docs/no_such.md) [b](docs/index.md#no-such) [c](#start)"
     assert wrong_links(ROOT / "README.md", links) == ["docs/no_such.md", "docs/index.md#no-such"]
+    settings_named = "`cache.page_sizes` `--no-such-flag 3` `cache.page_size: 4` `--page-size 4`"
+    assert unknown_settings(settings_named) == ["cache.page_sizes", "--no-such-flag"]
     assert wrong_command(["frame", "serv"])
     assert wrong_command(["frame", "plugins", "lst"])
     assert wrong_command(["frame", "config", "check", "--no-such-flag"])
