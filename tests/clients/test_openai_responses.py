@@ -344,4 +344,4 @@ def test_conversations(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="metadata"):
         client.conversations.create(metadata={str(i): "" for i in range(17)})
     with pytest.raises(openai.BadRequestError, match=r"items\[0\].role"):
-        client.conversations.create(items=[{"role": "nobody", "content": ""}])
+        client.conversations.create(items=[{"role": "unknown", "content": ""}])

@@ -1,6 +1,8 @@
-"""A hostile client with many connections and one key: `python tests/security/hostile.py URL KEY CONNECTIONS SEED`, until it is ended.
+"""A hostile client with many connections and one key: `python tests/security/hostile.py URL KEY
+CONNECTIONS SEED`, until it is killed.
 
-What it sends is within a client's limits: long prompts, many short ones, many sequences, bad grammars, slow readers, aborts, uploads.
+It sends what a client may send: long prompts, many short ones, many sequences, invalid grammars,
+slow readers, aborts, uploads.
 """
 
 from __future__ import annotations
@@ -81,17 +83,17 @@ class Hostile:
         finally:
             writer.transport.abort()
 
-    async def attack_for_ever(self) -> None:
+    async def attack_forever(self) -> None:
         while True:
             with suppress(OSError, IndexError, TimeoutError):
-                async with asyncio.timeout(self.random.expovariate(0.5)):  # then it leaves
+                async with asyncio.timeout(self.random.expovariate(0.5)):  # then it disconnects
                     await self.attack()
 
 
 async def main(url: str, key: str, connections: int, seed: int) -> None:
     hostile = Hostile(url, key, seed)
     for _ in range(connections):
-        task = asyncio.create_task(hostile.attack_for_ever())
+        task = asyncio.create_task(hostile.attack_forever())
         hostile.statuses["connections"] += bool(task)
         await asyncio.sleep(0)
     while True:

@@ -1,4 +1,6 @@
-"""Files and batches of several keys over HTTP: one server a folder, bounded metadata, streams, lines that count for their key."""
+"""Files and batches of several keys over HTTP: folder lock, metadata limits, streaming, quotas of
+lines.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def connect(server: RunningServer, head: str, body: bytes = b"") -> socket.socke
     return made
 
 
-def test_another_server_and_what_is_not_ours(server: RunningServer, folder: Path) -> None:
+def test_second_server_is_refused_and_foreign_files_stay(server: RunningServer, folder: Path) -> None:
     kept = upload(server, b"kept").json()["id"]
     command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--batch-folder", str(folder)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ)
@@ -91,7 +93,7 @@ METADATA = {
 
 
 @pytest.mark.parametrize("path", METADATA)
-def test_metadata_has_a_size(server: RunningServer, path: str) -> None:
+def test_metadata_size_is_limited(server: RunningServer, path: str) -> None:
     most = {f"{i:064}": "v" * 512 for i in range(16)}
     assert "metadata" not in ask(server, "POST", path, json=METADATA[path] | {"metadata": most}).text
     for bad in (most | {"k": ""}, {"k" * 65: ""}, {"k": "v" * 513}):
@@ -107,7 +109,8 @@ def test_files_are_streamed(server: RunningServer) -> None:
     upload(server, content[:MB])
     before = resident(server)
     head = f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {len(boundary) + SIZE + 10}\r\n\r\n".encode()
-    writers = [connect(server, "POST /v1/files HTTP/1.1", head + boundary + content) for _ in range(3)]  # their ends never come
+    # Never completed
+    writers = [connect(server, "POST /v1/files HTTP/1.1", head + boundary + content) for _ in range(3)]
     assert resident(server) - before < SIZE, "uploads are held in memory"
     for writer in writers:
         writer.close()

@@ -1,4 +1,6 @@
-"""What connections may cost: bytes that are no HTTP, heads without end, clients that say nothing or read nothing, too many at once."""
+"""Limits of connections: invalid HTTP, endless headers, clients that do not send or read, too many
+clients.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ WAIT = 30.0
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with as many bytes as the path says, without looking at the body."""
+    """Responds with as many bytes as the path says; does not read the body."""
     size = int(scope["path"].strip("/") or 2)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
     await send({"type": "http.response.body", "body": b"x" * size})
@@ -32,7 +34,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @asynccontextmanager
 async def listening(app: Any = echo, seconds: float = PATIENT, connections: int = 16) -> AsyncIterator[Any]:
-    """-> a function that connects."""
+    """Yields a function that connects."""
     config = uvicorn.Config(app, http=GuardedProtocol, lifespan="off", log_config=None, ws="none", timeout_keep_alive=PATIENT)
     config.load()
     limits = ConnectionLimits(connections, seconds)
@@ -59,7 +61,7 @@ async def listening(app: Any = echo, seconds: float = PATIENT, connections: int 
 
 
 async def talk(connect: Any, *parts: bytes) -> bytes:
-    """Send, and read until the server closes."""
+    """Send the parts, and read until the server closes the connection."""
     reader, writer = await connect()
     async with asyncio.timeout(WAIT):
         with contextlib.suppress(OSError):
@@ -74,7 +76,7 @@ async def talk(connect: Any, *parts: bytes) -> bytes:
 
 
 def status(answer: bytes) -> int:
-    """Of an answer, which must have the API's error shape."""
+    """The status of an error response, which must have the error shape of the API."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head
     error = msgspec.json.decode(body)["error"]
@@ -89,10 +91,10 @@ def status(answer: bytes) -> int:
      b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\n\r\n",
      b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n"],
 )  # fmt: skip
-async def test_what_is_no_http(request_bytes: bytes) -> None:
+async def test_invalid_http_is_refused(request_bytes: bytes) -> None:
     async with listening() as connect:
         assert status(await talk(connect, request_bytes)) == 400
-        reader, writer = await connect()  # and others are served
+        reader, writer = await connect()  # other clients are served
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), WAIT)).startswith(b"HTTP/1.1 200")
 
@@ -111,25 +113,25 @@ async def test_heads_have_a_size() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n"])
-async def test_a_head_has_a_time(sent: bytes) -> None:
+async def test_headers_have_a_time_limit(sent: bytes) -> None:
     async with listening(seconds=HASTY) as connect:
         assert status(await talk(connect, sent)) == 408
 
 
-async def test_a_second_head_and_an_unwanted_body_have_a_time() -> None:
+async def test_second_request_and_unread_body_have_a_time_limit() -> None:
     async with listening(seconds=HASTY) as connect:
         answer = await talk(connect, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HT")
-        assert answer.startswith(b"HTTP/1.1 200")  # then the half request ends the connection
+        assert answer.startswith(b"HTTP/1.1 200")  # then the incomplete request ends the connection
         answer = await talk(connect, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc", b"d")
         assert answer.startswith(b"HTTP/1.1 200")
 
 
-async def test_who_does_not_read_is_given_up() -> None:
+async def test_clients_that_do_not_read_are_disconnected() -> None:
     async with listening(seconds=HASTY) as connect:
         reader, writer = await connect()
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET /200000000 HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.sleep(4 * HASTY)  # the time that the client does nothing is the subject
+        await asyncio.sleep(4 * HASTY)  # the time in which the client does not read
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         size = 0
         async with asyncio.timeout(WAIT):
@@ -139,7 +141,7 @@ async def test_who_does_not_read_is_given_up() -> None:
         assert size < 200000000
 
 
-async def test_connections_are_counted() -> None:
+async def test_number_of_connections_is_limited() -> None:
     async with listening(connections=3) as connect:
         open_ones = [await connect() for _ in range(3)]
         for reader, writer in open_ones:
@@ -152,7 +154,7 @@ async def test_connections_are_counted() -> None:
         await open_ones[0][1].wait_closed()
         async with asyncio.timeout(WAIT):
             while not (await talk(connect, b"GET / HTTP/1.1\r\nHost: x\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200"):
-                pass  # the server has not heard of the end yet
+                pass  # the server has not seen the end of the connection yet
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
@@ -162,7 +164,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 async def tell(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, then answers with the headers of the request."""
+    """Reads the body, then responds with the headers of the request."""
     while (await receive()).get("more_body"):
         pass
     body = b"\n".join(name + b": " + value for name, value in scope["headers"])
@@ -191,7 +193,7 @@ async def test_trailers_do_not_change_the_framing(framing: bytes) -> None:
         assert answer.startswith(b"HTTP/1.1 400") or answer.count(b"HTTP/1.1 200") == 2, answer
 
 
-async def test_a_trailer_brings_no_key() -> None:
+async def test_trailer_is_not_used_as_api_key() -> None:
     async with serving({"server": {"api_key": "secret"}}) as server, listening(server.app) as connect:
         request = CHUNKED.replace(b"POST /", b"POST /tokenize") + b'12\r\n{"prompt": "hi!!"}\r\n0\r\n'
         assert (await talk(connect, request + b"x-api-key: secret\r\n\r\n")).startswith(b"HTTP/1.1 401")
@@ -199,37 +201,40 @@ async def test_a_trailer_brings_no_key() -> None:
         assert (await talk(connect, with_key + b"x-api-key: other\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_trailers_have_a_size() -> None:
+async def test_trailer_size_is_limited() -> None:
     async with listening(tell) as connect:
         assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: y\r\n" * (MOST_HEADERS + 1))) == 431
     async with listening(tell) as connect:
         assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: " + b"y" * (2 * LARGEST_HEAD + 1) + b"\r\n\r\n")) == 431
-    for endless in (b"0\r\nx: ", b"2\r\nhi\r\n0\r\nx: ", b"2;x="):  # without an end nobody would look at it
+    # No line ends, so no parser event comes
+    for endless in (b"0\r\nx: ", b"2\r\nhi\r\n0\r\nx: ", b"2;x="):
         async with listening(tell) as connect:
             assert status(await talk(connect, CHUNKED, endless, *[b"y" * LARGEST_HEAD] * 4)) == 431
 
 
-async def test_a_request_after_one_with_trailers_has_its_own_headers() -> None:
+async def test_request_after_trailers_has_only_its_own_headers() -> None:
     async with listening(tell) as connect:
         first = CHUNKED.replace(b"connection: close\r\n", b"") + b"0\r\nx: trailer\r\n\r\n"
         answer = await talk(connect, first + b"GET / HTTP/1.1\r\ny: header\r\nconnection: close\r\n\r\n")
         assert b"trailer" not in answer and b"y: header" in answer
-    async with listening(tell) as connect:  # an offer of HTTP/2 is read again without it
+    # A request with an HTTP/2 upgrade is parsed again without it
+    async with listening(tell) as connect:
         offer = b"GET / HTTP/1.1\r\ny: header\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
         assert b"y: header" in await talk(connect, offer)
 
 
-# bodies ------------------------------------------------------------------------------------------------------------
+# bodies -------------------------------------------------------------------------------------------
 
 
-def test_depth_of_json() -> None:
+def test_json_depth_is_limited() -> None:
     n = MOST_LEVELS
     assert problem_of(b"[" * n + b"]" * n) is None
     assert "deeper" in (problem_of(b"[" * (n + 1)) or "")
     assert problem_of(b"[1]," * 10 * n) is None
     assert problem_of(b'"' + b"[" * 10 * n + b'"') is None
-    assert "deeper" in (problem_of(b'"\\\\"' + b"[" * (n + 1)) or "")  # the string ends before the brackets
-    assert problem_of(b'"\\"' + b"[" * (n + 1) + b'"') is None  # it does not
+    # The brackets are outside the string
+    assert "deeper" in (problem_of(b'"\\\\"' + b"[" * (n + 1)) or "")
+    assert problem_of(b'"\\"' + b"[" * (n + 1) + b'"') is None  # the brackets are inside the string
     assert "deeper" in (problem_of(b'["x",' * 70_000) or "")
 
 
@@ -237,10 +242,11 @@ def test_depth_of_json() -> None:
     (b"[],", "lists, objects and keys"), (b"{},", "lists, objects and keys"), (b'{"a":1},', "lists, objects and keys"),
     (b'"",', "values"), (b"1,", "values"),
 ], ids=["lists", "objects", "keys", "texts", "numbers"])  # fmt: skip
-def test_json_of_many_parts_is_refused_unread(piece: bytes, sentence: str) -> None:
+def test_json_of_many_values_is_refused_undecoded(piece: bytes, sentence: str) -> None:
     assert sentence in (problem_of(b"[" + piece * MOST_VALUES * 2 + b"0]") or "")
     assert problem_of(b"[" + piece * 1000 + b"0]") is None
-    assert problem_of(msgspec.json.encode((piece * MOST_VALUES * 2).decode())) is None  # the same as text
+    # Inside a string
+    assert problem_of(msgspec.json.encode((piece * MOST_VALUES * 2).decode())) is None
 
 
 @pytest.mark.parametrize("size", [_SLICE - 2, _SLICE - 1, _SLICE, _SLICE + 1])
@@ -260,7 +266,7 @@ async def test_deep_bodies_are_refused_on_every_route() -> None:
                 assert "nested" in answer.json()["error"]["message"]
 
 
-def test_bodies_share_room() -> None:
+def test_bodies_share_a_byte_limit() -> None:
     bodies = Bodies(most=100, pause=1.0)
     bodies.take(60)
     with pytest.raises(ApiError) as caught:
@@ -270,9 +276,9 @@ def test_bodies_share_room() -> None:
     bodies.take(100)
 
 
-async def test_room_of_bodies_comes_back() -> None:
+async def test_bytes_of_bodies_are_released() -> None:
     async with serving({"server": {"max_body_bytes": 2048}}) as server:
-        for _ in range(40):  # many times the room of all bodies together
+        for _ in range(40):  # many times the limit of all bodies
             assert (await server.request("POST", "/generate", b"x" * 2000)).status == 400
             assert (await server.request("POST", "/generate", b"x" * 3000)).status == 413
 

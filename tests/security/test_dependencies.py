@@ -1,4 +1,4 @@
-"""Lower bounds of dependencies against published vulnerabilities: no version that is known to be vulnerable may be installed."""
+"""Lower bounds of dependencies permit no version with a published vulnerability."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FIXED: dict[str, tuple[tuple[str, str], ...]] = {
     "uvicorn": (("0.11.7", "CVE-2020-7694"), ("0.11.7", "CVE-2020-7695")),
     "xgrammar": (("0.1.18", "CVE-2025-32381"), ("0.1.21", "CVE-2025-57809"), ("0.1.32", "CVE-2026-25048")),
 }  # fmt: skip
-# No published vulnerability is known that affects a version that the bounds permit.
+# Without a published vulnerability in the versions that the bounds permit.
 NONE_KNOWN = {
     "click", "flashinfer-python", "grpcio-health-checking", "grpcio-reflection", "llguidance", "matplotlib", "msgspec", "openai",
     "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy", "prometheus-client", "pyzmq", "rich",
     "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "tokenizers", "triton", "uvloop",
 }  # fmt: skip
-NOT_SERVING = ("test", "load", "dev")  # extras that no server is run with
+NOT_SERVING = ("test", "load", "dev")  # extras that servers do not use
 
 
 def requirements(*left_out: str) -> list[Requirement]:

@@ -1,4 +1,4 @@
-"""Every field has a limit, and every answer keeps the server's folders to itself."""
+"""Every field has a limit, and no response contains a folder of the server."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ async def test_fields_have_limits(name: str, change: dict[str, Any]) -> None:
         assert answer.status == 400, answer.body[:300]
         message = answer.json()["error"]["message"]
         assert name in message
-        assert len(message) < 500  # what was sent is not sent back
+        assert len(message) < 500  # the value is not repeated
         assert (await server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})).status == 200
 
 
-async def test_a_header_may_end_a_request() -> None:
+async def test_timeout_header_ends_a_request() -> None:
     async with serving() as server:
         body = {"messages": MESSAGES, "max_tokens": 1}
         for wrong in ("soon", "nan", "-1", "0"):

@@ -1,4 +1,4 @@
-"""Keys over the whole application: nothing but the health checks answers without one, and each key has a prefix cache of its own."""
+"""API keys: only health checks answer without one, and each key has its own prefix cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_both_headers_and_several_keys() -> None:
 
 
 def test_a_key_is_looked_up_by_a_keyed_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lookup however many keys there are, by a tag that nobody outside can compute: its timing says nothing of the keys."""
+    """There is one lookup, by a keyed digest that clients cannot compute, so timing reveals no key."""
     looked_up: list[bytes] = []
 
     class Spied(dict[bytes, str]):
@@ -55,7 +55,7 @@ def test_a_key_is_looked_up_by_a_keyed_digest(monkeypatch: pytest.MonkeyPatch) -
         for given in (b"key-0", b"key-19999", b"none", b"a much longer one than all the others"):
             keys.tenant([(b"x-api-key", given)])
     assert len(looked_up) == 8 and {len(tag) for tag in looked_up} == {32}
-    assert set(looked_up[:4]).isdisjoint(looked_up[4:])  # another secret in each process
+    assert set(looked_up[:4]).isdisjoint(looked_up[4:])  # the secret differs in each process
     assert hashlib.sha256(b"key-0").digest() not in looked_up
     assert first.tenant([(b"x-api-key", b"key-7")]) == second.tenant([(b"x-api-key", b"key-7")]) is not None
 
@@ -69,8 +69,8 @@ def test_key_file(tmp_path: Path) -> None:
     assert load_keys(ServerSection()) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"# nobody\n", b"sha256:abc\n", b"sha256:" + b"zz" * 32, b"\xff\xfe"])
-def test_key_file_that_is_wrong(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"# no key\n", b"sha256:abc\n", b"sha256:" + b"zz" * 32, b"\xff\xfe"])
+def test_invalid_key_file(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "keys"
     file.write_bytes(content)
     with pytest.raises(ConfigurationError, match="api_keys") as error:
@@ -86,7 +86,7 @@ def test_missing_key_file_and_empty_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
-def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
+def test_public_address_needs_a_key(host: str) -> None:
     with pytest.raises(ConfigurationError, match="insecure"):
         check_exposure(ServerSection(host=host))
     check_exposure(ServerSection(host=host, api_key="k"))
@@ -94,7 +94,7 @@ def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
-def test_this_machine_alone_needs_no_key(host: str) -> None:
+def test_loopback_needs_no_key(host: str) -> None:
     check_exposure(ServerSection(host=host))
     assert ServerSection().host == "127.0.0.1"
 
@@ -103,16 +103,18 @@ ODD_PATHS = ("/nowhere", "//generate", "/health/../generate", "/generate/", "/%6
              "/v1/models/..", "/health;/generate", "/health\\..\\generate", "*")  # fmt: skip
 
 
-async def test_every_path_wants_the_key() -> None:
+async def test_every_path_needs_a_key() -> None:
     async with serving({"server": {"api_key": "secret"}}) as server:
         paths = [(method, o.path, o.access) for o in ROUTES for method in o.methods]
         for method, path, access in paths + [("POST", path, Access.USER) for path in ODD_PATHS]:
             for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"x-api-key", b"wrong")]):
                 answer = await server.request(method, path, b"{}", headers)
-                if access is Access.OPEN:  # health, and the page's own files, which say nothing of the server
+                # Health, and the page's own files, which say nothing of the server
+                if access is Access.OPEN:
                     assert answer.status == (404 if "{" in path else 200)
                 else:
-                    assert (answer.status, b"the API key is missing or wrong" in answer.body) == (401, True), path  # in its dialect's shape
+                    # In the error shape of its API
+                    assert (answer.status, b"the API key is missing or wrong" in answer.body) == (401, True), path
                     assert answer.headers["www-authenticate"] == "Bearer"
         for headers in ([(b"authorization", b"Bearer secret")], [(b"x-api-key", b"secret")]):
             assert (await server.request("GET", "/v1/models", headers=headers)).status == 200
@@ -132,8 +134,9 @@ async def test_keys_do_not_see_each_others_prefixes(tmp_path: Path) -> None:
     async with serving({"server": {"api_keys": str(file)}}) as server:
         assert await cached(server, "one") == 0
         assert await cached(server, "one") > 0
-        assert await cached(server, "two") == 0  # no time is saved by another's prompt
-        assert await cached(server, "one", cache_salt="a") == 0  # nor by one's own under another salt
+        assert await cached(server, "two") == 0  # another key's prompt is not cached for this one
+        # Nor its own prompt under another salt
+        assert await cached(server, "one", cache_salt="a") == 0
         assert await cached(server, "one", cache_salt="a") > 0
         assert await cached(server, "two", cache_salt="a") == 0
     async with serving({"server": {"api_keys": str(file), "share_cache": True}}) as server:
@@ -141,7 +144,7 @@ async def test_keys_do_not_see_each_others_prefixes(tmp_path: Path) -> None:
         assert await cached(server, "two") > 0
 
 
-async def test_a_key_has_its_share(tmp_path: Path) -> None:
+async def test_requests_of_a_key_are_limited(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
@@ -150,13 +153,15 @@ async def test_a_key_has_its_share(tmp_path: Path) -> None:
         assert [answer.status for answer in answers] == [200, 429, 200]
         assert answers[1].headers["retry-after"] == "1"
         assert answers[1].json()["error"]["type"] == "rate_limit_error"
-        assert (await server.post("/generate", body, x_api_key="one")).status == 200  # its place came back
+        # The quota is free again
+        assert (await server.post("/generate", body, x_api_key="one")).status == 200
         await server.services.client.control("pause")
         later = (await server.post("/v1/responses", {"input": "hi", "max_output_tokens": 5, "background": True}, x_api_key="one")).json()
-        assert (await server.post("/generate", body, x_api_key="one")).status == 429  # though nobody waits for the other
+        # Even though its client does not wait
+        assert (await server.post("/generate", body, x_api_key="one")).status == 429
         await server.services.client.control("resume")
         async with asyncio.timeout(20):
-            while server.services.tasks:  # noqa: ASYNC110 - no event tells of it
+            while server.services.tasks:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.01)
         assert (await server.request("GET", f"/v1/responses/{later['id']}", headers=((b"x-api-key", b"one"),))).json()["output"]
         assert (await server.post("/generate", body, x_api_key="one")).status == 200

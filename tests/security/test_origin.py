@@ -1,4 +1,4 @@
-"""Pages from elsewhere do not act through a browser on a server without keys."""
+"""Web pages of other origins cannot use a server without keys through a browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'
         (None, "", False),
         (None, "frame.localhost:30000", False),
         (None, "[::1]:30000", False),
-        (None, "evil.example:30000", True),  # what a page reads under its own name comes without its origin
+        # DNS rebinding: a same-origin request has no Origin header
+        (None, "evil.example:30000", True),
         (None, "anything", True),
         (None, "[", True),
         ("http://[", "[", True),
@@ -27,11 +28,11 @@ BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'
         ("https://evil.example", "127.0.0.1:30000", True),
         ("http://127.0.0.1:8080", "127.0.0.1:30000", True),
         ("null", "127.0.0.1:30000", True),
-        ("http://evil.example:30000", "evil.example:30000", True),  # its name was given this machine's address
+        ("http://evil.example:30000", "evil.example:30000", True),  # DNS rebinding
         ("", "", True),
     ],
 )
-def test_what_is_foreign(origin: str | None, host: str, is_foreign: bool) -> None:
+def test_foreign_requests_are_detected(origin: str | None, host: str, is_foreign: bool) -> None:
     headers = [(b"host", host.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
     assert (why_foreign(headers) is not None) == is_foreign
 
@@ -49,14 +50,14 @@ async def test_a_foreign_page_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/page/cache.json", "/server_info", "/"])
-async def test_a_name_that_was_given_this_machine_s_address_reads_nothing(path: str) -> None:
+async def test_dns_rebinding_is_refused(path: str) -> None:
     async with serving({}) as server:
         answer = await server.request("GET", path, b"", [(b"host", b"evil.example:30000")])
         assert answer.status == 403
         assert "not to evil.example:30000; set --api-key, or --insecure" in answer.json()["error"]["message"]
 
 
-async def test_keys_decide_where_there_are_keys() -> None:
+async def test_with_keys_the_origin_is_not_checked() -> None:
     headers = [(b"host", b"api.example"), (b"origin", b"https://app.example"), (b"authorization", b"Bearer secret")]
     async with serving({"server": {"api_key": "secret"}}) as server:
         assert (await server.request("GET", "/v1/models", b"", headers)).status == 200

@@ -1,4 +1,6 @@
-"""Ten times more than the server can do: what is accepted is kept, the rest is refused at once, and nothing grows."""
+"""Ten times the capacity: accepted requests meet their deadline, the rest is refused at once,
+memory is bounded.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ STEP = 0.01  # seconds
 TOKENS = 20
 PLACES = 8
 CAPACITY = PLACES / (STEP * TOKENS)  # requests a second
-DEADLINE = 20.0  # seconds, which requests bring
+DEADLINE = 20.0  # seconds; the timeout of each request
 
 
 @dataclass(slots=True)
 class Load:
-    """What came of the requests. Times in seconds."""
+    """The results of the requests. Times are in seconds."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     accepted: list[float] = field(default_factory=list)
@@ -39,7 +41,7 @@ class Load:
 
 
 async def overload(url: str, rate: float, seconds: float) -> Load:
-    """`rate` requests a second, each on a connection that nothing else uses meanwhile, whether or not the ones before were answered."""
+    """Send `rate` requests a second, each on its own connection, without waiting for earlier ones."""
     parts = urlsplit(url)
     body = json.dumps(
         {"input_ids": [5, 6, 7], "timeout": DEADLINE, "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}
@@ -84,13 +86,13 @@ async def overload(url: str, rate: float, seconds: float) -> Load:
 
 
 def memory_of(server: RunningServer) -> int:
-    """Bytes of all its processes."""
+    """Bytes of all processes of the server."""
     main = psutil.Process(server.process.pid)
     return sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))
 
 
 def under_load(folder: Path, times: float, seconds: float) -> tuple[Load, int]:
-    """-> (what came of it, bytes that the server's memory grew by after the first fifth)."""
+    """(results, bytes by which the memory of the server grew after the first fifth)."""
     flags = ("--max-running-requests", str(PLACES), "--max-queued-requests", str(PLACES), "--max-model-len", "512")
     environment = {"FRAME_FAKE_STEP": str(STEP), "FRAME_FAKE_PLAIN": "1"}
     with RunningServer(folder, *flags, "--max-total-tokens", "4096", "--skip-tokenizer-init", env=environment) as server:
@@ -108,7 +110,7 @@ def under_load(folder: Path, times: float, seconds: float) -> tuple[Load, int]:
 def test_ten_times_capacity(tmp_path: Path) -> None:
     load, grown = under_load(_folder(), 10, 3)
     assert set(load.statuses) == {200, 503}
-    assert load.statuses[503] > load.statuses[200]  # far more was offered than there is room for
+    assert load.statuses[503] > load.statuses[200]  # far more than the queue holds
     assert max(load.accepted) < DEADLINE
     assert statistics.median(load.refused) < statistics.median(load.accepted)
     assert grown < 64 << 20
@@ -131,11 +133,11 @@ def _folder() -> Path:
     return Path(find_model("frame-tiny"))
 
 
-# leaks -------------------------------------------------------------------------------------------------------------
+# leaks --------------------------------------------------------------------------------------------
 
 
 def sizes() -> Counter[str]:
-    """How much every collection holds that is an attribute of an object of ours, by class and attribute."""
+    """Lengths of all collections that are attributes of `frame` objects, by class and attribute."""
     gc.collect()
     found: Counter[str] = Counter()
     for thing in gc.get_objects():
@@ -152,7 +154,7 @@ def sizes() -> Counter[str]:
 
 
 async def many(server: InProcess, count: int, start: int) -> None:
-    """Short requests of all kinds: streamed and not, cut off by a deadline, refused, of several sequences."""
+    """Send short requests: streamed and whole, timed out, refused, with several sequences."""
 
     async def one(number: int) -> None:
         body: dict[str, Any] = {"input_ids": [3 + number % 97, 4 + number % 89], "sampling_params": {"max_new_tokens": 1 + number % 3}}
@@ -177,7 +179,7 @@ async def many(server: InProcess, count: int, start: int) -> None:
 
 
 async def grows(warm: int, count: int) -> dict[str, int]:
-    """What holds more after `count` further requests than it did before, by a tenth of them or more."""
+    """Collections that grew by a tenth of `count` or more during `count` further requests."""
     async with serving() as server:
         server.services.metrics = ServerMetrics(server.services)
         await many(server, warm, 0)
@@ -193,10 +195,10 @@ async def grows(warm: int, count: int) -> dict[str, int]:
     return {name: size - before[name] for name, size in after.items() if size - before[name] > count // 10}
 
 
-async def test_nothing_grows() -> None:
+async def test_no_collection_grows() -> None:
     assert await grows(600, 600) == {}
 
 
 @pytest.mark.soak
-async def test_nothing_grows_in_100_000_requests() -> None:
+async def test_no_collection_grows_in_100_000_requests() -> None:
     assert await grows(2000, 100_000) == {}

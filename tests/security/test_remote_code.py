@@ -1,4 +1,6 @@
-"""A checkpoint's Python code runs with --trust-remote-code alone: in no process, by no call, whatever standard input says."""
+"""A checkpoint's Python code runs only with --trust-remote-code, in every process and by every
+call.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ FAST = """from transformers import PreTrainedTokenizerFast
 class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
-# ids are characters: no special tokens but one
-SLOW = '''import json
+# ids are characters, with one special token
+SLOW = """import json
 from pathlib import Path
 
 from transformers import PreTrainedTokenizer
@@ -81,7 +83,7 @@ class OwnTokenizer(PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens):
         return "".join(tokens)
-'''
+"""
 PROCESSOR = """from transformers import AutoTokenizer
 
 
@@ -138,7 +140,7 @@ def own_tokenizer(folder: Path, slow: bool = True, processor: bool = False) -> P
 
 
 def evil(folder: Path) -> Path:
-    """Code wherever transformers would look for some."""
+    """A checkpoint with code in every place where transformers looks for it."""
     own_tokenizer(own_model(folder))
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     change(folder / "config.json", architectures=["OwnForCausalLM"], model_type="own", auto_map=auto_map)
@@ -150,7 +152,7 @@ def evil(folder: Path) -> Path:
 
 
 def is_loading(node: ast.AST) -> bool:
-    """A call that may run a checkpoint's code: one of transformers', or our tokenizer's."""
+    """Whether a call may run a checkpoint's code: a call of transformers or of our tokenizer."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     of = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
@@ -175,7 +177,7 @@ def test_every_call_says_whether_code_may_run() -> None:
 
 @pytest.mark.parametrize("make", [evil, own_tokenizer, own_model], ids=["all", "tokenizer", "model"])
 @pytest.mark.parametrize("command", [("serve", "--port", "0"), ("config", "check")], ids=["serve", "check"])
-def test_nobody_is_asked_on_standard_input(make: Callable[[Path], Path], command: tuple[str, ...], tmp_path: Path) -> None:
+def test_standard_input_is_not_read(make: Callable[[Path], Path], command: tuple[str, ...], tmp_path: Path) -> None:
     folder = make(tmp_path / "evil")
     ended = subprocess.run(
         [sys.executable, "-m", "frame", *command, "--model", str(folder)],
@@ -188,7 +190,7 @@ def test_nobody_is_asked_on_standard_input(make: Callable[[Path], Path], command
     assert "Traceback" not in ended.stderr
 
 
-def test_code_that_is_not_needed_does_not_run(tmp_path: Path) -> None:
+def test_unneeded_code_does_not_run(tmp_path: Path) -> None:
     folder = own_tokenizer(tmp_path / "model", slow=False)
     add_code(folder, "modeling_own", MODEL)
     change(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
@@ -197,7 +199,7 @@ def test_code_that_is_not_needed_does_not_run(tmp_path: Path) -> None:
     assert ran(folder) == []
 
 
-def test_models_of_their_own(tmp_path: Path) -> None:
+def test_model_code_runs_where_trusted(tmp_path: Path) -> None:
     folder = own_model(tmp_path / "model")
     with pytest.raises(ConfigurationError, match="OwnForCausalLM is neither .* --trust-remote-code"):
         open_session(folder, model="transformers")
@@ -211,7 +213,7 @@ def test_models_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["fast", "slow"])
-def test_tokenizers_of_their_own(tmp_path: Path, is_slow: bool) -> None:
+def test_tokenizer_code_runs_where_trusted(tmp_path: Path, is_slow: bool) -> None:
     folder = own_tokenizer(tmp_path / "model", slow=is_slow)
     if is_slow:
         with pytest.raises(CheckpointError, match="tokenizer .* --trust-remote-code"):
@@ -230,7 +232,7 @@ def test_tokenizers_of_their_own(tmp_path: Path, is_slow: bool) -> None:
         assert tokenizer.encode_inputs([["ab"], ["ab", "cd"]]) == [([ids[0]], 0), (ids, 1)]
 
 
-def test_processors_of_their_own(tmp_path: Path) -> None:
+def test_processor_code_runs_where_trusted(tmp_path: Path) -> None:
     folder = own_tokenizer(tmp_path / "model", processor=True)
     with pytest.raises(CheckpointError, match="tokenizer .* --trust-remote-code"):
         Tokenizer.load(folder)
@@ -239,21 +241,21 @@ def test_processors_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reference", ["other/repo--tokenization_own.OwnTokenizer", "../up.Own", "tokenization_own", "tokenization_own.No"])
-def test_code_is_the_folders_own(tmp_path: Path, reference: str) -> None:
+def test_code_outside_the_folder_is_refused(tmp_path: Path, reference: str) -> None:
     folder = own_tokenizer(tmp_path / "model")
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [reference, None]})
     with pytest.raises(CheckpointError, match="module.Class|cannot be loaded"):
         Tokenizer.load(folder, trust_remote_code=True)
 
 
-def test_no_class_is_loaded_where_none_may_be(tmp_path: Path) -> None:
+def test_no_class_is_loaded_without_trust(tmp_path: Path) -> None:
     folder = own_model(tmp_path / "model")
     with pytest.raises(CheckpointError, match="--trust-remote-code"):
         load_class(None, "model", "modeling_own.OwnForCausalLM")
     assert ran(folder) == []
 
 
-def test_a_server_that_may_run_code(tmp_path: Path) -> None:
+def test_server_with_trusted_code(tmp_path: Path) -> None:
     folder = own_tokenizer(own_model(tmp_path / "model"))
     change(folder / "config.json", architectures=["OwnForCausalLM"], model_type="own",
            auto_map={"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})  # fmt: skip

@@ -1,4 +1,6 @@
-"""What one request may ask for is counted before anything is made of it, and one key does not get all places."""
+"""The size of a request is checked before memory is allocated for it, and one key cannot fill the
+queue.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SAMPLING = {"max_new_tokens": 1}
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def test_prompts_are_counted_before_parameters_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_are_counted_before_parameters_are_created(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     make = native._params
     monkeypatch.setattr(native, "_params", lambda *arguments: made.append(arguments) or make(*arguments))
@@ -27,7 +29,7 @@ async def test_prompts_are_counted_before_parameters_are_made(monkeypatch: pytes
         assert (answer.status, answer.json()["error"]["param"], made) == (400, "text", [])
         assert "65 sequences" in answer.json()["error"]["message"]
         assert (await server.post("/generate", {"input_ids": [[5]] * 64, "sampling_params": SAMPLING})).status == 200
-        assert len(made) == 1  # shared by all
+        assert len(made) == 1  # shared by all prompts
 
 
 @pytest.mark.parametrize(("body", "param"), [
@@ -43,14 +45,15 @@ async def test_sequences_of_one_request_are_bounded(body: dict[str, Any], param:
         assert (await server.post("/v1/completions", {"max_tokens": 1, "prompt": ["a"] * 32, "n": 2})).status == 200
 
 
-async def test_one_key_does_not_take_the_whole_queue(tmp_path: Path) -> None:
+async def test_one_key_cannot_fill_the_queue(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     async with serving({"server": {"api_keys": str(keys)}, "scheduler": {"max_running_requests": 4, "max_queued_requests": 12}}) as server:
         long = {"prompt": [[5]] * 8, "max_tokens": 400, "ignore_eos": True}
         first = asyncio.create_task(server.post("/v1/completions", long, x_api_key="one"))
         async with asyncio.timeout(10):
-            while server.services.client.num_outstanding < 8:  # noqa: ASYNC110 - there is no event for it
+            # No event signals it
+            while server.services.client.num_outstanding < 8:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         refused = await server.post("/v1/completions", {"prompt": [5], "max_tokens": 1}, x_api_key="one")
         assert (refused.status, refused.json()["error"]["code"]) == (429, "too_many_requests_of_key")
@@ -62,10 +65,10 @@ async def test_one_key_does_not_take_the_whole_queue(tmp_path: Path) -> None:
 def test_limits_follow_the_context() -> None:
     assert prompt_limit(512) == LEAST_BODY
     assert prompt_limit(2**20) == TOKEN_BYTES * 2**20
-    assert value_limit(2**20) == 2**21  # ids that fill the context, and as much again
+    assert value_limit(2**20) == 2**21  # twice the ids of a full context
 
 
-async def test_bodies_without_prompts_are_small() -> None:
+async def test_bodies_without_prompts_have_a_small_limit() -> None:
     async with serving() as server:
         big = b'{"rid": "' + b"x" * SMALL_BODY + b'"}'
         assert (await server.request("POST", "/abort_request", big)).status == 413

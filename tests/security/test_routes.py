@@ -1,4 +1,6 @@
-"""Authorisation belongs to the matched route: every route of both listeners, in many spellings of its path, with each kind of key."""
+"""Access levels of all routes of both listeners, for many spellings of each path and each kind of
+key.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.security.test_connections import listening, talk
 USER_KEY, ADMIN_KEY = b"user-key", b"admin-key"
 KEYS: dict[str, list[tuple[bytes, bytes]]] = {
     "none": [],
-    "wrong": [(b"authorization", b"Bearer nobody")],
+    "wrong": [(b"authorization", b"Bearer wrong-key")],
     "user": [(b"authorization", b"Bearer " + USER_KEY)],
     "admin": [(b"x-api-key", ADMIN_KEY)],
 }
@@ -40,7 +42,7 @@ STARTS = ("/", "/.", "/%2e", "/x/..", "/health/..", "/health/%2e%2e", "/health%2
 
 
 def spellings(path: str) -> list[str]:
-    """Of a route's path: what a client may write in the hope that a guard and the router read it differently."""
+    """Spellings of a route's path that access control and the router might read differently."""
     path = path.replace("{name:path}", "frame-tiny").replace("{name}", "x1")
     middle = [
         path.upper(), path.title(), path.replace("/", "//"), path.replace("/", "%2f"), path.replace("/", "\\"), path.replace("/", "/./"),
@@ -90,7 +92,7 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
     assert tried > 20_000
 
 
-async def test_a_line_feed_after_the_path_opens_nothing() -> None:
+async def test_line_feed_after_the_path_is_refused() -> None:
     async with serving({"server": {"api_key": "user", "admin_key": "op"}}) as server:
         for path in ("/page/cache.json", "/page/about.json", "/page/live.json", "/server_info", "/flush_cache", "/pause_generation"):
             for end in ("%0a", "%00", "%0d%0a", "%7f"):
@@ -101,7 +103,7 @@ async def test_a_line_feed_after_the_path_opens_nothing() -> None:
 
 
 async def test_bytes_on_a_socket() -> None:
-    """What uvicorn makes of a path is what the router reads."""
+    """The router reads the path as uvicorn decodes it."""
     async with serving({"server": {"api_key": "user"}}) as server:
         for path, expected in (
             ("/health", 200), ("/health/", 200), ("/health%0a", 400), ("/page/cache.json%0a", 400), ("/page/cache.json", 401),
@@ -124,7 +126,7 @@ def test_the_gate_admits_each_level_for_its_own_key(is_admin: bool) -> None:
     assert admitted == {(name, "OPEN") for name in KEYS} | keyed
 
 
-def test_a_route_without_a_level_cannot_be_made() -> None:
+def test_route_without_access_level_is_refused() -> None:
     async def handler(call: Call, services: Services) -> None:
         """Nothing."""
 
@@ -137,7 +139,7 @@ def test_a_route_without_a_level_cannot_be_made() -> None:
 
 
 def test_no_code_compares_paths_of_requests() -> None:
-    """`scope["path"]` is shown in sentences, logs and spans; the router alone decides by it."""
+    """`scope["path"]` is used in errors, logs and spans; only the router makes decisions by it."""
     folder = Path(app_module.__file__).parent
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -145,7 +147,7 @@ def test_no_code_compares_paths_of_requests() -> None:
                 assert '["path"]' not in ast.unparse(node).replace("'", '"').partition("\n")[0], f"{file.name}:{node.lineno}"
 
 
-async def test_a_trailing_slash_is_the_same_route() -> None:
+async def test_trailing_slash_is_ignored() -> None:
     async with serving({"server": {"api_key": "user"}}) as server:
         key = [(b"authorization", b"Bearer user"), (b"content-type", b"application/json")]
         for path in ("/v1/models/", "/v1/models/frame-tiny/", "/metrics/", "/health/"):
@@ -156,7 +158,7 @@ async def test_a_trailing_slash_is_the_same_route() -> None:
         assert (await server.request("GET", "/v1/models/")).status == 401
 
 
-# the router --------------------------------------------------------------------------------------------------------
+# the router ---------------------------------------------------------------------------------------
 
 
 def router() -> Router[str]:
@@ -184,14 +186,15 @@ def router() -> Router[str]:
         ("DELETE", b"/a/x%20y", ("one", {"name": "x y"})),
         ("GET", b"/a/x/c/", ("below", {"name": "x"})),
         ("GET", b"/m.n/x/y", ("rest", {"name": "x/y"})),
-        ("GET", b"/m.n/x%2Fy", ("rest", {"name": "x/y"})),  # as OpenAI's client writes a model's name
+        # As OpenAI's client encodes a model name
+        ("GET", b"/m.n/x%2Fy", ("rest", {"name": "x/y"})),
         ("GET", b"/mxn/x", None),
         ("GET", b"/A", None),
         ("GET", b"//", None),
         ("GET", b"a", None),
     ],
 )
-def test_what_the_router_finds(method: str, raw: bytes, expected: Any) -> None:
+def test_paths_that_the_router_finds(method: str, raw: bytes, expected: Any) -> None:
     found = router().find(decode_path(raw))
     assert (None if found is None else (found.endpoint(method), found.parameters)) == expected
 
@@ -199,7 +202,7 @@ def test_what_the_router_finds(method: str, raw: bytes, expected: Any) -> None:
 @pytest.mark.parametrize(
     "raw", [b"/a\n", b"/a%0a", b"/a%00", b"/%zz", b"/%", b"/%f", b"/%ff", b"/%c2%85", b"/\xff", b"/a%2fb", b"/a/x%2Fc"]
 )
-def test_what_the_router_refuses(raw: bytes) -> None:
+def test_paths_that_the_router_refuses(raw: bytes) -> None:
     with pytest.raises(ApiError) as error:
         router().find(decode_path(raw))
     assert error.value.status == 400
@@ -212,13 +215,13 @@ def test_methods_and_doubles() -> None:
         Router([("/a", ("GET",), 1), ("/a", ("GET", "POST"), 2)])
 
 
-# what changes state ------------------------------------------------------------------------------------------------
+# what changes state -------------------------------------------------------------------------------
 
-READING = {"server_info", "outline_cache"}  # controls that leave the engine as it is
+READING = {"server_info", "outline_cache"}  # commands that do not change the engine
 
 
 async def actions(server: InProcess, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a request asks of the engine, besides reading."""
+    """The commands of a request to the engine that change its state."""
     client, found = server.services.client, list[str]()
     control, abort, start = client.control, client.abort, client.start
 
@@ -254,5 +257,6 @@ async def test_get_and_head_change_nothing(tmp_path: Path, monkeypatch: pytest.M
         server.app = App(server.services)
         assert (await server.request("GET", f"/v1/responses/{kept}")).status == 200
         assert listed(tmp_path) == files
-        assert await actions(server, "/flush_cache", "POST", monkeypatch) == ["flush_cache"]  # what is looked for is seen
+        # The check finds a change
+        assert await actions(server, "/flush_cache", "POST", monkeypatch) == ["flush_cache"]
         assert (await server.request("GET", "/flush_cache")).status == 405

@@ -1,4 +1,4 @@
-"""Chat templates run in a sandbox, clients bring none, and what clients send is data in them."""
+"""Chat templates run in a sandbox, clients cannot send one, and client input is only data in them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_clients_bring_no_template(body: dict[str, Any]) -> None:
             assert "1337" not in text
 
 
-async def test_template_arguments_may_not_be_its_own() -> None:
+async def test_template_arguments_cannot_replace_the_template() -> None:
     async with serving() as server:
         answer = await server.post("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}})
         assert (answer.status, "chat_template_kwargs" in answer.json()["error"]["message"]) == (400, True)

@@ -1,4 +1,7 @@
-"""Two tenants, one of them hostile: what the other one gets in time and tokens, and that nothing of it can be read, ended or found out."""
+"""A tenant beside a hostile one: its latency and throughput, and the privacy of its data.
+
+The hostile tenant can neither read, abort nor detect the requests of the other one.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,17 @@ from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer, wait_until
 
 MODEST, HOSTILE = "sk-modest", "sk-hostile"
-STEP = 0.1  # seconds: long beside what the processor does for it, so that times are counts of steps
+STEP = 0.1  # seconds; long against CPU time, so that times count steps
 STREAMS = 4  # of the modest tenant
-TOKENS = 5  # of each of its answers
+TOKENS = 5  # of each of its responses
 CONNECTIONS = 64
 
 
 @dataclass(slots=True)
-class Got:
-    """What the modest tenant got: seconds to each first token, tokens in all, seconds in all, and answers that were none."""
+class Service:
+    """What the modest tenant received: seconds to each first token, tokens, seconds in all, failed
+    requests.
+    """
 
     firsts: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -46,9 +51,9 @@ class Got:
         return self.tokens / self.seconds
 
 
-async def modest(url: str, seconds: float, streams: int = STREAMS) -> Got:
-    """`streams` requests at a time, each for `TOKENS` tokens."""
-    got, until, started = Got(), time.perf_counter() + seconds, time.perf_counter()
+async def modest(url: str, seconds: float, streams: int = STREAMS) -> Service:
+    """Send `streams` requests at a time, each for `TOKENS` tokens."""
+    got, until, started = Service(), time.perf_counter() + seconds, time.perf_counter()
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         while time.perf_counter() < until:
@@ -80,7 +85,7 @@ async def modest(url: str, seconds: float, streams: int = STREAMS) -> Got:
 
 @contextmanager
 def attacked(url: str) -> Iterator[list[str]]:
-    """Meanwhile the hostile tenant is at work, in a process of its own; what it prints is put in the list at the end."""
+    """Runs the hostile tenant in its own process meanwhile; its output is in the list at the end."""
     command = [sys.executable, str(Path(__file__).with_name("hostile.py")), url, HOSTILE, str(CONNECTIONS), "7"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     printed: list[str] = []
@@ -104,11 +109,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def compare(server: RunningServer, seconds: float) -> tuple[Got, Got, list[str]]:
+def compare(server: RunningServer, seconds: float) -> tuple[Service, Service, list[str]]:
     """The modest tenant alone, and beside the hostile one."""
     alone = asyncio.run(modest(server.url, min(seconds, 10.0)))
     with attacked(server.url) as printed:
-        time.sleep(1.0)  # until the queue is what the hostile tenant wants it to be
+        time.sleep(1.0)  # until the hostile tenant has filled the queue
         beside = asyncio.run(modest(server.url, seconds))
     shown = f"alone {alone.first * 1e3:.0f} ms, {alone.rate:.0f} tokens/s; beside {beside.first * 1e3:.0f} ms, {beside.rate:.0f} tokens/s"
     print(shown, printed[-1:])
@@ -116,25 +121,27 @@ def compare(server: RunningServer, seconds: float) -> tuple[Got, Got, list[str]]
     return alone, beside, printed
 
 
-def test_a_hostile_tenant_takes_no_more_than_its_share(server: RunningServer) -> None:
-    """The short form: the best of three rounds, within wide bounds, since this machine may have other work. Where tenants take no turns
-    the modest one gets no token in any of them."""
-    modest_things = keep_things(server)
+def test_hostile_tenant_gets_at_most_its_share(server: RunningServer) -> None:
+    """The best of three short rounds, within wide bounds, because the machine may be busy.
+
+    Without fair queueing the modest tenant would get no token in any round.
+    """
+    modest_things = store_objects(server)
     for _ in range(3):
         alone, beside, _ = compare(server, 5.0)
         if is_fair := beside.first <= 3.0 * alone.first and beside.rate >= 0.4 * alone.rate:
             break
     assert is_fair, (beside.first, alone.first, beside.rate, alone.rate)
-    check_things(server, modest_things)
+    check_objects(server, modest_things)
 
 
 @pytest.mark.soak
-def test_two_minutes_beside_a_hostile_tenant(server: RunningServer) -> None:
-    modest_things = keep_things(server)
+def test_hostile_tenant_for_two_minutes(server: RunningServer) -> None:
+    modest_things = store_objects(server)
     alone, beside, _ = compare(server, 120.0)
     assert beside.first <= 2.0 * alone.first
     assert beside.rate >= 0.6 * alone.rate
-    check_things(server, modest_things)
+    check_objects(server, modest_things)
 
 
 PREFIX = [11 + i * 17 % 280 for i in range(1600)]  # four steps of 512 tokens
@@ -152,8 +159,10 @@ def first_token(server: RunningServer, key: str, prompt: list[int]) -> tuple[flo
     return time.perf_counter() - asked, (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
 
-def keep_things(server: RunningServer) -> dict[str, str]:
-    """What the modest tenant keeps at the server: a file, a batch, a response, a cached prefix; paths."""
+def store_objects(server: RunningServer) -> dict[str, str]:
+    """Store a file, a batch, a response and a cached prefix for the modest tenant; returns their
+    paths.
+    """
     line = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}})
     file = ask(server, "POST", "/v1/files", MODEST, files={"file": ("a", line.encode())}, data={"purpose": "batch"}).json()["id"]
     batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -163,8 +172,8 @@ def keep_things(server: RunningServer) -> dict[str, str]:
     return {"file": f"/v1/files/{file}", "batch": f"/v1/batches/{made}", "response": f"/v1/responses/{response}"}
 
 
-def check_things(server: RunningServer, things: dict[str, str]) -> None:
-    """All is still there for its owner, and for nobody else."""
+def check_objects(server: RunningServer, things: dict[str, str]) -> None:
+    """Check that only the owner can use the stored objects, and that all are there."""
     for path in things.values():
         assert ask(server, "GET", path, MODEST).status_code == 200, path
         assert ask(server, "GET", path, HOSTILE).status_code == 404, path
@@ -184,7 +193,7 @@ def check_things(server: RunningServer, things: dict[str, str]) -> None:
 
 
 def check_aborts(server: RunningServer) -> None:
-    """A request goes on, whatever another key aborts."""
+    """Check that another key cannot abort a request."""
     with ThreadPoolExecutor(1) as pool:
         body = {"input_ids": [5, 6, 7], "rid": "modest", "sampling_params": {"max_new_tokens": 10, "ignore_eos": True}}
         running = pool.submit(ask, server, "POST", "/generate", MODEST, json=body)
@@ -194,8 +203,10 @@ def check_aborts(server: RunningServer) -> None:
         assert running.result().json()["meta_info"]["completion_tokens"] == 10
 
 
-def test_what_another_has_sent_cannot_be_found_out(server: RunningServer) -> None:
-    """Neither by the count of cached tokens nor by the time to the first token, whatever salt is tried."""
+def test_prompts_of_another_tenant_cannot_be_detected(server: RunningServer) -> None:
+    """Neither the count of cached tokens nor the time to the first token reveals them, with any
+    salt.
+    """
     prompts = [[11 + (i * 17 + 29 * number) % 280 for i in range(1600)] for number in range(1, 6)]
     fresh, repeated, spied = [], [], []
     for number, prompt in enumerate(prompts):
@@ -211,5 +222,5 @@ def test_what_another_has_sent_cannot_be_found_out(server: RunningServer) -> Non
     def median(times: list[tuple[float, int]]) -> float:
         return statistics.median(seconds for seconds, _ in times)
 
-    assert median(repeated) < 0.75 * median(fresh)  # else the test would see nothing
+    assert median(repeated) < 0.75 * median(fresh)  # the measurement detects a cached prompt
     assert median(spied) > 0.75 * median(fresh)

@@ -1,4 +1,4 @@
-"""The table of docs/security.md: every published vulnerability of other servers that we know of, with a test that exists."""
+"""The table of docs/security.md: each known vulnerability of other servers has a test that exists."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_best_of() -> None:
 
 
 def test_prefixes_are_compared_by_token() -> None:
-    """Numbers whose hashes collide (-1 and -2 in CPython) and sums that are equal are other prefixes."""
+    """Tokens with equal hashes (-1 and -2 in CPython) or equal sums are different prefixes."""
     cache = RadixCache(2, OldestFirst())
     for number, tokens in enumerate(([1, 4], [4, 1], [2, 3], [2**31 - 1, 0])):
         given = np.array(tokens, np.int32)
@@ -107,7 +107,7 @@ async def test_no_route_takes_tensors() -> None:
 
 
 FETCHING = ("requests", "urllib.request", "http.client", "aiohttp", "httpx", "ftplib", "huggingface_hub")
-# programs and libraries that talk to a server
+# programs and libraries that connect to a server
 TALKERS = ("cli", "tools.eval", "tools.bench", "offline.remote_client")
 CLIENTS = ("frame.testing", *(f"frame.entrypoints.{name}" for name in TALKERS))
 
@@ -123,7 +123,7 @@ def test_the_server_fetches_nothing() -> None:
     assert found == []
 
 
-def test_remote_code_is_never_on_by_itself() -> None:
+def test_remote_code_is_off_by_default() -> None:
     found = [
         each.at(node)
         for each in package()

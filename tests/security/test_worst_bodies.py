@@ -1,7 +1,9 @@
-"""Every route gets the worst bodies that its limits allow: the event loop goes on, /health answers, and memory comes back.
+"""The most expensive bodies that each route accepts: the event loop stays responsive and memory is
+freed.
 
-Bodies are made of the request types of the application's own table, so a new route or field is tried without a change here; a new
-required field without a value in `LEAST`, or a route that reads a body without a type, fails the test.
+Bodies are built from the request types of the application's routes, so new routes and fields are
+tested without a change here. A new required field without a value in `LEAST`, or a route that reads
+a body without a type, fails the test.
 """
 
 from __future__ import annotations
@@ -30,38 +32,40 @@ from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 STALL, ANSWER = 0.05, 0.1  # seconds, on an idle machine
 NOMINAL = 0.004  # seconds that `yardstick` takes there
 MEMORY = 200 << 20
-TRIES = 6  # of which the best counts: what else runs on the machine is not this server's
+TRIES = 6  # the best counts, because other programs run on the machine
 POOLED = ("/v1/embeddings", "rerank", "score", "classify", "/pooling", "/embed")
-READ_BY_OTHERS = {"/invocations": ChatRequest}  # a route that passes its body on to others
+READ_BY_OTHERS = {"/invocations": ChatRequest}  # a route that forwards its body
 NO_BODY = (
     *("/ping", "/cancel", "/flush_cache", "/reset_prefix_cache", "/check_integrity"),
     *("/pause_generation", "/continue_generation", "/stop_profile"),
 )
 CONTEXT = 8192
-SPARSE = 30  # of so many bodies one is sent where not all are
+SPARSE = 30  # of so many bodies one is sent, in short runs
 
-# required field -> a value that is fine
+# required field -> a valid value
 LEAST: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "model": "", "max_tokens": 1, "query": "hi",
     "documents": ["hi"], "tokens": [5], "input_file_id": "file-1", "endpoint": "/v1/completions", "metadata": {}, "items": [],
     "tools": [], "inputs": "hi", "text": "hi", "text_1": "hi", "text_2": "hi", "sampling_params": {"max_new_tokens": 1},
 }  # fmt: skip
-# For routes of which one of several fields has to be there.
+# For routes that need one of several fields.
 ALSO = {"/generate": ("text", "sampling_params"), "tokenize": ("text",), "score": ("text_1", "text_2")}
 
 
 def yardstick() -> float:
-    """Seconds of a fixed work of the interpreter."""
+    """Seconds that the interpreter takes for a fixed amount of work."""
     started = time.perf_counter()
     sum(i % 7 for i in range(60_000))
     return time.perf_counter() - started
 
 
-# bodies ------------------------------------------------------------------------------------------------------------
+# bodies -------------------------------------------------------------------------------------------
 
 
 def values(field: str, most: int) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the worst values of a field, each as large as a body may be or as its parts may be many."""
+    """(name, value) of the most expensive values of a field: as large, or of as many parts, as
+    allowed.
+    """
     room = most - 1000
     yield "spaces", " " * room
     yield "words", "hello world " * (room // 12)
@@ -135,7 +139,7 @@ MORE = {
 
 
 def raw(most: int) -> Iterator[tuple[str, bytes]]:
-    """Bodies that no type fits, or that are no JSON."""
+    """Bodies that fit no request type, or are not JSON."""
     yield "spaces", b" " * most
     yield "brackets", b"[" * most
     yield "lists", b"[" + b"[]," * (most // 3 - 1)
@@ -181,7 +185,10 @@ def bodies_of(operation: Operation, most: int) -> Iterator[tuple[str, bytes]]:
 
 
 def fits(kind: str, value: Any, type_: Any) -> bool:
-    """Whether the field takes such a value; what it does not is refused while it is decoded, as `raw` is."""
+    """Whether the field accepts such a value.
+
+    Other values are refused on decoding, like those of `raw`.
+    """
     small = value[:1] if isinstance(value, list | str) else value if kind not in ("keys", "texts by key") else dict([*value.items()][:1])
     with suppress(msgspec.ValidationError, TypeError):
         msgspec.convert(small, type_, strict=True, str_keys=True)
@@ -189,13 +196,16 @@ def fits(kind: str, value: Any, type_: Any) -> bool:
     return False
 
 
-# measuring ---------------------------------------------------------------------------------------------------------
+# measuring ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Cost:
-    """Of one request: the longest time that the loop stood still and that /health took, in seconds; bytes of memory that it took at most.
-    `slowness`: how much slower than an idle machine this one was meanwhile."""
+    """The cost of one request: longest stall of the loop and of /health in seconds, peak memory in
+    bytes.
+
+    `slowness`: how much slower the machine was meanwhile than an idle one.
+    """
 
     stall: float = 0.0
     health: float = 0.0
@@ -254,7 +264,7 @@ async def made(is_pooled: bool, folder: Any) -> AsyncIterator[InProcess]:
 
 
 def typed() -> list[Operation]:
-    """The operations that take a body, each once."""
+    """The operations with a body, each once."""
     found = {operation.path: operation for operation in (*ROUTES, *ADMIN_ROUTES) if set(operation.methods) & {"POST", "PUT", "PATCH"}}
     return [*found.values()]
 
@@ -272,7 +282,7 @@ def test_every_route_has_worst_bodies() -> None:
 
 
 async def tried(server: InProcess, operation: Operation, take: slice) -> dict[str, Cost]:
-    """The bodies that cost too much."""
+    """The bodies that cost too much, by name."""
     wrong: dict[str, Cost] = {}
     most = _body_limit(operation, server.services)
     headers, bodies = (JSON_TYPE,), bodies_of(operation, most)
@@ -298,8 +308,8 @@ def refuse(*arguments: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("pooled", [False, True], ids=["generating", "pooling"])
 @pytest.mark.parametrize("step", [SPARSE, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
 async def test_worst_bodies(pooled: bool, step: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some, each route gets other ones than the route before."""
-    if pooled:  # up to the engine; the fake one makes no vectors
+    """In short runs, each route gets other bodies than the route before."""
+    if pooled:  # up to the engine; the fake engine returns no vectors
         monkeypatch.setattr(EngineClient, "prepare", refuse)
     wrong: dict[str, Cost] = {}
     async with made(pooled, tmp_path) as server:

@@ -1,4 +1,4 @@
-"""What clients of OpenAI, vLLM and Anthropic look for in requests, responses and errors, beyond fields."""
+"""Requests, responses and errors as clients of OpenAI, vLLM and Anthropic expect them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUNCTION = {"name": "get_weather", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 
 
-async def test_top_k_of_0_is_off() -> None:
+async def test_top_k_0_is_off() -> None:
     assert SamplingParams(top_k=0) == SamplingParams(top_k=-1)
     assert msgspec.convert({"top_k": 0}, SamplingParams).problems() == []
     async with serving() as server:
@@ -29,7 +29,7 @@ async def test_top_k_of_0_is_off() -> None:
         assert (await server.post(GENERATE, body)).status == 200
 
 
-async def test_a_model_has_several_names() -> None:
+async def test_model_aliases() -> None:
     async with serving({"model": {"served_name": "big", "served_aliases": ["gpt-4o", "small"]}}) as server:
         listed = (await server.request("GET", "/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["big", "gpt-4o", "small"]
@@ -40,7 +40,7 @@ async def test_a_model_has_several_names() -> None:
             assert status != 200 or answer.json()["model"] == "big"
 
 
-async def test_models_in_anthropics_shape() -> None:
+async def test_models_in_anthropic_shape() -> None:
     async with serving() as server:
         version = [(b"anthropic-version", b"2023-06-01")]
         found = (await server.request("GET", "/v1/models", headers=version)).json()
@@ -52,7 +52,7 @@ async def test_models_in_anthropics_shape() -> None:
         assert (await server.request("GET", "/v1/models/frame-tiny", headers=version)).json() == card
 
 
-async def test_fields_of_responses_that_clients_expect() -> None:
+async def test_response_fields_that_clients_expect() -> None:
     async with serving() as server:
         chat = (await server.post(CHAT, {"messages": HI, "max_tokens": 2, "ignore_eos": True})).json()
         assert chat["service_tier"] == "default"
@@ -69,7 +69,7 @@ async def test_fields_of_responses_that_clients_expect() -> None:
         assert f'"stop_reason":{first}'.encode() in events[-3]
 
 
-async def test_tokenizing_a_chat_follows_its_fields() -> None:
+async def test_tokenize_applies_the_fields_of_a_chat_request() -> None:
     async with serving() as server:
 
         async def tokens(**more: Any) -> list[int]:
@@ -87,14 +87,14 @@ async def test_tokenizing_a_chat_follows_its_fields() -> None:
             assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_anthropics_request_id() -> None:
+async def test_anthropic_request_id() -> None:
     async with serving() as server:
         for body in ({"model": "frame-tiny", "messages": HI, "max_tokens": 1}, {"model": "frame-tiny"}):
             answer = await server.post(MESSAGES, body)
             assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-# functions, OpenAI's first form of tools ---------------------------------------------------------------------------
+# functions, OpenAI's deprecated form of tools -----------------------------------------------------
 
 
 def test_functions_are_tools() -> None:
@@ -117,14 +117,14 @@ def test_functions_are_tools() -> None:
         ({"function_call": {"name": "f"}}, "function_call"),
     ],
 )
-def test_functions_that_are_refused(fields: dict[str, Any], param: str) -> None:
+def test_invalid_functions_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         ChatRequest(messages=HI, **fields).tool_use()
     assert caught.value.param == param
     assert "tool_" not in caught.value.message or "tools" in fields
 
 
-def test_calls_and_results_of_the_history_are_translated() -> None:
+def test_function_calls_and_results_in_messages_are_translated() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"role": "function", "name": "f", "content": "7"},
@@ -135,7 +135,7 @@ def test_calls_and_results_of_the_history_are_translated() -> None:
     assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "f", "7")
 
 
-# errors name what the client sent ----------------------------------------------------------------------------------
+# errors name the field that the client sent -------------------------------------------------------
 
 BROKEN = {"type": "object", "properties": {"city": {"type": "text"}}}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -186,19 +186,17 @@ async def test_errors_name_the_field_that_the_client_sent() -> None:
         ({"$defs": {"a": {"not": 5}}}, "p.$defs.a.not"),
     ],
 )  # fmt: skip
-def test_what_is_no_schema_is_named(schema: Any, place: str) -> None:
+def test_invalid_schemas_are_named(schema: Any, place: str) -> None:
     with pytest.raises(ApiError) as caught:
         check_schemas([(schema, "p")])
     assert caught.value.param == place
 
 
-def test_schemas_pass() -> None:
+def test_valid_schemas_pass() -> None:
     more = {"additionalProperties": False, "items": [{}], "type": ["object", "null"], "$defs": {"a": True}}
     check_schemas([({**SCHEMA, **more}, "p"), (None, "q")])
 
 
-def test_what_checking_schemas_costs_is_bounded() -> None:
+def test_the_number_of_checked_subschemas_is_bounded() -> None:
     wide = {"properties": {str(i): {} for i in range(MOST_PARTS)}}
-    check_schemas([({"type": "text"}, "never looked at"), (wide, "p")])
-
-
+    check_schemas([({"type": "text"}, "not checked"), (wide, "p")])

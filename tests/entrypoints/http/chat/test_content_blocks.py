@@ -1,4 +1,4 @@
-"""Blocks: in whatever pieces deltas come, they are the same row, and one block is open at a time."""
+"""Content blocks: deltas in any pieces give the same blocks, and one block is open at a time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
 
-ANSWER: list[tuple[str, str]] = [("reasoning", "so it is"), ("text", "Well, "), ("0", '{"a": 1}'), ("1", "{}"), ("text", "done"), ("2", "")]
+OUTPUT: list[tuple[str, str]] = [("reasoning", "so it is"), ("text", "Well, "), ("0", '{"a": 1}'), ("1", "{}"), ("text", "done"), ("2", "")]
 
 
-class Log:
-    """Every event, checked for order."""
+class RecordingWriter:
+    """Records the text of every block and checks the order of the events."""
 
     def __init__(self) -> None:
         self.open: Block | None = None
@@ -37,10 +37,10 @@ class Log:
         return b")"
 
 
-def deltas(chance: random.Random) -> list[dict[str, Any]]:
+def random_deltas(rng: random.Random) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for kind, text in ANSWER:
-        cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(4)))
+    for kind, text in OUTPUT:
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(4)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         for place, piece in enumerate(pieces):
             if kind.isdigit():
@@ -52,18 +52,18 @@ def deltas(chance: random.Random) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_and_whole_are_the_same_row(seed: int) -> None:
-    log, blocks = Log(), Blocks()
-    events = b"".join(blocks.feed([delta], log) for delta in deltas(random.Random(seed))) + blocks.finish(log)
-    assert (events.count(b"("), events.count(b")"), log.open) == (len(ANSWER), len(ANSWER), None)
+def test_streamed_and_whole_deltas_give_the_same_blocks(seed: int) -> None:
+    writer, blocks = RecordingWriter(), Blocks()
+    events = b"".join(blocks.feed([delta], writer) for delta in random_deltas(random.Random(seed))) + blocks.finish(writer)
+    assert (events.count(b"("), events.count(b")"), writer.open) == (len(OUTPUT), len(OUTPUT), None)
     whole = Blocks()
-    whole.feed(deltas(random.Random(seed + 1)), Silent())
+    whole.feed(random_deltas(random.Random(seed + 1)), Silent())
     assert [(b.kind, b.name, b.call_id, b.text) for b in blocks.row] == [(b.kind, b.name, b.call_id, b.text) for b in whole.row]
-    assert log.texts == [block.text for block in whole.row] == [text for _, text in ANSWER]
+    assert writer.texts == [block.text for block in whole.row] == [text for _, text in OUTPUT]
     assert blocks.calls_tools
 
 
-def test_an_empty_answer_has_no_block() -> None:
+def test_empty_output_has_no_block() -> None:
     blocks = Blocks()
     assert blocks.feed([{"content": ""}, {}], Silent()) + blocks.finish(Silent()) == b""
     assert blocks.row == []

@@ -1,4 +1,6 @@
-"""Tokens of thinking are counted as such: against what each token is known to be, for tags and channels, however many there are."""
+"""The count of reasoning tokens, compared with token lists whose kinds are known, for tags and
+channels.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
 
 
-def counted(pieces: list[str], make: Callable[[], ReasoningParser]) -> int:
-    return count_thinking(range(len(pieces)), lambda ids: "".join(pieces[i] for i in ids), make)
+def count_of(pieces: list[str], make_parser: Callable[[], ReasoningParser]) -> int:
+    return count_thinking(range(len(pieces)), lambda ids: "".join(pieces[i] for i in ids), make_parser)
 
 
 def open_at_once() -> ReasoningParser:
@@ -26,18 +28,19 @@ WORDS = ["why", " not"]
 TAGGED = ["<think>", "\n", *WORDS, "\n", "</think>", "\n\n"]
 SPLIT = ["<thi", "nk>", *WORDS, "</", "think", ">"]
 ANALYSIS = ["<|channel|>", "analysis", "<|message|>", *WORDS, "<|end|>"]
-HEADER = ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]  # nothing comes out with it: it is what was before it
+# Without output: counted with the tokens before it
+HEADER = ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]
 
 
 @pytest.mark.parametrize(
-    ("thinking", "answer", "make"),
+    ("reasoning", "content", "make_parser"),
     [
         (TAGGED, ["Well", "."], ThinkTags),
         (SPLIT, ["Well", "."], ThinkTags),
         (SPLIT[:-1], [], ThinkTags),  # cut off
         ([*WORDS, "</think>"], ["Well"], open_at_once),
         ([], ["Well", ",", " <think>", "x"], ThinkTags),
-        ([], ["<think>", "</think>", "Well"], ThinkTags),  # it did not think
+        ([], ["<think>", "</think>", "Well"], ThinkTags),  # no reasoning
         ([], ["<thi"], ThinkTags),
         ([], ["<think>", " \n"], open_at_once),
         ([*ANALYSIS, *HEADER], ["Well", "."], GptOss),
@@ -46,16 +49,16 @@ HEADER = ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]  # no
     ],
 )
 @pytest.mark.parametrize("more", [0, 1, BLOCK - 3, 5 * BLOCK])
-def test_each_token_is_what_it_says(thinking: list[str], answer: list[str], make: Any, more: int) -> None:
-    if thinking:
-        at = thinking.index("why")
-        thinking = [*thinking[:at], *[" so"] * more, *thinking[at:]]
-    if "Well" in answer:
-        answer = [*answer, *[" it is"] * more]
-    assert counted([*thinking, *answer], make) == len(thinking)
+def test_reasoning_tokens_are_counted(reasoning: list[str], content: list[str], make_parser: Any, more: int) -> None:
+    if reasoning:
+        at = reasoning.index("why")
+        reasoning = [*reasoning[:at], *[" so"] * more, *reasoning[at:]]
+    if "Well" in content:
+        content = [*content, *[" it is"] * more]
+    assert count_of([*reasoning, *content], make_parser) == len(reasoning)
 
 
-def test_thinking_may_come_again() -> None:
+def test_reasoning_after_content_is_counted() -> None:
     once = [*ANALYSIS, *HEADER, "Well", *HEADER[:2]]
-    again = ANALYSIS[2:]  # a line's end comes with it, which parts it from what was thought before
-    assert counted([*once, *ANALYSIS[:2], *again], GptOss) == len(ANALYSIS) + len(HEADER) + len(again)
+    again = ANALYSIS[2:]  # the parser adds a line break between both parts of the reasoning
+    assert count_of([*once, *ANALYSIS[:2], *again], GptOss) == len(ANALYSIS) + len(HEADER) + len(again)

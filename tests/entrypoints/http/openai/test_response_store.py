@@ -1,4 +1,4 @@
-"""Kept responses: by tenant, and never more than the bounds."""
+"""The store of responses: separate by tenant, and within its bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frame.entrypoints.http.protocol.bodies import MOST_PARTS
 from tests.entrypoints.inprocess import serving
 
 
-def test_another_tenant_sees_nothing() -> None:
+def test_another_tenant_cannot_read_or_delete() -> None:
     store = ResponseStore(4, 10_000, 60.0)
     store.put("a", "one", b"{}", b"[]")
     assert store.get("a", "two") is None
@@ -25,7 +25,7 @@ def test_another_tenant_sees_nothing() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_bounds_of_number_and_bytes() -> None:
+def test_oldest_entries_are_evicted_at_the_bounds() -> None:
     store = ResponseStore(3, 3 * (OVERHEAD + 100), 60.0)
     for number in range(20):
         store.put(str(number), "", b"x" * 98, b"[]")
@@ -34,11 +34,11 @@ def test_bounds_of_number_and_bytes() -> None:
     assert (len(store), store.get("18", ""), store.get("large", "") is None) == (2, None, False)
     store.put("too large", "", b"x" * 10_000, b"[]")
     assert store.get("too large", "") is None
-    store.put("large", "", b"x", b"[]")  # in its own place
+    store.put("large", "", b"x", b"[]")  # replaces the entry
     assert store.num_bytes == 2 * OVERHEAD + 100 + 3
 
 
-def test_age(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_entries_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(response_store.time, "monotonic", lambda: now[0])
     store = ResponseStore(4, 10_000, 60.0)
@@ -51,34 +51,36 @@ def test_age(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(store) == 1
 
 
-def test_off() -> None:
+def test_store_without_entries_is_off() -> None:
     store = ResponseStore()
     store.put("a", "", b"{}", b"[]")
     assert (store.is_on, len(store)) == (False, 0)
 
 
-def test_one_key_never_evicts_a_smaller_ones() -> None:
+def test_large_tenant_does_not_evict_entries_of_a_small_one() -> None:
     store = ResponseStore(8, 8 * (OVERHEAD + 100), 60.0, share=0.5)
     store.put("mine", "quiet", b"x" * 98, b"[]")
     for number in range(40):
         assert store.put(f"{number}", "loud", b"x" * 98, b"[]")
-    assert [name for name in map(str, range(40)) if store.get(name, "loud")] == ["36", "37", "38", "39"], "a key has half of the room"
+    assert [name for name in map(str, range(40)) if store.get(name, "loud")] == ["36", "37", "38", "39"], (
+        "a tenant may fill half of the bounds"
+    )
     for tenant in ("loud 2", "loud 3"):
         for number in range(40):
             assert store.put(f"{number}", tenant, b"x" * 98, b"[]")
-    assert store.get("mine", "quiet") is not None, "the largest make room"
+    assert store.get("mine", "quiet") is not None, "the largest tenants lose entries"
     assert len(store) == 8
     assert store.num_bytes == 8 * (OVERHEAD + 100)
 
 
-def test_a_key_may_not_store_what_fills_more_than_its_share() -> None:
+def test_entry_larger_than_the_share_is_not_stored() -> None:
     store = ResponseStore(8, 4000, 60.0, share=0.5)
     assert not store.put("a", "one", b"x" * 2000, b"[]")
     assert store.put("a", "", b"x" * 2000, b"[]"), "without keys there is one tenant"
     assert store.num_bytes == 2000 + 2 + OVERHEAD
 
 
-async def test_events_count_and_are_dropped_at_the_bound() -> None:
+async def test_events_count_and_are_dropped_at_the_byte_limit() -> None:
     store, log = ResponseStore(8, 4000, 60.0), EventLog()
     store.put("other", "", b"x" * 1000, b"[]")
     store.put("a", "", b"{}", b"[]", log=log)
@@ -95,7 +97,7 @@ async def test_events_count_and_are_dropped_at_the_bound() -> None:
     assert store.num_bytes == 0
 
 
-async def test_readers_end_with_the_log_and_with_their_clients() -> None:
+async def test_readers_end_with_the_log_or_on_disconnect() -> None:
     log = EventLog()
     first, second = log.open_reader(0), log.open_reader(0)
     waiting = asyncio.create_task(second.read())
@@ -107,7 +109,7 @@ async def test_readers_end_with_the_log_and_with_their_clients() -> None:
     assert (await first.read(), await first.read()) == (b"one\n\n", None)
 
 
-async def test_large_responses_of_one_key_leave_anothers_alone(tmp_path: Path) -> None:
+async def test_large_responses_of_one_key_do_not_evict_those_of_another(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("quiet\nloud\n")
     async with serving({"server": {"api_keys": str(keys), "response_store_bytes": 32_768}}) as served:
@@ -124,53 +126,53 @@ async def test_large_responses_of_one_key_leave_anothers_alone(tmp_path: Path) -
         theirs = [await create("loud", "x" * 200 + str(number)) for number in range(24)]
         assert await status("quiet", mine) == 200
         assert await status("loud", theirs[-1]) == 200
-        assert await status("loud", theirs[0]) == 404, "its own oldest one made room"
+        assert await status("loud", theirs[0]) == 404, "the key's own oldest response is evicted"
         assert await status("loud", mine) == 404
         assert served.services.responses.num_bytes <= 32_768
 
 
-def test_the_items_of_an_entry_are_bounded_as_a_body_is() -> None:
+def test_items_of_an_entry_are_bounded_like_a_request_body() -> None:
     store = ResponseStore(4, 100_000_000, 60.0, max_items_bytes=2_000_000)
-    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MOST_PARTS + 1) + b"{}]"), "decoding so many parts takes too long"
+    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MOST_PARTS + 1) + b"{}]"), "decoding so many values takes too long"
     assert not store.put("a", "", b"{}", b'["' + b"x" * 2_000_000 + b'"]')
     assert store.put("a", "", b"{}", b"[]")
     assert not store.append_items("a", "", [{}] * (MOST_PARTS + 1))
-    assert store.get("a", "") is not None, "what does not fit changes nothing"
+    assert store.get("a", "") is not None, "a refused append changes nothing"
     assert store.append_items("a", "", [{"id": "x"}])
 
 
-async def test_conversations_and_references_belong_to_their_key(tmp_path: Path) -> None:
+async def test_conversations_and_references_are_separate_by_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("mine\nother\n")
     async with serving({"server": {"api_keys": str(keys)}}) as served:
 
-        async def ask(key: str, method: str, path: str, body: Any = None) -> Any:
+        async def request(key: str, method: str, path: str, body: Any = None) -> Any:
             headers = [(b"authorization", f"Bearer {key}".encode())]
             answer = await served.request(method, path, b"" if body is None else msgspec.json.encode(body), headers)
             return answer.status, answer.json()
 
         items = [{"role": "user", "content": "secret"}]
-        _, talk = await ask("mine", "POST", "/v1/conversations", {"items": items})
-        path = f"/v1/conversations/{talk['id']}"
-        _, listed = await ask("mine", "GET", path + "/items")
+        _, conversation = await request("mine", "POST", "/v1/conversations", {"items": items})
+        path = f"/v1/conversations/{conversation['id']}"
+        _, listed = await request("mine", "GET", path + "/items")
         name = listed["data"][0]["id"]
         reference = {"input": [{"type": "item_reference", "id": name}], "max_output_tokens": 1}
-        begun = {"input": "x", "max_output_tokens": 1, "conversation": talk["id"]}
+        begun = {"input": "x", "max_output_tokens": 1, "conversation": conversation["id"]}
         tries = [("GET", path, None), ("POST", path, {"metadata": {}}), ("DELETE", path, None), ("GET", path + "/items", None),
                  ("POST", path + "/items", {"items": items}), ("GET", f"{path}/items/{name}", None),
                  ("DELETE", f"{path}/items/{name}", None), ("POST", "/v1/responses", reference),
                  ("POST", "/v1/responses", begun)]  # fmt: skip
         for method, where, body in tries:
-            status, answer = await ask("other", method, where, body)
-            assert (status, "secret" in str(answer)) == (404, False), (method, where)
-        assert (await ask("mine", "POST", "/v1/responses", reference))[0] == 200
-        assert (await ask("mine", "GET", f"{path}/items/{name}"))[0] == 200
+            status, response = await request("other", method, where, body)
+            assert (status, "secret" in str(response)) == (404, False), (method, where)
+        assert (await request("mine", "POST", "/v1/responses", reference))[0] == 200
+        assert (await request("mine", "GET", f"{path}/items/{name}"))[0] == 200
         many = [{"type": "item_reference", "id": f"msg_{number:032x}_0"} for number in range(40)]
-        status, answer = await ask("mine", "POST", "/v1/responses", {"input": many})
+        status, answer = await request("mine", "POST", "/v1/responses", {"input": many})
         assert (status, answer["error"]["param"]) == (404, "input[0].id")
         for number in range(20):
             one = [{"role": "user", "content": str(number)}]
-            many[number] = {"id": (await ask("mine", "POST", "/v1/conversations", {"items": one}))[1]["id"]}
-        names = [(await ask("mine", "GET", f"/v1/conversations/{many[number]['id']}/items"))[1]["data"][0] for number in range(20)]
-        status, answer = await ask("mine", "POST", "/v1/responses", {"input": [{"id": each["id"]} for each in names]})
+            many[number] = {"id": (await request("mine", "POST", "/v1/conversations", {"items": one}))[1]["id"]}
+        names = [(await request("mine", "GET", f"/v1/conversations/{many[number]['id']}/items"))[1]["data"][0] for number in range(20)]
+        status, answer = await request("mine", "POST", "/v1/responses", {"input": [{"id": each["id"]} for each in names]})
         assert (status, "items of more than 16" in answer["error"]["message"]) == (400, True)
