@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from frame import kernels
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.elementwise.norm import add_rms_norm
-from frame.kernels.elementwise.rope import Heads, HeadsCache, norm_rope_store
+from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, norm_rope_store
 
 ROWS = (1, 8, 64, 256, 8192)
 DEVICE = torch.device("cuda")
@@ -65,7 +65,7 @@ def activation_case(rows: int, inner: int) -> tuple[Step, Step, int]:
     return lambda index: silu_mul(sets[index % len(sets)]), plain, num_bytes
 
 
-def rotation_case(rows: int, heads: Heads, normed: bool) -> tuple[Step, Step, int]:
+def rotation_case(rows: int, heads: QKVLayout, normed: bool) -> tuple[Step, Step, int]:
     """Reads all heads; writes queries, keys twice (where they lie, and to the cache) and values."""
     dim, num_q, num_kv = heads.dim, heads.num_heads, heads.num_kv_heads
     num_bytes = rows * dim * 2 * (2 * num_q + 5 * num_kv)
@@ -73,7 +73,7 @@ def rotation_case(rows: int, heads: Heads, normed: bool) -> tuple[Step, Step, in
     slots = torch.arange(16, rows + 16, device=DEVICE)
     shape = (rows // 16 + 2, 16, num_kv, dim)
     sets = [
-        (random(rows, (num_q + 2 * num_kv) * dim), HeadsCache(slots, random(*shape), random(*shape))) for _ in range(copies(num_bytes))
+        (random(rows, (num_q + 2 * num_kv) * dim), KVCacheTarget(slots, random(*shape), random(*shape))) for _ in range(copies(num_bytes))
     ]
     by_head = torch.cat((weights[0].expand(num_q, -1), weights[1].expand(num_kv, -1)))
     cos, sin = table.index_select(0, positions).unbind(1)
@@ -107,12 +107,12 @@ def microseconds(step: Step, launches: int) -> float:
                 step(index)
         graph.replay()
         for _ in range(6):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            launch_dependents, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            launch_dependents.record()
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / launches)
+            times.append(launch_dependents.elapsed_time(end) * 1e3 / launches)
     return statistics.median(times)
 
 
@@ -121,10 +121,10 @@ def host_microseconds(step: Step, calls: int = 200) -> float:
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
-        begin = time.perf_counter()
+        launch_dependents = time.perf_counter()
         for index in range(calls):
             step(index)
-        times.append((time.perf_counter() - begin) / calls * 1e6)
+        times.append((time.perf_counter() - launch_dependents) / calls * 1e6)
     return min(times)
 
 
@@ -149,7 +149,7 @@ def main() -> None:
         results += [measure(f"add_rms_norm {hidden}", rows, norm_case(rows, hidden)) for hidden in (1024, 2048, 4096, 5120)]
         results += [measure(f"silu_mul {inner}", rows, activation_case(rows, inner)) for inner in (3072, 14336, 17408)]
         for num_heads, num_kv_heads, normed in ((16, 8, True), (32, 8, False), (40, 8, True)):
-            heads, what = Heads(num_heads, num_kv_heads, 128, 128), " with norm" if normed else ""
+            heads, what = QKVLayout(num_heads, num_kv_heads, 128, 128), " with norm" if normed else ""
             results.append(measure(f"norm_rope_store {num_heads}/{num_kv_heads}x128{what}", rows, rotation_case(rows, heads, normed)))
     large = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     other = torch.empty_like(large)
@@ -157,7 +157,7 @@ def main() -> None:
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "dependent_launches": kernels.pdl(DEVICE),
+        "dependent_launches": kernels.supports_pdl(DEVICE),
         "copy_gb_s": rate,
         "results": results,
     }

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from frame.quantization.fp8_product import Fp8Product
+from frame.quantization.fp8_matmul import Fp8Matmul
 from frame.quantization.fp8_weights import Scales, quantize_blocks, quantize_outputs
 
 LAYERS = {  # outputs, inputs of Llama 3.1 8B
@@ -64,7 +64,7 @@ def measure(name: str, rows_of: list[int], repeats: int) -> list[dict[str, objec
         numbers, values = (quantize_outputs if form == "output" else quantize_blocks)(plain[0])
         scales = Scales(values) if form == "output" else Scales(values, 128, 128)
         weights = [numbers.clone() for _ in range(copies)]
-        product = Fp8Product.find(numbers, scales, torch.bfloat16)
+        product = Fp8Matmul.create(numbers, scales, torch.bfloat16)
         assert product is not None, "this card has no products of fp8"
         forms[f"fp8 by {form}"] = (lambda number, x, w=weights, p=product: p(x, w[number], None), copies, 1)
     found: list[dict[str, object]] = []

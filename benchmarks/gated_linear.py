@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.kernels.elementwise.activation import silu_mul
-from frame.kernels.launch import processors
+from frame.kernels.launch import count_tma_processors
 from frame.kernels.linear.gated_linear import gated_linear, is_faster
 from frame.kernels.linear.gated_prefill import BATCHES, gated_prefill
 
@@ -45,13 +45,13 @@ def captured(step: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
 
 def timed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     """Milliseconds of them all."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
+    launch_dependents, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    launch_dependents.record()
     for _ in range(replays):
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return launch_dependents.elapsed_time(end)
 
 
 def by_turns(steps: dict[str, Callable[[int], object]], calls: int) -> dict[str, list[float]]:
@@ -71,7 +71,7 @@ def measured(model: str, rows: int, inputs: int, inner: int) -> dict[str, object
     x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
     sets = max(3, min(8, (150 << 20) // (4 * inputs * inner) + 1))
     weights = [torch.randn(2 * inner, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5 for _ in range(sets)]
-    programs = processors(DEVICE)
+    programs = count_tma_processors(DEVICE)
     steps: dict[str, Callable[[int], object]] = {
         "product": lambda index: F.linear(x, weights[index % sets]),
         "apart": lambda index: silu_mul(F.linear(x, weights[index % sets])),

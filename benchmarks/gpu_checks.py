@@ -26,7 +26,7 @@ import yaml
 
 from frame import Engine, SamplingParams
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.models.layers.product import Product
+from frame.models.layers.plain_matmul import PlainMatmul
 
 PROMPT = 4096
 SHORT = (16, 64, 256, 1024)
@@ -58,10 +58,10 @@ def prefix(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> di
 def prompts(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
     numbers = random.Random(9)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    begin = [numbers.randrange(10, vocabulary) for _ in range(PROMPT)]
-    engine.generate([begin], one)
+    launch_dependents = [numbers.randrange(10, vocabulary) for _ in range(PROMPT)]
+    engine.generate([launch_dependents], one)
     found = {}
-    for name, cached in (("alone", []), ("cached", begin)):
+    for name, cached in (("alone", []), ("cached", launch_dependents)):
         for length in SHORT:
             times = []
             for _ in range(7):
@@ -83,7 +83,7 @@ def gated(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dic
     from frame.kernels.linear.gated_linear import gated_linear
     from frame.kernels.linear.gated_prefill import gated_prefill
 
-    found = [thing for thing in gc.get_objects() if isinstance(thing, Product)]
+    found = [thing for thing in gc.get_objects() if isinstance(thing, PlainMatmul)]
     products = [product for product in found if getattr(product, "multiply_many", None) is gated_prefill]
 
     def switch(on: bool) -> None:

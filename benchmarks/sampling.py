@@ -25,8 +25,8 @@ import torch
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import Sampler, draw_by_kernels
 from frame.core.sampling.sampling_metadata import SamplingPlan
-from frame.kernels.sampling.likelihoods import likelihoods
-from frame.kernels.sampling.logit_changes import ban, penalise
+from frame.kernels.sampling.logit_changes import apply_penalties, apply_token_mask
+from frame.kernels.sampling.logprobs import compute_logprobs
 
 DEVICE = torch.device("cuda")
 LN2 = math.log(2.0)
@@ -130,10 +130,10 @@ def others(rows: int, vocab: int) -> dict[str, Callable[[torch.Tensor], Any]]:
     factors = (torch.full((rows,), 0.1, device=DEVICE), torch.full((rows,), 0.1, device=DEVICE), torch.full((rows,), 1.1, device=DEVICE))
     scores = torch.randn(rows, vocab, device=DEVICE)
     return {
-        "log-probabilities": lambda logits: likelihoods(logits, places, 0),
-        "log-probabilities, top 20": lambda logits: likelihoods(logits, places, 20),
-        "grammar masks of half the vocabulary": lambda logits: ban(logits, places, mask),
-        "penalties of 0.5 % of the vocabulary": lambda logits: penalise(scores, places, counts, places, factors, (1 << 30) - 1),
+        "log-probabilities": lambda logits: compute_logprobs(logits, places, 0),
+        "log-probabilities, top 20": lambda logits: compute_logprobs(logits, places, 20),
+        "grammar masks of half the vocabulary": lambda logits: apply_token_mask(logits, places, mask),
+        "penalties of 0.5 % of the vocabulary": lambda logits: apply_penalties(scores, places, counts, places, factors, (1 << 30) - 1),
     }
 
 

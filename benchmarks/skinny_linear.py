@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.kernels.linear.linear import skinny_linear
-from frame.kernels.linear.linear_plan import Plan, plan
+from frame.kernels.linear.linear_plan import Plan, choose_plan
 from frame.kernels.linear.linear_stream import stream_linear
 
 Call = Callable[[], torch.Tensor]
@@ -93,7 +93,7 @@ def product(memory: torch.Tensor, rows: int, outputs: int, inputs: int, trial: b
     def time(chosen: Plan | None) -> float:
         return microseconds([lambda weight=weight: multiply(x, weight, chosen) for weight in rotated])
 
-    picked = plan(rows, outputs, inputs, streams=True)
+    picked = choose_plan(rows, outputs, inputs, streams=True)
     found = {"torch": round(time(None), 2), "picked": round(time(picked), 2), "plan": str(picked)}
     if trial:
         timed = sorted((round(time(some), 2), str(some)) for some in candidates(rows, outputs))
@@ -123,7 +123,7 @@ def layers(memory: torch.Tensor, rows: int, model: str) -> dict[str, Any]:
         return microseconds([step]) / run * count + microseconds([lambda: product(inputs[head[1]], last)] * 3)
 
     def picked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return multiply(x, weight, plan(rows, *weight.shape, streams=True))
+        return multiply(x, weight, choose_plan(rows, *weight.shape, streams=True))
 
     bytes_read = 2 * (count * sum(sizes) + head[0] * head[1])
     times = {"torch": total(F.linear), "frame": total(picked)}

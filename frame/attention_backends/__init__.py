@@ -117,7 +117,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
     )
     registry.add(
         "trtllm_mha",
-        "frame.attention_backends.trtllm.heads:TrtllmHeadsBackend",
+        "frame.attention_backends.trtllm.mha:TrtllmMHABackend",
         capabilities=TRTLLM_MHA,
         options=WorkspaceOptions,
         api=API,
@@ -127,7 +127,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
     )
     registry.add(
         "trtllm_mla",
-        "frame.attention_backends.trtllm.latent:TrtllmLatentBackend",
+        "frame.attention_backends.trtllm.mla:TrtllmMLABackend",
         capabilities=TRTLLM_MLA,
         options=WorkspaceOptions,
         api=API,

@@ -13,14 +13,14 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends.libraries import FA3
+from frame.attention_backends.page_tables import PageTableBackend, PageTablePlan
 from frame.attention_backends.shared import dense
-from frame.attention_backends.tables import TableBackend, TablePlan
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
 
-class FlashAttention3Backend(TableBackend):
+class FlashAttention3Backend(PageTableBackend):
     """One call for a step's decodes, one for its extends."""
 
     capabilities: ClassVar[AttentionCapabilities] = FA3
@@ -47,7 +47,7 @@ class FlashAttention3Backend(TableBackend):
     def _call(
         self,
         spec: AttentionSpec,
-        plan: TablePlan,
+        plan: PageTablePlan,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,

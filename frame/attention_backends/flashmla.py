@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends.libraries import FLASHMLA
-from frame.attention_backends.tables import TableBackend, TablePlan
+from frame.attention_backends.page_tables import PageTableBackend, PageTablePlan
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -34,7 +34,7 @@ class FlashMLAKernels:
         return cls(flash_mla_with_kvcache, get_mla_metadata)
 
 
-class FlashMLABackend(TableBackend):
+class FlashMLABackend(PageTableBackend):
     """Absorbed decodes. The library's schedule of a step is made on the device by the first layer, in a captured graph too."""
 
     capabilities: ClassVar[AttentionCapabilities] = FLASHMLA
@@ -51,7 +51,7 @@ class FlashMLABackend(TableBackend):
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        plan: TablePlan = batch.plan
+        plan: PageTablePlan = batch.plan
         part = plan.decodes
         if part is None or plan.extends is not None:
             raise TypeError("Attention backend 'flashmla' computes decodes alone; name another for prompts beside it.")

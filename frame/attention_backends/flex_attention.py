@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from frame.attention_backends import FLEX_ATTENTION
-from frame.attention_backends.shared import may_wait
+from frame.attention_backends.shared import allow_sync
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.attention_backends.torch_native.plan import Group
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
@@ -22,12 +22,12 @@ from frame.core.interfaces.build import BuildContext
 
 ScoreMod = Callable[..., torch.Tensor]
 
-LEAST_WIDTH = 16  # of heads, for the compiled kernel
-LEAST_BLOCKED = 1024  # queries of a group from which on blocks that nobody sees are worth skipping
-KINDS = 64  # of groups that are compiled for; PyTorch leaves a function as it is that asks for more, and its own limit is 8
+MIN_WIDTH = 16  # of heads, for the compiled kernel
+MIN_BLOCKED_QUERIES = 1024  # queries of a group from which on blocks that nobody sees are worth skipping
+MAX_SHAPES = 64  # of groups that are compiled for; PyTorch leaves a function as it is that asks for more, and its own limit is 8
 # tiles of queries and keys, and loads under way, by the bytes of a row up to which they fit; PyTorch's own do up to 256
 TILES = {512: {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}, 1024: {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1}}
-LEAST_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1}
+SMALLEST_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1}
 
 
 class FlexAttentionBackend(TorchNativeBackend):
@@ -40,7 +40,7 @@ class FlexAttentionBackend(TorchNativeBackend):
         plain: Any = flex_attention
         self._flex = plain
         if context.device.type != "cpu":
-            torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, KINDS)
+            torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MAX_SHAPES)
             self._flex = torch.compile(plain, dynamic=True)
         self._masks: dict[tuple[int, int, int, int | None], BlockMask] = {}
 
@@ -48,10 +48,10 @@ class FlexAttentionBackend(TorchNativeBackend):
         q = _by_head(q, group.rows, group.query_len)
         k, v = (_by_head(part, group.rows, group.key_len) for part in (k, v))
         width = v.shape[-1]
-        if q.shape[-1] < LEAST_WIDTH or width < LEAST_WIDTH:
-            q, k, v = (torch.nn.functional.pad(part, (0, max(0, LEAST_WIDTH - part.shape[-1]))) for part in (q, k, v))
+        if q.shape[-1] < MIN_WIDTH or width < MIN_WIDTH:
+            q, k, v = (torch.nn.functional.pad(part, (0, max(0, MIN_WIDTH - part.shape[-1]))) for part in (q, k, v))
         offset = torch.full((), group.offset, dtype=torch.int32, device=q.device)  # a tensor: a number would be compiled in
-        with may_wait(q.device):  # a shape that is new is compiled
+        with allow_sync(q.device):  # a shape that is new is compiled
             out = self._flex(
                 q,
                 k,
@@ -71,7 +71,7 @@ class FlexAttentionBackend(TorchNativeBackend):
 
     def _block_mask(self, spec: AttentionSpec, group: Group, q: torch.Tensor) -> BlockMask | None:
         """Which blocks of a long causal group hold anything that is seen. None: all are computed."""
-        if q.device.type == "cpu" or group.mask is not None or not spec.causal or group.query_len < LEAST_BLOCKED:
+        if q.device.type == "cpu" or group.mask is not None or not spec.causal or group.query_len < MIN_BLOCKED_QUERIES:
             return None
         key = (group.query_len, group.key_len, group.offset, spec.sliding_window)
         if key not in self._masks:
@@ -96,7 +96,7 @@ def _kernel_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[s
     row = (1 << (max(k.shape[-1], v.shape[-1]) - 1).bit_length()) * k.element_size()
     options: dict[str, Any] = {}
     if row > 256:
-        options = {"FORCE_USE_FLEX_ATTENTION": True, **next((tiles for most, tiles in TILES.items() if row <= most), LEAST_TILES)}
+        options = {"FORCE_USE_FLEX_ATTENTION": True, **next((tiles for most, tiles in TILES.items() if row <= most), SMALLEST_TILES)}
     elif q.shape[2] > 1:
         options = {"FORCE_USE_FLEX_ATTENTION": True}
     if q.dtype == torch.float32:  # three products on the tensor cores; exact ones compile for minutes
@@ -111,7 +111,7 @@ def _score_mod(spec: AttentionSpec, mask: torch.Tensor | None, offset: torch.Ten
     cap = None if spec.soft_cap is None else torch.full((), spec.soft_cap, device=offset.device)
     has_queries = mask is not None and mask.shape[2] > 1
 
-    def modified(score: torch.Tensor, row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def modify_score(score: torch.Tensor, row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if mask is not None:
@@ -123,4 +123,4 @@ def _score_mod(spec: AttentionSpec, mask: torch.Tensor | None, offset: torch.Ten
             seen = seen & (key > query + offset - window)
         return torch.where(seen, score, -float("inf"))
 
-    return modified
+    return modify_score

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-FOLDER = "TRITON_CACHE_DIR"  # the user's word, if he says one
+CACHE_DIR_VARIABLE = "TRITON_CACHE_DIR"  # the user's word, if he says one
 _NOTES = "frame-complete"  # folder of notes in the cache
 
 
@@ -52,18 +52,18 @@ class KernelCache:
         return self.folder / _NOTES / self.key
 
 
-def kernel_folder(chip: str, environ: MutableMapping[str, str] | None = None) -> Path:
+def select_cache_folder(chip: str, environ: MutableMapping[str, str] | None = None) -> Path:
     """The folder that Triton is to use, which is set in the environment unless the user has: one for each chip and version of Triton."""
     environ = os.environ if environ is None else environ
-    if not environ.get(FOLDER):
+    if not environ.get(CACHE_DIR_VARIABLE):
         root = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".cache")
         name = re.sub(r"[^a-z0-9.]+", "-", f"{_triton_version()} {chip}".lower()).strip("-")
-        environ[FOLDER] = str(Path(root) / "frame" / "triton" / name)
-    return Path(environ[FOLDER])
+        environ[CACHE_DIR_VARIABLE] = str(Path(root) / "frame" / "triton" / name)
+    return Path(environ[CACHE_DIR_VARIABLE])
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[KernelCounts]:
+def count_compilations() -> Iterator[KernelCounts]:
     """Counts what Triton compiles, or loads, until the end of the block. What listened before hears nothing meanwhile."""
     counts = KernelCounts()
     try:

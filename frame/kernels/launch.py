@@ -2,7 +2,7 @@
 """How the kernels of this folder are launched: warps, rows a program, multiprocessors, and the two halves of programmatic dependent launch.
 
 Triton's own launch looks at every argument anew, to find the code compiled for such ones, which takes twice as long as the launch does.
-`Prepared` looks once; what it takes for granted after that is the caller's to keep.
+`PreparedLaunch` looks once; what it takes for granted after that is the caller's to keep.
 
 The law of dependent launches: a kernel that is launched so waits (`wait_for_previous`) in every program before it reads what an earlier
 kernel wrote, and before it writes anything; then a chain of such kernels is in order throughout. Weights, which no step writes, may be
@@ -28,22 +28,22 @@ _INTERPRETED_ROWS = 64  # the interpreter takes about a millisecond a program, w
 
 
 @cache
-def options(device: torch.device, warps: int) -> dict[str, Any]:
+def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
     """The keyword arguments of a launch on `device`: `num_warps`, the constant `PDL`, and the launch's own flag for it."""
-    if kernels.pdl(device):
+    if kernels.supports_pdl(device):
         return {"num_warps": warps, "PDL": True, "launch_pdl": True}
     return {"num_warps": warps, "PDL": False}
 
 
 @cache
-def processors(device: torch.device) -> int:
+def count_tma_processors(device: torch.device) -> int:
     """Multiprocessors that copy boxes into the memory that tensor cores read (compute capability 9.0); 0 where there are none."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-class Prepared:
+class PreparedLaunch:
     """A kernel compiled for pointers to types, and for numbers, like the `example`; called with a grid, tensors and numbers.
 
     The kernel's parameters are tensors or Triton's descriptors of some, then numbers, then constants. Tensors begin at multiples of 16
@@ -54,7 +54,7 @@ class Prepared:
 
     def __init__(self, kernel: Any, example: Sequence[Any], constants: dict[str, Any], device: torch.device, warps: int) -> None:
         self.kernel = kernel
-        self.constants = constants | options(device, warps)
+        self.constants = constants | launch_options(device, warps)
         self.compiled = None if kernels.INTERPRETED else kernel.warmup(*example, grid=(1,), **self.constants)
         self.values = tuple(self.constants[name] for name in kernel.arg_names if name in self.constants)
 
@@ -70,30 +70,30 @@ class Prepared:
             self.compiled[grid](*pointers, *numbers, *self.values)
 
 
-def power_of_2(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     """The least power of two that is not below `number`; Triton's own takes a microsecond or more, as does its `cdiv`."""
     return 1 << max(0, number - 1).bit_length()
 
 
-def blocks_of(number: int, size: int) -> int:
+def ceil_div(number: int, size: int) -> int:
     """How many blocks of `size` hold `number`."""
     return -(-number // size)
 
 
-def warps_for(elements: int, loads: int = 1) -> int:
+def choose_warps(elements: int, loads: int = 1) -> int:
     """Warps of a program over as many elements, such that a thread holds as many loads' worth of them, if the program is small enough."""
-    wanted = power_of_2(max(1, elements // (32 * _ELEMENTS_PER_LOAD * loads)))
+    wanted = next_power_of_2(max(1, elements // (32 * _ELEMENTS_PER_LOAD * loads)))
     return min(wanted, _MAX_WARPS)
 
 
-def rows_per_program(rows: int, most: int) -> int:
+def choose_rows_per_program(rows: int, most: int) -> int:
     """How many of `rows` short rows share a program, a power of two: on a device `most`, a power of two or 0, or one."""
-    wanted = power_of_2(rows)
+    wanted = next_power_of_2(rows)
     return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, most))
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """Let the kernel behind this one be launched already: it waits by itself."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -23,11 +23,11 @@ class DeepseekV2ForCausalLM(Decoder):
         interleaved = self.model_config.config.get("rope_interleave", True)
         return Rotary(self.context, self.model_config.config["qk_rope_head_dim"], rope_parameters(self.model_config), interleaved)
 
-    def attention(self, layer: int, prefix: str) -> nn.Module:
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
         scale = self.model_config.head_dim**-0.5 * yarn_scale(rope_parameters(self.model_config))
         return LatentAttention(self.context, self.model_config, layer, prefix, self.rotary, scale)
 
-    def mlp(self, layer: int, prefix: str) -> nn.Module:
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         if layer < config.get("first_k_dense_replace", 0) or not config.get("n_routed_experts"):
             return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
@@ -35,9 +35,9 @@ class DeepseekV2ForCausalLM(Decoder):
         shared = None
         if config.get("n_shared_experts"):
             shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config["n_shared_experts"])
-        return MoE(self.context, prefix, ExpertSizes(config["n_routed_experts"], hidden, inner), self.routing(), shared)
+        return MoE(self.context, prefix, ExpertSizes(config["n_routed_experts"], hidden, inner), self.build_routing(), shared)
 
-    def routing(self) -> RoutingRule:
+    def build_routing(self) -> RoutingRule:
         """How this generation routes."""
         config = self.model_config.config
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"

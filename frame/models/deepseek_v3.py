@@ -9,12 +9,12 @@ from frame.models.layers.router import RoutingRule
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """Weights of layers past the last (the multi-token-prediction modules) are left out."""
 
-    def left_out(self) -> tuple[str, ...]:
+    def get_ignored(self) -> tuple[str, ...]:
         extra = self.model_config.config.get("num_nextn_predict_layers") or self.model_config.config.get("num_mtp_layers") or 0
         layers = "|".join(str(self.model_config.num_layers + index) for index in range(max(int(extra), 1)))
-        return (*super().left_out(), rf"model\.layers\.(?:{layers})\.")
+        return (*super().get_ignored(), rf"model\.layers\.(?:{layers})\.")
 
-    def routing(self) -> RoutingRule:
+    def build_routing(self) -> RoutingRule:
         config = self.model_config.config
         return RoutingRule(
             top_k=config["num_experts_per_tok"],

@@ -16,14 +16,14 @@ class LlamaForCausalLM(Decoder):
 
     ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
-    def attention(self, layer: int, prefix: str) -> nn.Module:
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
         bias = bool(config.get("attention_bias", False))
         window = self.model_config.sliding_window if self.model_config.architecture.startswith("Mistral") else None
         options = AttentionOptions(qkv_bias=bias, out_bias=bias, sliding_window=window)
         return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
-    def mlp(self, layer: int, prefix: str) -> nn.Module:
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
         return GatedMLP(
             self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], bool(config.get("mlp_bias", False))

@@ -17,11 +17,11 @@ class MixtralForCausalLM(Decoder):
 
     mlp_name: ClassVar[str] = "block_sparse_moe"
 
-    def attention(self, layer: int, prefix: str) -> nn.Module:
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
         options = AttentionOptions(sliding_window=self.model_config.sliding_window)
         return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
-    def mlp(self, layer: int, prefix: str) -> nn.Module:
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
         sizes = ExpertSizes(config["num_local_experts"], self.model_config.hidden_size, config["intermediate_size"], ("w1", "w3", "w2"))
         return MoE(self.context, prefix, sizes, RoutingRule(config["num_experts_per_tok"], renormalize=True))

@@ -7,14 +7,14 @@ from torch import nn
 from frame.models.layers.attention import Attention, AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.mlp import GatedMLP
-from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_sparse
+from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_moe_layer
 from frame.models.layers.router import RoutingRule
 
 
 class Qwen2MoeForCausalLM(Decoder):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
 
-    def attention(self, layer: int, prefix: str) -> nn.Module:
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
         window = None
         if config.get("use_sliding_window", False) and config.get("sliding_window"):
@@ -24,9 +24,9 @@ class Qwen2MoeForCausalLM(Decoder):
         options = AttentionOptions(qkv_bias=bool(config.get("qkv_bias", True)), sliding_window=window)
         return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
-    def mlp(self, layer: int, prefix: str) -> nn.Module:
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
-        if not is_sparse(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
+        if not is_moe_layer(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
             return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
         sizes = ExpertSizes(config["num_experts"], hidden, config["moe_intermediate_size"])
         rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", False)))

@@ -18,7 +18,7 @@ from frame.core.interfaces.quantization import ExpertsMethod, LayerKind, LinearM
 from frame.models.layers.parameter import ShardedParameter, ShardRule
 from frame.quantization import Fp8Options
 from frame.quantization.fp8_format import Fp8Format, read_format
-from frame.quantization.fp8_product import Fp8Product
+from frame.quantization.fp8_matmul import Fp8Matmul
 from frame.quantization.fp8_weights import BLOCK, FP8, Fp8Parameter, RoundedParameter, Scales, dequantize, scale_parameter
 from frame.quantization.none import PlainExperts, PlainLinear
 
@@ -76,7 +76,7 @@ class Fp8Linear:
         if not weight.numel():
             return  # made plain before
         scales = self._scales(layer)
-        layer.product = Fp8Product.find(weight, scales, layer.plain_dtype)  # type: ignore[assignment, arg-type]
+        layer.product = Fp8Matmul.create(weight, scales, layer.plain_dtype)  # type: ignore[assignment, arg-type]
         layer.plain = None  # type: ignore[assignment]
         if layer.product is None:
             layer.plain = self._make_plain(dequantize(weight, scales, layer.plain_dtype))  # type: ignore[assignment, arg-type]
@@ -90,7 +90,7 @@ class Fp8Linear:
     def apply_gated(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU of the first half of the outputs, times the second; None where that is better computed apart."""
         if layer.product is not None:
-            return layer.product.gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
+            return layer.product.multiply_gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
         return self._plain.apply_gated(layer.plain, x, bias)  # type: ignore[arg-type]
 
     def _scales(self, layer: nn.Module) -> Scales:
@@ -172,7 +172,7 @@ class Fp8Experts:
         """The scales in a form that the layer's runner takes; None if it takes none, on this device and of these sizes."""
         down: torch.Tensor = layer.down  # type: ignore[assignment]
         takes: tuple[Fp8Scale, ...] = getattr(layer, "takes_fp8", ())
-        if any(size % BLOCK for size in down.shape[1:]) or not (kernels.usable(down.device) and kernels.converts_fp8(down.device)):
+        if any(size % BLOCK for size in down.shape[1:]) or not (kernels.can_use_triton(down.device) and kernels.supports_fp8(down.device)):
             return None
         weights: list[torch.Tensor] = [layer.gate_up, down]  # type: ignore[list-item]
         blocks = [_by_blocks(weight, scale) for weight, scale in zip(weights, scales, strict=True)]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.quantization import ExpertsMethod, LayerKind, LinearMethod, QuantizationMethod
-from frame.models.layers.packed import can_pack, pack, packed_linear
+from frame.models.layers.packed import can_pack, pack_weight, packed_linear
 from frame.models.layers.parameter import ShardedParameter, ShardRule
-from frame.models.layers.product import Product
+from frame.models.layers.plain_matmul import PlainMatmul
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,16 +26,16 @@ class PlainLinear:
         weight = torch.empty(sum(output_sizes), input_size, dtype=dtype)
         layer.register_parameter("weight", ShardedParameter(weight, ShardRule(output=0, input=1)))
         layer.register_buffer("packed", None, persistent=False)
-        layer.product = Product(weight)  # type: ignore[assignment]
+        layer.product = PlainMatmul(weight)  # type: ignore[assignment]
 
     def finish(self, layer: nn.Module) -> None:
         """Pack a weight that was loaded since the last time, or choose how it is multiplied."""
         weight: ShardedParameter = layer.weight  # type: ignore[assignment]
         if weight.numel() and can_pack(weight):
-            layer.packed = pack(weight)
+            layer.packed = pack_weight(weight)
             weight.release()
         elif weight.numel():
-            layer.product = Product(weight)  # type: ignore[assignment]
+            layer.product = PlainMatmul(weight)  # type: ignore[assignment]
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.packed is not None:
@@ -46,7 +46,7 @@ class PlainLinear:
         """SiLU of the first half of the outputs, times the second; None where that is better computed apart."""
         if layer.packed is not None:
             return None
-        return layer.product.gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
+        return layer.product.multiply_gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
 
 
 class PlainExperts:
@@ -70,8 +70,9 @@ class PlainExperts:
         down: torch.Tensor = layer.down  # type: ignore[assignment]
         all_gate_up, all_down = gate_up.flatten(0, 1), down.transpose(0, 1).flatten(1)
         if down[0].numel() <= _SMALL_EXPERT and down.nbytes <= _SMALL_LAYER and can_pack(all_gate_up) and can_pack(all_down):
-            layer.packed_gate_up, layer.packed_down = pack(all_gate_up), pack(all_down)
-            layer.packed_each_gate_up, layer.packed_each_down = [pack(part) for part in gate_up], [pack(part) for part in down]  # type: ignore[assignment]
+            layer.packed_gate_up, layer.packed_down = pack_weight(all_gate_up), pack_weight(all_down)
+            layer.packed_each_gate_up = [pack_weight(part) for part in gate_up]  # type: ignore[assignment]
+            layer.packed_each_down = [pack_weight(part) for part in down]  # type: ignore[assignment]
 
 
 class Plain(QuantizationMethod):

@@ -19,8 +19,8 @@ import torch
 
 from frame.attention_backends.flashinfer import wrappers
 from frame.attention_backends.flashinfer.backend import FlashInferBackend
-from frame.attention_backends.flashinfer.library import Library, Module, compile_modules, form_of
-from frame.attention_backends.flashinfer.pages import list_pages
+from frame.attention_backends.flashinfer.library import Library, Module, choose_family, compile_modules
+from frame.attention_backends.flashinfer.page_lists import list_pages
 from frame.attention_backends.libraries import FLASHINFER
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
@@ -61,13 +61,13 @@ def test_calls_compute_attention(case: suite.Case) -> None:
 
 @pytest.mark.parametrize("rows", [Rows.of([], [(0, 90), (0, 7)]), Rows.of([40], [(30, 60), (0, 9)]), Rows.of([3], [(0, 33)])])
 def test_long_extends_take_their_keys_side_by_side(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrappers, "BESIDE", 8)
+    monkeypatch.setattr(wrappers, "MIN_RAGGED_QUERIES", 8)
     case = suite.Case(rows, heads=4, kv_heads=2, head_dim=64, v_head_dim=64)
     backend, inputs = make(case), suite.make_inputs(case)
     got = suite.compute(backend, case, inputs)
     assert float((got - suite.reference(case, inputs)).abs().max()) < suite.TOLERANCE[case.dtype]
-    (role, *_), = [key for key in backend._wrappers._made if key[0] != "decode"]
-    assert role == "beside"
+    ((role, *_),) = [key for key in backend._wrappers._made if key[0] != "decode"]
+    assert role == "ragged"
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -139,7 +139,7 @@ def test_the_kernel_lists_pages() -> None:
     """In a process of its own, under the interpreter."""
     program = """
 import numpy as np, torch
-from frame.attention_backends.flashinfer.page_kernel import write_page_lists
+from frame.attention_backends.flashinfer.page_list_kernel import write_page_lists
 rng = np.random.default_rng(0)
 lengths = torch.tensor([5, 1, 4097, 64, 16, 4096] * 60, dtype=torch.int32)
 rows = len(lengths)
@@ -170,7 +170,7 @@ assert pages[-7:].tolist() == [-1] * 7
     ],
 )
 def test_which_kernels(capability: tuple[int, int], kv_dtype: torch.dtype, widths: tuple[int, int], form: str) -> None:
-    assert form_of(capability, torch.bfloat16, kv_dtype, *widths) == form
+    assert choose_family(capability, torch.bfloat16, kv_dtype, *widths) == form
 
 
 def requirements(**changes: Any) -> AttentionRequirements:

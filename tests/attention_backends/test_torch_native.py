@@ -48,9 +48,9 @@ def groups_of(rows: Rows, page_size: int = 4, window: int | None = None, token_b
 )
 def test_spans_hold_every_row_once_and_bound_the_padding(lengths: list[int], budget: int, spare: int, fill: float) -> None:
     costs = np.sort(np.array(lengths))[::-1]
-    spans = list(planning.spans(costs, budget, spare, fill))
-    assert [row for start, stop in spans for row in range(start, stop)] == list(range(len(costs)))
-    for start, stop in spans:
+    split_runs = list(planning.split_runs(costs, budget, spare, fill))
+    assert [row for start, stop in split_runs for row in range(start, stop)] == list(range(len(costs)))
+    for start, stop in split_runs:
         top, run = int(costs[start]), costs[start:stop]
         assert len(run) == 1 or len(run) * top <= budget
         assert run.min() >= fill * top or (top - run).sum() <= spare
@@ -98,7 +98,7 @@ def test_a_long_row_in_contiguous_pages_is_sliced() -> None:
 
 def test_fresh_prompts_read_nothing_from_the_cache() -> None:
     found = groups_of(Rows.of([], [(0, 30), (0, 30), (5, 30), (0, 30)])).extends
-    assert sorted((group.rows, group.own_keys) for group in found) == [(1, False), (3, True)]
+    assert sorted((group.rows, group.from_step) for group in found) == [(1, False), (3, True)]
 
 
 @pytest.mark.parametrize("kind", [{}, LATENT, {"window": 30}, {"window": 30, **LATENT}, {"soft_cap": 2.0}, {"sinks": True}])

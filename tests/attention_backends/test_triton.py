@@ -31,7 +31,7 @@ def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_schedules_under_the_interpreter() -> None:
-    run_interpreted(str(Path(__file__).with_name("test_triton_schedule.py")))
+    run_interpreted(str(Path(__file__).with_name("test_triton_split_schedule.py")))
 
 
 def test_runs_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_refuses_a_cpu_without_the_interpreter() -> None:
 
 def plan_of(rows: Rows):  # type: ignore[no-untyped-def]
     from frame.attention_backends.triton.plan import StepPlan
-    from frame.attention_backends.triton.prefixes import SharedPrefixes
+    from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
 
     pages = lay_out(rows, 4, np.random.default_rng(0))
     return StepPlan(forward_batch(rows, pages, PlainKVCache(4, []), "cpu"), SharedPrefixes(torch.device("cpu"), 64)), pages
@@ -60,18 +60,18 @@ def plan_of(rows: Rows):  # type: ignore[no-untyped-def]
 
 def test_tiles_hold_every_query_once_and_start_with_the_longest() -> None:
     plan, _ = plan_of(Rows.of([3, 4], [(0, 40), (100, 17), (5, 1)]))
-    rows, starts = plan.tiles(16).numpy()
+    rows, starts = plan.get_tiles(16).numpy()
     assert sorted(zip(rows.tolist(), starts.tolist(), strict=True)) == [(0, 0), (0, 16), (0, 32), (1, 0), (1, 16), (2, 0)]
     assert (rows[0], starts[0]) == (1, 16)
 
 
 def test_expanded_keys_lie_row_after_row() -> None:
     plan, pages = plan_of(Rows.of([9], [(6, 3), (0, 5)]))
-    places, starts = plan.expanded_keys()
+    places, starts = plan.locate_expanded_keys()
     assert starts.tolist() == [0, 9]
     assert places.tolist() == [*pages.places[1], *pages.places[2]]
     fresh, _ = plan_of(Rows.of([9], [(0, 3), (0, 5)]))
-    places, starts = fresh.expanded_keys()
+    places, starts = fresh.locate_expanded_keys()
     assert places is None
     assert starts.tolist() == [0, 3]
 
@@ -80,7 +80,7 @@ def test_expanded_keys_lie_row_after_row() -> None:
     ("width", "parts"), [(64, (64, 0)), (192, (128, 64)), (576, (512, 64)), (80, (64, 16)), (24, (24, 0)), (96, (64, 32))]
 )
 def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int]) -> None:
-    from frame.attention_backends.triton.tiles import split_width
+    from frame.attention_backends.triton.tile_sizes import split_width
 
     assert split_width(width) == parts
 
@@ -89,7 +89,7 @@ def test_widths_are_split_into_powers_of_two(width: int, parts: tuple[int, int])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("columns", [(64, 0, 64), (128, 0, 128), (256, 0, 256), (512, 64, 0), (128, 64, 128)])
 def test_tiles_fit_the_shared_memory(columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> None:
-    from frame.attention_backends.triton.tiles import choose_tile
+    from frame.attention_backends.triton.tile_sizes import choose_tile
 
     tile = choose_tile(16, columns, itemsize, shared_memory)
     needed = 16 * (columns[0] + columns[1]) * itemsize + tile.stages * tile.keys * sum(columns) * itemsize

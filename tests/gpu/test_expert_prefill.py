@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     from frame import kernels
     from frame.kernels.moe import expert_prefill
-    from frame.kernels.moe import expert_products as products
-    from frame.kernels.moe.align import align
-    from frame.kernels.moe.expert_prefill import ROWS, down, fits, gate_up
+    from frame.kernels.moe import grouped_gemm as products
+    from frame.kernels.moe.align import align_tokens
+    from frame.kernels.moe.expert_prefill import ROWS, can_tile, compute_down, compute_gate_up
     from frame.kernels.moe.expert_tiles import choose_tiles
 
-    pytestmark.append(pytest.mark.skipif(not kernels.streams(torch.device("cuda")), reason="needs compute capability 9.0"))
+    pytestmark.append(pytest.mark.skipif(not kernels.supports_tma_streaming(torch.device("cuda")), reason="needs compute capability 9.0"))
 
 DEVICE = torch.device("cuda")
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half of the last place
@@ -50,20 +50,20 @@ def drawn(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor
 def check(x: torch.Tensor, ids: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     tokens, top = ids.shape
     pair_weights = torch.rand(tokens, top, device=DEVICE)
-    order = align(ids, len(first), ROWS)
-    act = gate_up(x, first, ids.numel(), top, order)
+    order = align_tokens(ids, len(first), ROWS)
+    act = compute_gate_up(x, first, ids.numel(), top, order)
     rows = order.pairs[: int(order.used) * ROWS]
     places = (rows < ids.numel()).nonzero().flatten()
     found = torch.empty(ids.numel(), act.shape[1], dtype=act.dtype, device=DEVICE)
     found[rows[places].long()] = act[places]
-    out = down(act, second, pair_weights, order)
+    out = compute_down(act, second, pair_weights, order)
     assert out.shape == (ids.numel(), x.shape[1])
     for expert in range(len(first)):
         mine = (ids.flatten() == expert).nonzero().flatten()
         gate, up = F.linear(x[mine // top].float(), first[expert].float()).chunk(2, -1)
         close(found[mine], F.silu(gate) * up)
         close(out[mine], F.linear(found[mine].float(), second[expert].float()) * pair_weights.view(-1)[mine, None])
-    again = down(gate_up(x, first, ids.numel(), top, order), second, pair_weights, order)
+    again = compute_down(compute_gate_up(x, first, ids.numel(), top, order), second, pair_weights, order)
     assert torch.equal(again.nan_to_num(), out.nan_to_num())
     return out
 
@@ -81,7 +81,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_loads(load: str, top: int, sizes: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if load == "many tiles":
-        monkeypatch.setattr(expert_prefill, "_processors", lambda _: 5)
+        monkeypatch.setattr(expert_prefill, "count_tma_processors", lambda _: 5)
     ids = shared_out(LOADS[load], 1 if load == "one row" else top)
     x = torch.randn(len(ids), sizes[0] + 16, device=DEVICE).to(dtype)[:, : sizes[0]]
     check(x, ids, *drawn((len(LOADS[load]), *sizes), dtype))
@@ -106,10 +106,10 @@ def test_what_is_no_number_stays_in_its_token(token: int) -> None:
 
 
 def test_what_tiles_cover() -> None:
-    assert fits(2 * 768, 2048)
-    assert fits(2048, 768)
-    assert not fits(2 * 704, 2048)
-    assert not fits(2048, 768 + 32)
+    assert can_tile(2 * 768, 2048)
+    assert can_tile(2048, 768)
+    assert not can_tile(2 * 704, 2048)
+    assert not can_tile(2048, 768 + 32)
 
 
 @pytest.mark.parametrize("inner", [256, 192])
@@ -118,16 +118,16 @@ def test_products_take_it_where_they_can(inner: int) -> None:
     ids = torch.rand(900, 8, device=DEVICE).topk(2).indices
     x, pair_weights = torch.randn(900, 512, device=DEVICE).bfloat16(), torch.rand(900, 2, device=DEVICE)
     first, second = (products.Weights(weight) for weight in drawn((8, 512, inner), torch.bfloat16))
-    pairs, order, tiles = products.Pairs(ids, pair_weights), align(ids, 8, ROWS), choose_tiles(1800, 8)
+    pairs, order, tiles = products.Pairs(ids, pair_weights), align_tokens(ids, 8, ROWS), choose_tiles(1800, 8)
     assert tiles.first.bm == ROWS
-    for tile in (tiles.second, replace(tiles.second, fetched=False)):
-        act = products.gate_up(products.Rows(x), first, pairs, order, replace(tiles.first, fetched=tile.fetched), x.dtype)
-        out = products.down(act, second, pairs, order, tile, x.dtype)
+    for tile in (tiles.second, replace(tiles.second, use_gluon=False)):
+        act = products.compute_gate_up(products.Rows(x), first, pairs, order, replace(tiles.first, use_gluon=tile.use_gluon), x.dtype)
+        out = products.compute_down(act, second, pairs, order, tile, x.dtype)
         want = reference(x, ids, pair_weights, first.values, second.values)
         got = products.combine(out, 2).double()
         assert float((got - want).abs().max() / want.abs().max()) < 2e-2
-        if tile.fetched and fits(2 * inner, 512):
-            assert torch.equal(down(gate_up(x, first.values, 1800, 2, order), second.values, pair_weights, order), out)
+        if tile.use_gluon and can_tile(2 * inner, 512):
+            assert torch.equal(compute_down(compute_gate_up(x, first.values, 1800, 2, order), second.values, pair_weights, order), out)
 
 
 def test_replays_are_the_same() -> None:
@@ -137,8 +137,8 @@ def test_replays_are_the_same() -> None:
     layers = [drawn((32, 512, 256), torch.bfloat16) for _ in range(3)]
 
     def run() -> list[torch.Tensor]:
-        order = align(ids, 32, ROWS)
-        return [down(gate_up(x, first, ids.numel(), 4, order), second, pair_weights, order) for first, second in layers]
+        order = align_tokens(ids, 32, ROWS)
+        return [compute_down(compute_gate_up(x, first, ids.numel(), 4, order), second, pair_weights, order) for first, second in layers]
 
     want = run()
     graph = torch.cuda.CUDAGraph()

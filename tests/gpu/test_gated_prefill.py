@@ -10,10 +10,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.kernels.linear.gated_prefill import fits, gated_prefill
-    from frame.models.layers.product import Product
+    from frame.kernels.linear.gated_prefill import can_tile, gated_prefill
+    from frame.models.layers.plain_matmul import PlainMatmul
 
-    pytestmark.append(pytest.mark.skipif(not kernels.streams(torch.device("cuda")), reason="needs compute capability 9.0"))
+    pytestmark.append(pytest.mark.skipif(not kernels.supports_tma_streaming(torch.device("cuda")), reason="needs compute capability 9.0"))
 
 DEVICE = torch.device("cuda")
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half of the last place
@@ -55,16 +55,16 @@ def test_sizes_of_models(model: str, rows: int, scale: float) -> None:
 
 
 def test_what_tiles_cover() -> None:
-    assert all(fits(inner, inputs) for inputs, inner in SIZES.values())
-    assert not fits(14336 + 64, 4096)
-    assert not fits(14336, 4096 + 32)
+    assert all(can_tile(inner, inputs) for inputs, inner in SIZES.values())
+    assert not can_tile(14336 + 64, 4096)
+    assert not can_tile(14336, 4096 + 32)
 
 
 @pytest.mark.parametrize("inner", [14336, 14336 + 64])
 def test_a_product_takes_it_where_it_can(inner: int) -> None:
     torch.manual_seed(0)
     x, weight = random(1024, 1024, torch.bfloat16), random(2 * inner, 1024, torch.bfloat16) / 32
-    got = Product(weight).gated(x, weight)
+    got = PlainMatmul(weight).multiply_gated(x, weight)
     assert got is not None
     gate, up = F.linear(x.float(), weight.float()).chunk(2, -1)
     torch.testing.assert_close(got.float(), F.silu(gate) * up, rtol=2**-6, atol=2**-6)
@@ -75,10 +75,10 @@ def test_a_product_takes_it_where_it_can(inner: int) -> None:
 def test_a_product_takes_it_for_batches() -> None:
     torch.manual_seed(0)
     weight = random(2 * 14336, 4096, torch.bfloat16) / 64
-    product = Product(weight)
+    product = PlainMatmul(weight)
     for rows in (128, 256, 192):
         x = random(rows, 4096, torch.bfloat16)
-        got = product.gated(x, weight)
+        got = product.multiply_gated(x, weight)
         assert (got is None) == (rows == 192)
         assert got is None or torch.equal(got, gated_prefill(x, weight, 132))
 

@@ -11,10 +11,10 @@ if torch.cuda.is_available():
     from frame import kernels
     from frame.kernels.linear.linear_plan import Plan
     from frame.kernels.linear.linear_stream import stream_linear
-    from frame.models.layers.product import Product
+    from frame.models.layers.plain_matmul import PlainMatmul
     from tests.kernels.linear import UNIT, random, reference
 
-    pytestmark.append(pytest.mark.skipif(not kernels.streams(torch.device("cuda")), reason="needs compute capability 9.0"))
+    pytestmark.append(pytest.mark.skipif(not kernels.supports_tma_streaming(torch.device("cuda")), reason="needs compute capability 9.0"))
 
 # warps, items under way, outputs of a slice, 32s of inputs of an item
 SIZES = {
@@ -55,7 +55,7 @@ def test_rows_stand_alone() -> None:
 
 def test_a_product_of_rows_that_begin_anywhere() -> None:
     weight = random(4096, 4096, dtype=torch.bfloat16) / 64
-    product = Product(weight)
+    product = PlainMatmul(weight)
     whole = random(8 * 4097 + 1, dtype=torch.bfloat16)
     for x in (whole[1 : 1 + 8 * 4096].view(8, 4096), whole[: 8 * 4097].view(8, 4097)[:, :4096]):
         want = reference(x, weight, None, gated=False)

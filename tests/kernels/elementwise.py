@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from frame.kernels.elementwise.activation import silu_mul
-from frame.kernels.elementwise.finite import finite_rows
+from frame.kernels.elementwise.finite import replace_non_finite_rows
 from frame.kernels.elementwise.norm import add_rms_norm, rms_norm
-from frame.kernels.elementwise.rope import Heads, HeadsCache, latent_norm_rope_store, norm_rope_store, rotate_
+from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, latent_norm_rope_store, norm_rope_store, rotate_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2**-16, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float8_e4m3fn: 2**-4}  # of a rounding, relative
@@ -51,7 +51,7 @@ def test_rows_become_finite(dtype: torch.dtype, rows: int, size: int, gap: int) 
     for place, wrong in enumerate((float("nan"), float("inf"), -float("inf"))):
         x[place % rows, place * 7] = wrong
     most = min(torch.finfo(dtype).max, 2.0**100)
-    out = finite_rows(x, most)
+    out = replace_non_finite_rows(x, most)
     assert out.is_contiguous()
     assert torch.equal(out, torch.where(x.isfinite(), x, torch.full_like(x, most)))
 
@@ -126,15 +126,15 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inter
 @pytest.mark.parametrize(
     ("tokens", "heads", "norm", "gap"),
     [
-        (1, Heads(16, 8, 128, 128), True, 0),
-        (5, Heads(4, 2, 64, 64), False, 24),
-        (7, Heads(7, 1, 64, 32), True, 0),
-        (70, Heads(2, 2, 16, 16, True), False, 0),
-        (3, Heads(12, 3, 96, 96), True, 1),
-        (4, Heads(5, 5, 80, 32, True), True, 0),
+        (1, QKVLayout(16, 8, 128, 128), True, 0),
+        (5, QKVLayout(4, 2, 64, 64), False, 24),
+        (7, QKVLayout(7, 1, 64, 32), True, 0),
+        (70, QKVLayout(2, 2, 16, 16, True), False, 0),
+        (3, QKVLayout(12, 3, 96, 96), True, 1),
+        (4, QKVLayout(5, 5, 80, 32, True), True, 0),
     ],
 )
-def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, tokens: int, heads: Heads, norm: bool, gap: int) -> None:
+def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, tokens: int, heads: QKVLayout, norm: bool, gap: int) -> None:
     """The last two tokens are padding: both go to slot 0, which nobody reads."""
     dim, num_kv = heads.dim, heads.num_kv_heads
     qkv = random(tokens, (heads.num_heads + 2 * num_kv) * dim, dtype=dtype, gap=gap)
@@ -148,7 +148,9 @@ def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, to
         slots[-2:] = 0
     cached_k, cached_v = (torch.zeros(19, 4, num_kv, dim, dtype=kv_dtype or dtype, device=DEVICE) for _ in range(2))
     weights = random(2, dim, dtype=dtype)
-    out = norm_rope_store(qkv, positions, table, heads, (weights, EPS) if norm else None, HeadsCache(slots, cached_k, cached_v, 0.5, 2.0))
+    out = norm_rope_store(
+        qkv, positions, table, heads, (weights, EPS) if norm else None, KVCacheTarget(slots, cached_k, cached_v, 0.5, 2.0)
+    )
     if norm:
         q, k = normed(q, weights[0]), normed(k, weights[1])
     q, k = (rotated(part, positions, table, heads.interleaved) for part in (q, k))
@@ -169,7 +171,7 @@ def stored(x: torch.Tensor, kv_dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def test_without_a_cache_only_queries_and_keys_change() -> None:
-    heads = Heads(4, 2, 32, 32)
+    heads = QKVLayout(4, 2, 32, 32)
     qkv = random(3, 8 * 32, dtype=torch.float32)
     before = qkv.clone().unflatten(-1, (-1, 32))
     table, positions = rotary_table(9, 32, False, torch.float32), torch.tensor([8, 0, 3], device=DEVICE)

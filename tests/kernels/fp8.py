@@ -12,14 +12,14 @@ import torch
 
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched
-from frame.kernels.linear.fp8_linear import Plan, choose_plan, narrow_linear
+from frame.kernels.linear.fp8_linear import Plan, choose_plan, skinny_fp8_linear
 from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
 from frame.models.layers.parameter import Range, ShardedParameter
 from frame.plugins.moe_runners.torch_native import TorchNative
 from frame.plugins.moe_runners.triton import Triton
 from frame.quantization.fp8 import Fp8Experts, RoundedExperts
 from frame.quantization.fp8_format import Fp8Format
-from frame.quantization.fp8_product import Fp8Product
+from frame.quantization.fp8_matmul import Fp8Matmul
 from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
 from frame.testing.attention_batch import build_context
 from frame.testing.checkpoints import load_reference
@@ -86,8 +86,18 @@ def test_few_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
     plans = [choose_plan(rows, outputs, inputs, scales.columns), Plan(32, 64, 2, split=2), Plan(64, 128, 3)]
     for plan in plans if LARGE or rows == 3 else plans[:1]:
         for with_bias in (None, bias):
-            out = narrow_linear(
-                numbers, scale, weight, scales.values, block, with_bias, plan, counter, rows=rows, dtype=DTYPE, pdl=kernels.pdl(DEVICE)
+            out = skinny_fp8_linear(
+                numbers,
+                scale,
+                weight,
+                scales.values,
+                block,
+                with_bias,
+                plan,
+                counter,
+                rows=rows,
+                dtype=DTYPE,
+                pdl=kernels.supports_pdl(DEVICE),
             )
             check(out, want if with_bias is None else want + bias.double())
             assert not counter.any()
@@ -95,10 +105,10 @@ def test_few_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
 
 def test_stages_fit_into_small_devices() -> None:
     plan = Plan(64, 256, 4)
-    assert plan.fitted(232448) is not plan
-    assert plan.fitted(232448) == plan
-    assert plan.fitted(101376, 2) == Plan(64, 256, 2)
-    assert plan.fitted(48 << 10, 2) == Plan(64, 256, 1)
+    assert plan.fit_shared_memory(232448) is not plan
+    assert plan.fit_shared_memory(232448) == plan
+    assert plan.fit_shared_memory(101376, 2) == Plan(64, 256, 2)
+    assert plan.fit_shared_memory(48 << 10, 2) == Plan(64, 256, 1)
 
 
 @pytest.mark.parametrize("is_block", [False, True])
@@ -107,16 +117,16 @@ def test_stages_fit_into_small_devices() -> None:
 def test_gated_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales = weight_of(outputs, inputs, is_block)
-    product = Fp8Product.find(weight, scales, DTYPE)
+    product = Fp8Matmul.create(weight, scales, DTYPE)
     assert product is not None
     for bias in (None, random(outputs)):
         x = random(rows, inputs)
         gate, up = product(x, weight, bias).double().chunk(2, -1)
-        got = product.gated(x, weight, bias)
+        got = product.multiply_gated(x, weight, bias)
         assert got is not None
         check(got, torch.nn.functional.silu(gate) * up, 3 * CLOSE)
-    assert product.gated(random(65, inputs), weight, None) is None
-    assert product.gated(random(0, inputs), weight, None) is None
+    assert product.multiply_gated(random(65, inputs), weight, None) is None
+    assert product.multiply_gated(random(0, inputs), weight, None) is None
 
 
 def test_scaling_apart() -> None:
@@ -131,7 +141,7 @@ def test_scaling_apart() -> None:
 def test_a_product_is_near_that_of_plain_numbers(rows: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales = weight_of(256, 384, is_block)
-    product = Fp8Product.find(weight, scales, DTYPE)
+    product = Fp8Matmul.create(weight, scales, DTYPE)
     assert product is not None
     x, bias = random(rows, 2, 384)[:, 1], random(256)
     want = x.double() @ dequantize(weight, scales, torch.float64).T + bias.double()
@@ -148,7 +158,7 @@ def test_a_product_is_near_that_of_plain_numbers(rows: int, is_block: bool) -> N
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_a_captured_product(rows: int, is_block: bool) -> None:
     weight, scales = weight_of(4096, 1024, is_block)
-    product = Fp8Product.find(weight, scales, DTYPE)
+    product = Fp8Matmul.create(weight, scales, DTYPE)
     assert product is not None
     x = random(rows, 1024)
     product(x, weight, None)
@@ -164,11 +174,11 @@ def test_a_captured_product(rows: int, is_block: bool) -> None:
 
 def test_what_nothing_multiplies() -> None:
     weight, scales = weight_of(250, 384, False)
-    assert Fp8Product.find(weight, scales, DTYPE) is None
+    assert Fp8Matmul.create(weight, scales, DTYPE) is None
     weight, scales = weight_of(256, 192, True)
-    assert Fp8Product.find(weight, scales, DTYPE) is None
+    assert Fp8Matmul.create(weight, scales, DTYPE) is None
     weight, scales = weight_of(256, 384, True)
-    assert Fp8Product.find(weight, Scales(scales.values.repeat_interleave(2, 0), 64, 128), DTYPE) is None
+    assert Fp8Matmul.create(weight, Scales(scales.values.repeat_interleave(2, 0), 64, 128), DTYPE) is None
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

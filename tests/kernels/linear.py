@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.kernels.linear.linear import skinny_linear
-from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, plan, plans
+from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_plan, choose_plans
 from frame.models.layers.mlp import GatedMLP
-from frame.models.layers.product import Product
+from frame.models.layers.plain_matmul import PlainMatmul
 from frame.quantization.none import Plain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,54 +97,54 @@ def test_rows_stand_alone(dtype: torch.dtype) -> None:
 @each_type
 def test_a_product_is_the_same_whichever_way_it_goes(dtype: torch.dtype) -> None:
     weight, bias = random(96, 160, dtype=dtype) / 12, random(96, dtype=dtype)
-    product = Product(weight)
+    product = PlainMatmul(weight)
     for rows in (1, 2, 5, 16, MAX_ROWS, MAX_ROWS + 1):
         x = random(rows, 160, dtype=dtype)
         want = reference(x, weight, bias, gated=False)
         torch.testing.assert_close(product(x, weight, bias).double(), want, rtol=1.01 * UNIT[dtype], atol=UNIT[dtype])
-        gated = product.gated(x, weight, bias)
+        gated = product.multiply_gated(x, weight, bias)
         if gated is not None:
             torch.testing.assert_close(gated.double(), reference(x, weight, bias, gated=True), rtol=4 * UNIT[dtype], atol=UNIT[dtype])
-    assert plan(1, 96, 160) is not None
-    assert product.gated(random(MAX_ROWS + 1, 160, dtype=dtype), weight) is None
+    assert choose_plan(1, 96, 160) is not None
+    assert product.multiply_gated(random(MAX_ROWS + 1, 160, dtype=dtype), weight) is None
     assert product(x[None], weight).shape == (1, MAX_ROWS + 1, 96)
     assert product(x[:0], weight).shape == (0, 96)
 
 
 def test_what_does_not_fit_on_chip_is_left_to_pytorch() -> None:
-    assert plans(4096, 14336)[8] == plan(8, 4096, 14336)
-    assert plans(4096, 14336, shared_memory=100 << 10)[8] is None
-    assert plans(4096, 14336, shared_memory=100 << 10)[1] == plan(1, 4096, 14336)
+    assert choose_plans(4096, 14336)[8] == choose_plan(8, 4096, 14336)
+    assert choose_plans(4096, 14336, shared_memory=100 << 10)[8] is None
+    assert choose_plans(4096, 14336, shared_memory=100 << 10)[1] == choose_plan(1, 4096, 14336)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, MAX_ROWS])
 def test_large_weights_are_streamed_where_the_device_can(rows: int) -> None:
     for outputs, inner, gated in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False)):
-        some = plans(outputs, inner, gated, streams=True)[rows]
+        some = choose_plans(outputs, inner, gated, streams=True)[rows]
         assert some is not None
         assert some.kernel == "stream"
         assert (outputs // 2 if gated else outputs) % some.outputs == 0
         boxes = (some.outputs * (2 if gated else 1) + max(8, rows)) * 64 * some.chunks * some.depth
         assert some.depth >= 3
         assert boxes < 227 << 10
-        assert plans(outputs, inner, gated)[rows] != some
+        assert choose_plans(outputs, inner, gated)[rows] != some
     # unequal slices, little to read, short slices, too many
     for outputs, inner in ((4096 + 8, 4096), (1024, 1024), (1024, 16384), (128 * 1187, 4096)):
-        assert plans(outputs, inner, streams=True) == plans(outputs, inner)
+        assert choose_plans(outputs, inner, streams=True) == choose_plans(outputs, inner)
 
 
 def test_one_row_is_streamed_where_the_cuda_cores_are_slower() -> None:
     for inner, kernel in ((4096, "stream"), (5120, "vector")):
-        some = plans(5120, inner, streams=True)[1]
+        some = choose_plans(5120, inner, streams=True)[1]
         assert some is not None
         assert some.kernel == kernel
 
 
 def test_float32_is_left_to_pytorch() -> None:
     weight, x = random(96, 160, dtype=torch.float32), random(2, 160, dtype=torch.float32)
-    product = Product(weight)
+    product = PlainMatmul(weight)
     assert torch.equal(product(x, weight), F.linear(x, weight))
-    assert product.gated(x, weight) is None
+    assert product.multiply_gated(x, weight) is None
 
 
 @each_type

@@ -19,10 +19,19 @@ from frame.core.interfaces.moe import Dispatched
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
-from frame.kernels.moe.align import align
-from frame.kernels.moe.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.moe.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, turning_points
-from frame.kernels.moe.router import few_logits, normed_logits, route
+from frame.kernels.moe.align import align_tokens
+from frame.kernels.moe.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, list_token_thresholds
+from frame.kernels.moe.grouped_gemm import (
+    Pairs,
+    Rows,
+    Weights,
+    combine_pairs,
+    compute_down,
+    compute_down_vector,
+    compute_gate_up,
+    compute_gate_up_vector,
+)
+from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
 from frame.models.layers.router import Router, RoutingRule
 from frame.plugins.moe_runners.triton import Triton
 from frame.testing.conformance_moe import PlainExperts, reference
@@ -51,7 +60,7 @@ def test_the_kernel_chooses_what_pytorch_chooses(rule: RoutingRule, experts: int
         router.correction.data.normal_(std=0.1)
     x = torch.randn(tokens, 64, device=DEVICE)
     ids, weights = router(x)
-    want_ids, want = router.choose((x.double() @ router.weight.double().T).float())
+    want_ids, want = router.choose_experts((x.double() @ router.weight.double().T).float())
     assert ids.dtype == torch.int64
     assert weights.dtype == torch.float32
     assert torch.equal(ids, want_ids)
@@ -70,7 +79,7 @@ def test_of_equal_experts_the_first_are_taken() -> None:
 def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
     x = torch.randn(5, 2 * hidden, device=DEVICE)[:, :hidden]
     weight = torch.randn(experts, hidden, device=DEVICE)
-    torch.testing.assert_close(few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])
@@ -79,10 +88,10 @@ def test_logits_with_the_norm_before_them(tokens: int, hidden: int, experts: int
     x, residual = torch.randn(2, tokens, 2 * hidden, device=DEVICE)[..., :hidden]
     scale, weight = torch.randn(hidden, device=DEVICE), torch.randn(experts, hidden, device=DEVICE)
     want, total = add_rms_norm(x, residual.clone(), scale, 1e-6)
-    logits, normed, stream = normed_logits(x, residual, scale, 1e-6, weight)
+    logits, normed, stream = compute_normed_logits(x, residual, scale, 1e-6, weight)
     assert torch.equal(stream, total)
     torch.testing.assert_close(normed, want)
-    torch.testing.assert_close(logits, few_logits(want, weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, compute_few_logits(want, weight), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -91,7 +100,7 @@ def test_choice_by_narrow_logits(renormalize: bool, dtype: torch.dtype) -> None:
     logits = (torch.randn(9, 60, device=DEVICE) * 3).to(dtype)
     logits[3, ::3] = 0.0
     logits[4] = -logits[4].abs()
-    ids, weights = route(logits, None, 8, renormalize=renormalize)
+    ids, weights = select_experts(logits, None, 8, renormalize=renormalize)
     values, order = logits.float().sort(dim=1, descending=True, stable=True)
     assert torch.equal(ids, order[:, :8])
     want = values.softmax(1)[:, :8]
@@ -106,7 +115,7 @@ def test_every_pair_is_in_a_block_of_its_expert(
     monkeypatch.setattr(align_module, "CHUNKS", (0,) if counted else (128, 512, 2048))
     spread = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
     for ids in (spread, torch.full_like(spread, experts - 1)):
-        found = align(ids, experts, block)
+        found = align_tokens(ids, experts, block)
         used = int(found.used)
         assert found.counts.tolist() == [0, 0]
         rows = found.pairs[: used * block].view(used, block)
@@ -139,15 +148,15 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
     x, ids, weights, first, second = drawn(2 if way == "vector" else 9, sizes, dtype)
     want = reference(x, ids, weights, first, second)
     if way == "vector":
-        act = vector_gate_up(x, first, Pairs(ids, weights), Vector(16, 32, 4))
-        check(vector_down(act, second, ids, Vector(16, 32, 4, 2)), want)
+        act = compute_gate_up_vector(x, first, Pairs(ids, weights), Vector(16, 32, 4))
+        check(compute_down_vector(act, second, ids, Vector(16, 32, 4, 2)), want)
         return
-    pairs, order = Pairs(ids, weights), align(ids, sizes[0], 32)
-    tiles = Tile(32, 16, 16, 4, 2), Tile(32, 32, 16, 4, 2, halves=True), Tile(32, 64, 32, 4, 2, swap=True)
+    pairs, order = Pairs(ids, weights), align_tokens(ids, sizes[0], 32)
+    tiles = Tile(32, 16, 16, 4, 2), Tile(32, 32, 16, 4, 2, half_blocks=True), Tile(32, 64, 32, 4, 2, swap=True)
     for tile in (*tiles, replace(tiles[2], tma=True)):
-        rows = gate_up(Rows(x), Weights(first), pairs, order, tile, dtype)
-        for way in (replace(tile, swap=False), replace(tile, lasting=True))[: 1 + tile.tma]:
-            check(combine(down(rows, Weights(second), pairs, order, way, dtype), sizes[1]), want)
+        rows = compute_gate_up(Rows(x), Weights(first), pairs, order, tile, dtype)
+        for way in (replace(tile, swap=False), replace(tile, persistent=True))[: 1 + tile.tma]:
+            check(combine_pairs(compute_down(rows, Weights(second), pairs, order, way, dtype), sizes[1]), want)
 
 
 def rounded(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
@@ -169,19 +178,19 @@ def stands_for(rows: Rows) -> torch.Tensor:
 def test_products_of_float8_blocks(swap: bool) -> None:
     x, ids, weights, *plain = drawn(5, (4, 2, 256, 128), torch.float32)
     (first, gate_up_), (second, down_) = (rounded(each) for each in plain)
-    pairs, order = Pairs(ids, weights), align(ids, 4, 16)
+    pairs, order = Pairs(ids, weights), align_tokens(ids, 4, 16)
     used = int(order.used) * 16
     tile = Tile(16, 128, 128, 4, 2, swap=swap, tma=swap)
     rows = Rows(*quantize_groups(x))
-    act = gate_up(rows, first, pairs, order, tile, torch.float8_e4m3fn)
-    plainly = gate_up(Rows(stands_for(rows)[:5].contiguous()), Weights(gate_up_), pairs, order, tile, torch.float32)
+    act = compute_gate_up(rows, first, pairs, order, tile, torch.float8_e4m3fn)
+    plainly = compute_gate_up(Rows(stands_for(rows)[:5].contiguous()), Weights(gate_up_), pairs, order, tile, torch.float32)
     want = plainly.values[:used]
-    torch.testing.assert_close(gate_up(rows, first, pairs, order, tile, torch.float32).values[:used], want, **SUMS)
+    torch.testing.assert_close(compute_gate_up(rows, first, pairs, order, tile, torch.float32).values[:used], want, **SUMS)
     error = (stands_for(act)[:used] - want).abs()
     assert (error <= want.abs().amax(1, keepdim=True) * 2**-4).all()
     act = Rows(act.values[:used], act.scale[:used])  # type: ignore[index]
-    got = down(act, second, pairs, order, tile, torch.float32)
-    torch.testing.assert_close(got, down(Rows(stands_for(act)), Weights(down_), pairs, order, tile, torch.float32), **SUMS)
+    got = compute_down(act, second, pairs, order, tile, torch.float32)
+    torch.testing.assert_close(got, compute_down(Rows(stands_for(act)), Weights(down_), pairs, order, tile, torch.float32), **SUMS)
 
 
 def test_float8_experts_are_close_to_plain_ones() -> None:
@@ -278,14 +287,14 @@ def test_no_tokens() -> None:
 
 
 def test_every_form_is_met_before_it_is_needed() -> None:
-    counts = turning_points(8, 128, (512, 2048, 4096), 5000)
+    counts = list_token_thresholds(8, 128, (512, 2048, 4096), 5000)
     assert max(counts) <= 5000
 
     def forms(tokens: int) -> tuple[object, ...]:
         return choose_vectors(tokens, 8, 128), choose_tiles(8 * tokens, 128), choose_tiles(8 * tokens, 128, float8=True)
 
     assert {forms(tokens) for tokens in range(1, 5001)} == {forms(tokens) for tokens in counts}
-    assert turning_points(8, 128, (512,), 4) == [1, 2, 4]
+    assert list_token_thresholds(8, 128, (512,), 4) == [1, 2, 4]
 
 
 def test_tiles_fit_the_device_and_the_sizes() -> None:
@@ -293,10 +302,10 @@ def test_tiles_fit_the_device_and_the_sizes() -> None:
         for tile, width in ((tiles.first, 2), (tiles.second, 1)):
             for itemsize in (1, 2, 4):
                 for memory in (227 << 10, 99 << 10):
-                    fitted = tile.fitted(768, 2048, itemsize, width, memory, tma=False)
+                    fitted = tile.fit_shared_memory(768, 2048, itemsize, width, memory, tma=False)
                     assert fitted.stages * (fitted.bm + width * fitted.bn) * fitted.bk * itemsize <= memory
                     assert fitted.bk >= 16
-            assert tile.fitted(24, 40, 4, width, 227 << 10, tma=False).bn <= 32
+            assert tile.fit_shared_memory(24, 40, 4, width, 227 << 10, tma=False).bn <= 32
             assert tiles.first.bm == tiles.second.bm
     assert choose_vectors(1, 8, 128) != choose_vectors(2, 8, 128)
     assert choose_vectors(7, 8, 128) is None

@@ -21,9 +21,9 @@ from frame.core.sampling.sampler import Sampled, Sampler
 from frame.core.sampling.sampling_metadata import SamplingTable
 from frame.kernels.sampling import filtering
 from frame.kernels.sampling.filtering import Filters, sample_filtered
-from frame.kernels.sampling.likelihoods import likelihoods
-from frame.kernels.sampling.logit_changes import ban
-from frame.kernels.sampling.sampling import sample_simple
+from frame.kernels.sampling.logit_changes import apply_token_mask
+from frame.kernels.sampling.logprobs import compute_logprobs
+from frame.kernels.sampling.sampling import sample_unfiltered
 from frame.plugins.loader import load_registry
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,7 +64,7 @@ def test_plain_draws(vocab: int, dtype: torch.dtype) -> None:
     logits = random_logits(5, vocab + 5, 3.0, dtype).to(DEVICE)[:, :vocab]
     logits[3, vocab // 2 :] = logits[3].max()  # the first of equals
     uniform = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    token_ids, best = sample_simple(logits, temperature, uniform)
+    token_ids, best = sample_unfiltered(logits, temperature, uniform)
     assert best.tolist() == logits.amax(-1).float().tolist()
     for row, token in enumerate(token_ids.tolist()):
         if temperature[row] == 0:
@@ -78,7 +78,7 @@ def test_draws_follow_the_distribution() -> None:
     rows = 30
     logits = torch.linspace(0.0, -3.0, 10, device=DEVICE).expand(rows, 10)
     uniform = torch.from_numpy((np.arange(rows) + 0.5) / rows).to(DEVICE)
-    token_ids, _ = sample_simple(logits, torch.full((rows,), LN2, device=DEVICE), uniform)
+    token_ids, _ = sample_unfiltered(logits, torch.full((rows,), LN2, device=DEVICE), uniform)
     expected = logits[0].softmax(0) * rows
     assert (token_ids.bincount(minlength=10) - expected).abs().max() <= 1.0
 
@@ -87,16 +87,16 @@ def test_broken_rows_show_and_harm_no_other() -> None:
     logits = random_logits(6, 5003, 1.0, torch.float32).to(DEVICE)
     uniform = torch.full((6,), 0.3, dtype=torch.float64, device=DEVICE)
     temperature = torch.full((6,), LN2, device=DEVICE)
-    sound, _ = sample_simple(logits, temperature, uniform)
+    sound, _ = sample_unfiltered(logits, temperature, uniform)
     logits[1, 7], logits[2, 9], logits[3], logits[4, 4000] = math.nan, math.inf, -math.inf, math.nan
     logits[4, 4500] = math.inf
     every = torch.ones(6, device=DEVICE)
     filters = Filters(temperature, uniform, every.int() * 5, every * 0.9, every * -math.inf)
-    for token_ids, best in (sample_simple(logits, temperature, uniform), sample_filtered(logits, filters)):
+    for token_ids, best in (sample_unfiltered(logits, temperature, uniform), sample_filtered(logits, filters)):
         assert best.isfinite().tolist() == [True, False, False, False, False, True]
         assert best[[1, 4]].isnan().all()
         assert token_ids[1:5].tolist() == [7, 9, 0, 4000]
-    assert sample_simple(logits, temperature, uniform)[0][[0, 5]].tolist() == sound[[0, 5]].tolist()
+    assert sample_unfiltered(logits, temperature, uniform)[0][[0, 5]].tolist() == sound[[0, 5]].tolist()
 
 
 def test_columns_without_weight_are_never_drawn() -> None:
@@ -105,7 +105,7 @@ def test_columns_without_weight_are_never_drawn() -> None:
     temperature = torch.full((3,), LN2, device=DEVICE)
     uniform = torch.tensor([1e-300, 0.7, 1.0 - 2.0**-53], dtype=torch.float64, device=DEVICE)
     every = torch.ones(3, device=DEVICE)
-    assert sample_simple(logits, temperature, uniform)[0].tolist() == [130, 130, 4999]
+    assert sample_unfiltered(logits, temperature, uniform)[0].tolist() == [130, 130, 4999]
     for top_k, top_p in ((5, 0.999), (5000, 1.0)):
         filters = Filters(temperature, uniform, every.int() * top_k, every * top_p, every * -math.inf)
         assert sample_filtered(logits, filters)[0].tolist() == [130, 130, 4999]
@@ -195,7 +195,7 @@ def test_tokens_are_remembered_by_slot() -> None:
     temperature = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE) * LN2
     uniform = torch.full((4,), 0.9, dtype=torch.float64, device=DEVICE)
     table, slots = torch.full((7,), -1, device=DEVICE), torch.tensor([5, 0, 3, 1], device=DEVICE)
-    token_ids, best = sample_simple(logits, temperature, uniform, (table, slots))
+    token_ids, best = sample_unfiltered(logits, temperature, uniform, (table, slots))
     assert table.tolist() == [token_ids[1], token_ids[3], -1, token_ids[2], -1, token_ids[0], -1]
     one = torch.ones(4, device=DEVICE)
     top_k = torch.tensor([0, 0, 2, 2], dtype=torch.int32, device=DEVICE)
@@ -232,7 +232,7 @@ def test_likelihoods(vocab: int, dtype: torch.dtype, room: int, num_top: int, mo
     logits = random_logits(4, vocab, 3.0, dtype)
     logits[2] = logits[2].round()  # equals
     token_ids = torch.arange(4) % vocab
-    chosen, top_ids, top = (each.cpu() for each in likelihoods(logits.to(DEVICE), token_ids.to(DEVICE), num_top))
+    chosen, top_ids, top = (each.cpu() for each in compute_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top))
     expected = logits.double().log_softmax(-1)
     torch.testing.assert_close(chosen.double(), expected.gather(1, token_ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     for row in range(4):
@@ -247,7 +247,7 @@ def test_masks_ban_where_a_bit_is_not_set(dtype: torch.dtype) -> None:
     mask = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (2, 66)).astype(np.int32))
     rows = torch.tensor([3, 1])
     masked = logits.to(DEVICE, copy=True)
-    ban(masked, rows.to(DEVICE), mask.to(DEVICE))
+    apply_token_mask(masked, rows.to(DEVICE), mask.to(DEVICE))
     allowed = (mask[:, torch.arange(2100) // 32] >> (torch.arange(2100) % 32)) & 1
     logits[rows] = logits[rows].masked_fill(allowed == 0, -math.inf)
     assert torch.equal(masked.cpu(), logits)

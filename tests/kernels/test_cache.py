@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from frame.kernels.cache import FOLDER, KernelCache, KernelCounts, counting, kernel_folder
+from frame.kernels.cache import CACHE_DIR_VARIABLE, KernelCache, KernelCounts, count_compilations, select_cache_folder
 
 
 def test_the_users_folder_is_kept_and_another_is_named_by_chip(tmp_path: Path) -> None:
-    environ = {FOLDER: str(tmp_path / "mine")}
-    assert kernel_folder("NVIDIA H200", environ) == tmp_path / "mine"
+    environ = {CACHE_DIR_VARIABLE: str(tmp_path / "mine")}
+    assert select_cache_folder("NVIDIA H200", environ) == tmp_path / "mine"
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    folder = kernel_folder("NVIDIA H200", environ)
+    folder = select_cache_folder("NVIDIA H200", environ)
     assert folder.parent == tmp_path / "frame" / "triton"
     assert folder.name.endswith("nvidia-h200")
-    assert environ[FOLDER] == str(folder)
-    assert kernel_folder("NVIDIA H200", {"HOME": str(tmp_path)}).is_relative_to(tmp_path / ".cache" / "frame" / "triton")
+    assert environ[CACHE_DIR_VARIABLE] == str(folder)
+    assert select_cache_folder("NVIDIA H200", {"HOME": str(tmp_path)}).is_relative_to(tmp_path / ".cache" / "frame" / "triton")
 
 
 def test_a_start_that_finished_makes_the_next_one_warm(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_start_that_finished_makes_the_next_one_warm(tmp_path: Path) -> None:
 def test_what_triton_compiles_is_counted() -> None:
     knobs: Any = pytest.importorskip("triton").knobs
     before = knobs.compilation.listener
-    with counting() as counts:
+    with count_compilations() as counts:
         tell = knobs.compilation.listener
         rest = {"src": None, "metadata": {}, "metadata_group": {}}
         tell(**rest, times=SimpleNamespace(total=2_000_000), cache_hit=False)

@@ -8,8 +8,8 @@ from frame import kernels
 
 
 def test_a_cpu_runs_kernels_only_under_the_interpreter() -> None:
-    assert kernels.usable(torch.device("cpu")) == kernels.INTERPRETED
+    assert kernels.can_use_triton(torch.device("cpu")) == kernels.INTERPRETED
 
 
 def test_a_cpu_launches_nothing_ahead() -> None:
-    assert not kernels.pdl(torch.device("cpu"))
+    assert not kernels.supports_pdl(torch.device("cpu"))

@@ -11,29 +11,29 @@ import torch
 pytest.importorskip("triton")
 
 from frame import kernels
-from frame.kernels.launch import Prepared, blocks_of, options, power_of_2, rows_per_program, warps_for
+from frame.kernels.launch import PreparedLaunch, ceil_div, choose_rows_per_program, choose_warps, launch_options, next_power_of_2
 
 CPU = torch.device("cpu")
 
 
 def test_sizes() -> None:
-    assert [power_of_2(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
-    assert [blocks_of(number, 8) for number in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    assert [next_power_of_2(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    assert [ceil_div(number, 8) for number in (0, 1, 8, 9)] == [0, 1, 1, 2]
 
 
 def test_a_thread_has_one_load_or_two() -> None:
-    assert [warps_for(elements) for elements in (16, 256, 1024, 5120, 1 << 20)] == [1, 1, 4, 16, 16]
-    assert warps_for(1024, loads=2) == 2
+    assert [choose_warps(elements) for elements in (16, 256, 1024, 5120, 1 << 20)] == [1, 1, 4, 16, 16]
+    assert choose_warps(1024, loads=2) == 2
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter takes more rows")
 def test_short_rows_share_a_program() -> None:
-    assert [rows_per_program(rows, 8) for rows in (1, 3, 100)] == [1, 4, 8]
-    assert rows_per_program(100, 0) == 1
+    assert [choose_rows_per_program(rows, 8) for rows in (1, 3, 100)] == [1, 4, 8]
+    assert choose_rows_per_program(100, 0) == 1
 
 
 def test_a_cpu_launches_without_flags() -> None:
-    assert options(CPU, 4) == {"num_warps": 4, "PDL": False}
+    assert launch_options(CPU, 4) == {"num_warps": 4, "PDL": False}
 
 
 class FakeKernel:
@@ -64,7 +64,7 @@ class FakeCode(SimpleNamespace):
 def test_code_is_looked_up_once_and_when_a_tensor_begins_at_an_odd_place() -> None:
     kernel: Any = FakeKernel()
     constants = {"num_warps": 1, "PDL": False, "SIZE": 4}
-    launch = Prepared(kernel, (torch.float32, torch.float32, 0), {"SIZE": 4}, CPU, 1)
+    launch = PreparedLaunch(kernel, (torch.float32, torch.float32, 0), {"SIZE": 4}, CPU, 1)
     assert kernel.calls == [("compiled", (torch.float32, torch.float32, 0), constants)]
     x, y = torch.zeros(64), torch.zeros(64)
     launch((7, 1, 1), (x, y), (64,))

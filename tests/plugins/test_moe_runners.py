@@ -12,7 +12,7 @@ from torch import nn
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.moe import Dispatched, MoERequirements
-from frame.models.layers.packed import can_pack, pack
+from frame.models.layers.packed import can_pack, pack_weight
 from frame.plugins.loader import load_registry
 from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped
 from frame.quantization.none import PlainExperts
@@ -52,8 +52,8 @@ def test_all_ways_follow_the_definition(count: int, experts: int, top: int, size
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     results = [run_grouped(tokens, gate_up, down), run_each(tokens, gate_up, down)]
     if can_pack(gate_up[0]):
-        results.append(run_dense(tokens, pack(gate_up.flatten(0, 1)), pack(down.transpose(0, 1).flatten(1)), experts))
-        results.append(run_each(tokens, [pack(part) for part in gate_up], [pack(part) for part in down]))
+        results.append(run_dense(tokens, pack_weight(gate_up.flatten(0, 1)), pack_weight(down.transpose(0, 1).flatten(1)), experts))
+        results.append(run_each(tokens, [pack_weight(part) for part in gate_up], [pack_weight(part) for part in down]))
     for out in results:
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), want, **tolerance)

@@ -15,10 +15,10 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends.flashinfer.library import Library
-from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists, list_pages
-from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, Heads, Latent, Wrapper, Wrappers
+from frame.attention_backends.flashinfer.page_lists import PageBuffers, PageLists, list_pages
+from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, MHAShape, MLAShape, Wrapper, Wrappers
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
-from frame.attention_backends.shared import dense, expand, finite, key_places, may_wait
+from frame.attention_backends.shared import allow_sync, dense, expand_latents, locate_keys, replace_non_finite
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -33,11 +33,11 @@ class StepPlan:
         self.batch = batch
         self.buffers = buffers  # of a captured step, which is decodes alone
         self.num_decodes = batch.num_decodes
-        self.heads: dict[Heads, tuple[Wrapper | None, Wrapper | Beside | None]] = {}  # (decodes, extends)
-        self.latents: dict[Latent, tuple[Wrapper | None, Beside | None]] = {}  # (absorbed rows, expanded extends)
+        self.heads: dict[MHAShape, tuple[Wrapper | None, Wrapper | RaggedExtend | None]] = {}  # (decodes, extends)
+        self.latents: dict[MLAShape, tuple[Wrapper | None, RaggedExtend | None]] = {}  # (absorbed rows, expanded extends)
         self._lists: dict[tuple[int, int], PageLists] = {}
 
-    def rows(self, first: int, last: int) -> PageLists | None:
+    def get_lists(self, first: int, last: int) -> PageLists | None:
         """Lists of rows `first` … `last - 1`; None when there are none."""
         if first == last:
             return None
@@ -49,7 +49,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class RaggedExtend:
     """Extends over keys and values that lie side by side, or over such made of their latents: of those at `places` of the cache (None:
     all of them are this step's own)."""
 
@@ -68,51 +68,49 @@ class FlashInferBackend(AttentionBackend):
         device = context.device
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
         self._wrappers = Wrappers(library, device, self._capability, settings.workspace_mib << 20)
-        self._shapes: list[Heads | Latent] = []  # those that this model's layers have, learnt in the first step
-        self._layers: dict[int, tuple[AttentionSpec, Heads]] = {}
+        self._shapes: list[MHAShape | MLAShape] = []  # those that this model's layers have, learnt in the first step
+        self._layers: dict[int, tuple[AttentionSpec, MHAShape]] = {}
         self._buffers: PageBuffers | None = None
         self._first_layer: int | None = None  # which writes the lists of pages in a captured step
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
         """Compile the modules of the layers' shapes, all at once."""
         dtype, kv_dtype = self.context.dtype, self.context.kv_dtype or self.context.dtype
-        shapes = [
-            _shape_of(layer, dtype, kv_dtype) if isinstance(layer, AttentionSpec) else _latent_shape_of(layer, dtype) for layer in layers
-        ]
+        shapes = [_mha_shape(layer, dtype, kv_dtype) if isinstance(layer, AttentionSpec) else _mla_shape(layer, dtype) for layer in layers]
         self._wrappers.compile(shapes, on_compile)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
-        return self._planned(StepPlan(batch))
+        return self._plan_shapes(StepPlan(batch))
 
     def capture_plan(self, batch: ForwardBatch) -> StepPlan:
         if self._buffers is None:
             limits = self.context.limits
             pages = -(-limits.max_context // limits.page_size) + 1
             self._buffers = PageBuffers.of(limits.max_running_requests, pages, self.context.device)
-        return self._planned(StepPlan(batch, self._buffers))
+        return self._plan_shapes(StepPlan(batch, self._buffers))
 
     def replay_plan(self, plan: StepPlan, batch: ForwardBatch) -> None:
-        self._planned(StepPlan(batch, self._buffers))
+        self._plan_shapes(StepPlan(batch, self._buffers))
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = batch.kv.layer(spec.layer)
         known = self._layers.get(spec.layer)
         if known is None or known[0] is not spec:
-            known = spec, _shape_of(spec, q.dtype, cache[0].dtype)
+            known = spec, _mha_shape(spec, q.dtype, cache[0].dtype)
             self._layers[spec.layer] = known
         shape, plan = known[1], self._plan(spec, batch)
         if shape in plan.heads:
             return _attend(batch, shape, spec, (q, k, v), cache)
-        with self._learning(shape, plan):
+        with self._first_use(shape, plan):
             return _attend(batch, shape, spec, (q, k, v), cache)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        spec, shape = layer.spec, _latent_shape_of(layer, q_nope.dtype)
+        spec, shape = layer.spec, _mla_shape(layer, q_nope.dtype)
         plan = self._plan(spec, batch)
         if shape not in plan.latents:
-            with self._learning(shape, plan):
+            with self._first_use(shape, plan):
                 pass
         absorbed, expanded = plan.latents[shape]
         (cached,) = batch.kv.layer(spec.layer)
@@ -125,7 +123,7 @@ class FlashInferBackend(AttentionBackend):
             out[:first] = _attend_absorbed(absorbed, layer, q_nope[:first], q_rope[:first], cached)
         rows = latent[first:] if expanded.places is None else cached.view(-1, cached.shape[-1]).index_select(0, expanded.places)
         q = torch.cat((q_nope[first:], q_rope[first:]), dim=-1)
-        expanded.wrapper.run(q, *expand(layer, rows), out=out[first:])
+        expanded.wrapper.run(q, *expand_latents(layer, rows), out=out[first:])
         return out
 
     def _plan(self, spec: AttentionSpec, batch: ForwardBatch) -> StepPlan:
@@ -137,44 +135,44 @@ class FlashInferBackend(AttentionBackend):
             plan.buffers.write(batch)
         return plan
 
-    def _planned(self, plan: StepPlan) -> StepPlan:
+    def _plan_shapes(self, plan: StepPlan) -> StepPlan:
         for shape in self._shapes:
             self._plan_shape(shape, plan)
         return plan
 
-    def _plan_shape(self, shape: Heads | Latent, plan: StepPlan) -> None:
+    def _plan_shape(self, shape: MHAShape | MLAShape, plan: StepPlan) -> None:
         batch, decodes, page_size = plan.batch, plan.num_decodes, plan.batch.kv.page_size
         rows = batch.num_rows
-        if isinstance(shape, Heads):
-            own, others = plan.rows(0, decodes), plan.rows(decodes, rows)
+        if isinstance(shape, MHAShape):
+            own, others = plan.get_lists(0, decodes), plan.get_lists(decodes, rows)
             decode = None
             if own is not None and plan.buffers is not None:
-                decode = self._wrappers.captured_decode(shape, own, page_size, plan.buffers)
+                decode = self._wrappers.plan_captured_decode(shape, own, page_size, plan.buffers)
             elif own is not None:
-                decode = self._wrappers.decode(shape, own, page_size)
-            extends: Wrapper | Beside | None = None
-            if others is not None and self._wrappers.takes_keys_beside(shape, others):
-                extends = _beside(plan, lambda *starts: self._wrappers.beside(shape, *starts))
+                decode = self._wrappers.plan_decode(shape, own, page_size)
+            extends: Wrapper | RaggedExtend | None = None
+            if others is not None and self._wrappers.prefers_ragged(shape, others):
+                extends = _plan_ragged_extend(plan, lambda *starts: self._wrappers.plan_ragged(shape, *starts))
             elif others is not None:
-                extends = self._wrappers.extend(shape, others, page_size)
+                extends = self._wrappers.plan_extend(shape, others, page_size)
             plan.heads[shape] = decode, extends
             return
         expanded = (
-            _beside(plan, lambda *starts: self._wrappers.expanded(shape, *starts))
+            _plan_ragged_extend(plan, lambda *starts: self._wrappers.plan_expanded(shape, *starts))
             if decodes < rows and self._expands(shape, batch)
             else None
         )
-        own = plan.rows(0, decodes if expanded is not None else rows)
-        absorbed = None if own is None else self._wrappers.latent(shape, own, page_size, plan.buffers)
+        own = plan.get_lists(0, decodes if expanded is not None else rows)
+        absorbed = None if own is None else self._wrappers.plan_latent(shape, own, page_size, plan.buffers)
         plan.latents[shape] = absorbed, expanded
 
-    def _expands(self, shape: Latent, batch: ForwardBatch) -> bool:
+    def _expands(self, shape: MLAShape, batch: ForwardBatch) -> bool:
         """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
         first = batch.num_decodes
         queries, keys = (part[first:].astype(np.int64) for part in (batch.host.query_lens, batch.host.seq_lens))
         nope = shape.width - shape.rope
         projected = nope + shape.value_width
-        if not shape.expands or int(keys.sum()) * shape.heads * (projected + shape.rope) * shape.dtype.itemsize > EXPANDED_BYTES:
+        if not shape.expands_latents or int(keys.sum()) * shape.heads * (projected + shape.rope) * shape.dtype.itemsize > EXPANDED_BYTES:
             return False
         pairs = int((queries * (2 * keys - queries + 1)).sum()) // 2
         expanded = int(keys.sum()) * shape.rank * projected + pairs * (projected + shape.rope)
@@ -182,47 +180,47 @@ class FlashInferBackend(AttentionBackend):
         return expanded <= absorbed
 
     @contextmanager
-    def _learning(self, shape: Heads | Latent, plan: StepPlan) -> Iterator[None]:
+    def _first_use(self, shape: MHAShape | MLAShape, plan: StepPlan) -> Iterator[None]:
         """A shape's first step: kernels are compiled, wrappers made. That may wait for the device; no later step does."""
         if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("Attention backend 'flashinfer' meets a new layer in a captured step; run one without a graph first.")
-        with may_wait(self.context.device):
+        with allow_sync(self.context.device):
             self._wrappers.compile([shape])
             self._shapes.append(shape)
             self._plan_shape(shape, plan)
             yield
 
 
-def _shape_of(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> Heads:
+def _mha_shape(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> MHAShape:
     window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window - 1
-    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.soft_cap or 0.0, spec.scale, dtype, kv_dtype)
+    return MHAShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.soft_cap or 0.0, spec.scale, dtype, kv_dtype)
 
 
-def _latent_shape_of(layer: LatentProjections, dtype: torch.dtype) -> Latent:
+def _mla_shape(layer: LatentProjections, dtype: torch.dtype) -> MLAShape:
     spec = layer.spec
     sizes = spec.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, spec.head_dim, spec.v_head_dim
-    return Latent(*sizes, spec.scale, dtype)
+    return MLAShape(*sizes, spec.scale, dtype)
 
 
-def _beside(plan: StepPlan, planned: Callable[[torch.Tensor, torch.Tensor], Wrapper]) -> Beside:
+def _plan_ragged_extend(plan: StepPlan, planned: Callable[[torch.Tensor, torch.Tensor], Wrapper]) -> RaggedExtend:
     """All extends of a step, by the wrapper that is `planned` for so many queries and keys: where each row's begin, on the host."""
     batch, first = plan.batch, plan.num_decodes
     host = batch.host
-    lists = plan.rows(first, batch.num_rows)
+    lists = plan.get_lists(first, batch.num_rows)
     assert lists is not None  # the caller has seen extends
     if (host.seq_lens[first:] == host.query_lens[first:]).all():
-        return Beside(planned(lists.query_starts, lists.query_starts), None)
+        return RaggedExtend(planned(lists.query_starts, lists.query_starts), None)
     starts = np.zeros(lists.rows + 1, np.int32)
     np.cumsum(host.seq_lens[first:], out=starts[1:])
     key_starts = torch.from_numpy(starts)
     if batch.token_ids.device.type == "cuda":
         key_starts = key_starts.pin_memory()
-    return Beside(planned(lists.query_starts, key_starts), key_places(batch, first, int(starts[-1])))
+    return RaggedExtend(planned(lists.query_starts, key_starts), locate_keys(batch, first, int(starts[-1])))
 
 
 def _attend(
     batch: ForwardBatch,
-    shape: Heads,
+    shape: MHAShape,
     spec: AttentionSpec,
     step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cache: tuple[torch.Tensor, ...],
@@ -238,13 +236,13 @@ def _attend(
     if extends is None:
         return out
     extended, written = (q[first:], out[first:]) if first else (q, out)
-    if not isinstance(extends, Beside):
+    if not isinstance(extends, RaggedExtend):
         extends.run(extended, cache, out=written, **scales)
     elif extends.places is None:
-        extends.wrapper.run(extended, dense(step[1][first:]), finite(step[2][first:]), out=written)
+        extends.wrapper.run(extended, dense(step[1][first:]), replace_non_finite(step[2][first:]), out=written)
     else:
         keys, values = (part.flatten(0, 1).index_select(0, extends.places) for part in cache)
-        extends.wrapper.run(extended, keys, finite(values, in_place=True), out=written)
+        extends.wrapper.run(extended, keys, replace_non_finite(values, in_place=True), out=written)
     return out
 
 

@@ -18,10 +18,10 @@ import torch
 
 from frame.core.errors import ConfigurationError
 
-Form = Literal["fa2", "fa3"]  # FlashAttention-2 kernels (compute capability 8.0 on), FlashAttention-3 kernels (9.0 alone)
+KernelFamily = Literal["fa2", "fa3"]  # FlashAttention-2 kernels (compute capability 8.0 on), FlashAttention-3 kernels (9.0 alone)
 
 FA3_WIDTHS = (64, 128, 256)
-PLAIN_DECODE_GROUPS = (1, 2, 3)  # heads of a key: more than these are worth the tensor cores
+CUDA_CORE_GROUPS = (1, 2, 3)  # heads of a key: more than these are worth the tensor cores
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Library:
     @classmethod
     def load(cls) -> Library:
         """Imports the library. Raises ImportError with what it lacks."""
-        home = cuda_home()
+        home = find_cuda_home()
         if home is not None:  # the library takes the folder above that of `nvcc`, which may be a wrapper elsewhere
             os.environ.setdefault("CUDA_HOME", str(home))
         import flashinfer
@@ -62,7 +62,7 @@ class Module:
     """One compiled module of the library: a family of kernels for one set of types and widths."""
 
     kind: Literal["decode", "prefill", "latent"]
-    form: Form
+    form: KernelFamily
     dtype: torch.dtype
     kv_dtype: torch.dtype
     width: int  # of queries and keys; for latent: the rank
@@ -100,7 +100,7 @@ def compile_modules(modules: Iterable[Module], on_compile: Callable[[str], None]
     except (RuntimeError, OSError) as error:
         _log.error("FlashInfer's compiler said:\n%s", error)
         raise ConfigurationError(
-            f"FlashInfer cannot compile its kernels {', '.join(missing)} ({_first_complaint(str(error))}); "
+            f"FlashInfer cannot compile its kernels {', '.join(missing)} ({_first_error_line(str(error))}); "
             "install their headers and compiler as its manual says, or set --attention-backend triton"
         ) from error
 
@@ -130,19 +130,19 @@ def _is_built(spec: Any) -> bool:
     return bool(spec.is_aot) or (bool(spec.is_compiled) and (Path(spec.build_dir) / ".ninja_log").exists())
 
 
-def _first_complaint(log: str) -> str:
+def _first_error_line(log: str) -> str:
     """What a compiler's log of many lines fails by."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line.lower()), lines[0] if lines else "no reason given")
 
 
-def form_of(capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype, width: int, value_width: int) -> Form:
+def choose_family(capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype, width: int, value_width: int) -> KernelFamily:
     """FlashAttention-3 kernels where they run: compute capability 9.0, one type, and the widths that they are made for."""
     has_width = (width == value_width and width in FA3_WIDTHS) or (width, value_width) == (192, 128)
     return "fa3" if capability[0] == 9 and dtype == kv_dtype and has_width else "fa2"
 
 
-def cuda_home() -> Path | None:
+def find_cuda_home() -> Path | None:
     """The CUDA toolkit's folder: CUDA_HOME, or the one of the `nvcc` on the path; None without a compiler."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from frame.attention_backends.flashinfer.library import PLAIN_DECODE_GROUPS, Form, Library, Module, form_of
-from frame.attention_backends.flashinfer.pages import PageBuffers, PageLists
+from frame.attention_backends.flashinfer.library import CUDA_CORE_GROUPS, KernelFamily, Library, Module, choose_family
+from frame.attention_backends.flashinfer.page_lists import PageBuffers, PageLists
 
 WORKSPACE_BYTES = 8 << 20  # the library's own size for its plans
 NO_WINDOW = -1
-BESIDE = 1024  # mean queries of extends from which on keys are worth being laid side by side for kernels that copy them as boxes
-GATHERED_BYTES = 256 << 20  # more keys and values than that stay in their pages
-SHORT = 80  # mean queries of extends up to which the FlashAttention-2 kernels win: they put the heads of a key into one tile
+MIN_RAGGED_QUERIES = (
+    1024  # mean queries of extends from which on keys are worth being laid side by side for kernels that copy them as boxes
+)
+MAX_GATHERED_BYTES = 256 << 20  # more keys and values than that stay in their pages
+MAX_SHORT_QUERIES = 80  # mean queries of extends up to which the FlashAttention-2 kernels win: they put the heads of a key into one tile
 
 
-class Heads(NamedTuple):
+class MHAShape(NamedTuple):
     """All that a wrapper of multi-head attention depends on; layers that are alike share one."""
 
     heads: int
@@ -37,11 +39,11 @@ class Heads(NamedTuple):
     @property
     def uses_tensor_cores(self) -> bool:
         """Whether decodes run on prefill kernels, which have them: a key is read for many heads at once."""
-        return self.heads // self.kv_heads not in PLAIN_DECODE_GROUPS
+        return self.heads // self.kv_heads not in CUDA_CORE_GROUPS
 
     def modules(self, capability: tuple[int, int]) -> list[Module]:
         traits = (self.dtype, self.kv_dtype, self.width, self.width, self.window != NO_WINDOW, self.soft_cap > 0)
-        form = form_of(capability, *traits[:4])
+        form = choose_family(capability, *traits[:4])
         needed = [Module("prefill", "fa2", *traits)]
         if form != "fa2":
             needed.append(Module("prefill", form, *traits))
@@ -50,7 +52,7 @@ class Heads(NamedTuple):
         return needed
 
 
-class Latent(NamedTuple):
+class MLAShape(NamedTuple):
     """The same of latent attention."""
 
     heads: int
@@ -62,15 +64,15 @@ class Latent(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def expands(self) -> bool:
+    def expands_latents(self) -> bool:
         """Whether there are ragged kernels for the expanded form."""
         return (self.width, self.value_width) == (192, 128) or (self.width == self.value_width and self.width in (64, 128, 256))
 
     def modules(self, capability: tuple[int, int]) -> list[Module]:
-        form: Form = "fa3" if capability[0] == 9 else "fa2"
+        form: KernelFamily = "fa3" if capability[0] == 9 else "fa2"
         needed = [Module("latent", form, self.dtype, self.dtype, self.rank, self.rope)]
-        if self.expands:
-            expanded = form_of(capability, self.dtype, self.dtype, self.width, self.value_width)
+        if self.expands_latents:
+            expanded = choose_family(capability, self.dtype, self.dtype, self.width, self.value_width)
             needed.append(Module("prefill", expanded, self.dtype, self.dtype, self.width, self.value_width))
         return needed
 
@@ -105,25 +107,25 @@ class Wrappers:
         self._device = device
         self._capability = capability
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
-        self._plans: dict[tuple[str, Heads | Latent], torch.Tensor] = {}  # device side, shared by the batch sizes of a role
-        self._made: dict[tuple[str, Heads | Latent, int], Wrapper] = {}
+        self._plans: dict[tuple[str, MHAShape | MLAShape], torch.Tensor] = {}  # device side, shared by the batch sizes of a role
+        self._made: dict[tuple[str, MHAShape | MLAShape, int], Wrapper] = {}
 
     @cached_property
     def _library(self) -> Library:
         return self._given or Library.load()
 
-    def compile(self, shapes: Iterable[Heads | Latent], on_compile: Callable[[str], None] | None = None) -> None:
+    def compile(self, shapes: Iterable[MHAShape | MLAShape], on_compile: Callable[[str], None] | None = None) -> None:
         """Compile the modules of `shapes` that are not there yet."""
         modules = dict.fromkeys(module for shape in shapes for module in shape.modules(self._capability))
         self._library.compile(modules, on_compile)
 
-    def decode(self, shape: Heads, lists: PageLists, page_size: int) -> Wrapper:
+    def plan_decode(self, shape: MHAShape, lists: PageLists, page_size: int) -> Wrapper:
         """For decodes of a step that is not captured, planned."""
         wrapper = self._get("decode", shape, 0, lambda: self._decoder(shape))
-        self._plan_decode(wrapper, shape, lists, page_size)
+        self._run_decode_plan(wrapper, shape, lists, page_size)
         return wrapper
 
-    def captured_decode(self, shape: Heads, lists: PageLists, page_size: int, buffers: PageBuffers) -> Wrapper:
+    def plan_captured_decode(self, shape: MHAShape, lists: PageLists, page_size: int, buffers: PageBuffers) -> Wrapper:
         """The same with everything on the device at addresses that stay, one wrapper a number of rows."""
         rows = lists.rows
         known = ("decode", shape, rows) in self._made
@@ -141,7 +143,7 @@ class Wrappers:
 
         wrapper = self._get("decode", shape, rows, make)
         if not known:
-            self._plan_decode(wrapper, shape, lists, page_size)
+            self._run_decode_plan(wrapper, shape, lists, page_size)
             return wrapper
         with wrapper.planning() as inner:
             self._library.plan_captured(
@@ -154,10 +156,10 @@ class Wrappers:
             )
         return wrapper
 
-    def extend(self, shape: Heads, lists: PageLists, page_size: int) -> Wrapper:
+    def plan_extend(self, shape: MHAShape, lists: PageLists, page_size: int) -> Wrapper:
         """For extends, planned."""
-        form = form_of(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
-        if int(lists.query_starts[-1]) <= SHORT * lists.rows:
+        form = choose_family(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
+        if int(lists.query_starts[-1]) <= MAX_SHORT_QUERIES * lists.rows:
             form = "fa2"
         wrapper = self._get(f"extend {form}", shape, 0, lambda: self._library.prefill(self._workspace, "NHD", backend=form))
         with wrapper.planning() as inner:
@@ -179,7 +181,7 @@ class Wrappers:
             )
         return wrapper
 
-    def latent(self, shape: Latent, lists: PageLists, page_size: int, buffers: PageBuffers | None = None) -> Wrapper:
+    def plan_latent(self, shape: MLAShape, lists: PageLists, page_size: int, buffers: PageBuffers | None = None) -> Wrapper:
         """For absorbed queries, planned; with `buffers` for captured steps of so many decodes."""
         form = "fa3" if self._capability[0] == 9 else "fa2"
         rows = 0 if buffers is None else lists.rows
@@ -215,18 +217,18 @@ class Wrappers:
             )
         return wrapper
 
-    def takes_keys_beside(self, shape: Heads, lists: PageLists) -> bool:
+    def prefers_ragged(self, shape: MHAShape, lists: PageLists) -> bool:
         """Whether these extends are faster over keys and values side by side than over pages, the copy included."""
-        form = form_of(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
+        form = choose_family(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
         plain = form == "fa3" and shape.dtype == shape.kv_dtype and shape.window == NO_WINDOW and not shape.soft_cap
         gathered = int(lists.lengths.sum()) * 2 * shape.kv_heads * shape.width * shape.dtype.itemsize
-        return plain and int(lists.query_starts[-1]) >= BESIDE * lists.rows and gathered <= GATHERED_BYTES
+        return plain and int(lists.query_starts[-1]) >= MIN_RAGGED_QUERIES * lists.rows and gathered <= MAX_GATHERED_BYTES
 
-    def beside(self, shape: Heads, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
+    def plan_ragged(self, shape: MHAShape, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
         """For extends over keys and values side by side, planned. Both arrays on the host, int32 [rows + 1]."""
-        return self._ragged("beside", shape, (shape.heads, shape.kv_heads, shape.width, shape.width), query_starts, key_starts)
+        return self._ragged("ragged", shape, (shape.heads, shape.kv_heads, shape.width, shape.width), query_starts, key_starts)
 
-    def expanded(self, shape: Latent, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
+    def plan_expanded(self, shape: MLAShape, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
         """The same over keys and values made of latents."""
         sizes = shape.heads, shape.heads, shape.width, shape.value_width
         return self._ragged("expanded", shape, sizes, query_starts, key_starts)
@@ -234,13 +236,13 @@ class Wrappers:
     def _ragged(
         self,
         role: str,
-        shape: Heads | Latent,
+        shape: MHAShape | MLAShape,
         sizes: tuple[int, int, int, int],  # query heads, those of keys, widths of keys and values
         query_starts: torch.Tensor,
         key_starts: torch.Tensor,
     ) -> Wrapper:
         heads, kv_heads, width, value_width = sizes
-        form = form_of(self._capability, shape.dtype, shape.dtype, width, value_width)
+        form = choose_family(self._capability, shape.dtype, shape.dtype, width, value_width)
         wrapper = self._get(role, shape, 0, lambda: self._library.ragged(self._workspace, "NHD", backend=form))
         with wrapper.planning() as inner:
             inner.plan(
@@ -258,16 +260,16 @@ class Wrappers:
             )
         return wrapper
 
-    def _decoder(self, shape: Heads, **graph: Any) -> Any:
+    def _decoder(self, shape: MHAShape, **graph: Any) -> Any:
         # the FlashAttention-3 kernels do not split a row's keys, so that a few long rows would fill few processors
         return self._library.decode(self._workspace, "NHD", use_tensor_cores=shape.uses_tensor_cores, backend="fa2", **graph)
 
-    def _plan_decode(self, wrapper: Wrapper, shape: Heads, lists: PageLists, page_size: int) -> None:
+    def _run_decode_plan(self, wrapper: Wrapper, shape: MHAShape, lists: PageLists, page_size: int) -> None:
         with wrapper.planning() as inner:
             inner.plan(lists.page_starts, lists.pages, lists.last_page, **self._decode_arguments(shape, page_size))
 
     @staticmethod
-    def _decode_arguments(shape: Heads, page_size: int) -> dict[str, Any]:
+    def _decode_arguments(shape: MHAShape, page_size: int) -> dict[str, Any]:
         return {
             "num_qo_heads": shape.heads,
             "num_kv_heads": shape.kv_heads,
@@ -280,13 +282,13 @@ class Wrappers:
             "kv_data_type": shape.kv_dtype,
         }
 
-    def _get(self, role: str, shape: Heads | Latent, rows: int, make: Any) -> Wrapper:
+    def _get(self, role: str, shape: MHAShape | MLAShape, rows: int, make: Any) -> Wrapper:
         key = (role, shape, rows)
         if key not in self._made:
             self._made[key] = Wrapper(make(), self._device)
         return self._made[key]
 
-    def _plan_memory(self, role: str, shape: Heads | Latent) -> torch.Tensor:
+    def _plan_memory(self, role: str, shape: MHAShape | MLAShape) -> torch.Tensor:
         if (role, shape) not in self._plans:
             self._plans[role, shape] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         return self._plans[role, shape]

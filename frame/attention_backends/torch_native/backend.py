@@ -24,8 +24,8 @@ BLOCK_QUERIES = 512
 FP8 = torch.float8_e4m3fn
 EXPANDED_BYTES = 1 << 30  # a latent prefix that would expand to more than this stays absorbed
 
-Places = slice | torch.Tensor
-View = tuple[int | None, bool]  # sliding window, and whether a token sees nothing behind itself
+Index = slice | torch.Tensor
+MaskView = tuple[int | None, bool]  # sliding window, and whether a token sees nothing behind itself
 
 
 class StepGroups:
@@ -33,14 +33,14 @@ class StepGroups:
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._batch, self._dtype = batch, dtype
-        self._by_view: dict[View, Groups] = {}
+        self._by_view: dict[MaskView, Groups] = {}
 
-    def view(self, view: View) -> Groups:
+    def get_groups(self, view: MaskView) -> Groups:
         groups = self._by_view.get(view)
         if groups is None:
             window, causal = view
             grouping = Grouping(self._batch, window, self._dtype, self._token_bytes() if causal else 0)
-            groups = grouping.make(self._batch.num_decodes) if causal else grouping.make_bidirectional()
+            groups = grouping.make_groups(self._batch.num_decodes) if causal else grouping.make_bidirectional_groups()
             self._by_view[view] = groups
         return groups
 
@@ -55,12 +55,12 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._views: set[View] = set()  # those that this model's layers use, learnt in the first step
+        self._views: set[MaskView] = set()  # those that this model's layers use, learnt in the first step
 
     def plan(self, batch: ForwardBatch) -> StepGroups:
         groups = StepGroups(batch, self.context.dtype)
         for view in self._views:
-            groups.view(view)
+            groups.get_groups(view)
         return groups
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -70,11 +70,11 @@ class TorchNativeBackend(AttentionBackend):
             return _assemble(q.shape[0], each, [self.attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
         work = [*groups.decodes, *groups.extends]
-        if cached_k.dtype == FP8 and any(group.own_keys for group in work):  # this step's keys as every later step reads them
+        if cached_k.dtype == FP8 and any(group.from_step for group in work):  # this step's keys as every later step reads them
             k, v = _read(cached_k, batch.kv_slots, spec.k_scale, q.dtype), _read(cached_v, batch.kv_slots, spec.v_scale, q.dtype)
         results = []
         for group in work:
-            if group.own_keys:
+            if group.from_step:
                 keys, values = _take(k, group.keys), _take(v, group.keys)
             else:
                 keys = _read(cached_k, group.keys, spec.k_scale, q.dtype)
@@ -89,7 +89,7 @@ class TorchNativeBackend(AttentionBackend):
         groups = self._groups(spec, batch)
         (cached,) = batch.kv.layer(spec.layer)
         cached = cached.view(-1, cached.shape[-1])
-        if cached.dtype == FP8 and any(group.own_keys for group in groups.extends):
+        if cached.dtype == FP8 and any(group.from_step for group in groups.extends):
             latent = _read(cached, batch.kv_slots, spec.k_scale, latent.dtype)
         decoded = self._decode_mla(layer, q_nope, q_rope, cached, groups.decodes, batch.num_decodes) if groups.decodes else None
         results = [self._extend_mla(layer, q_nope, q_rope, latent, cached, group) for group in groups.extends]
@@ -125,7 +125,7 @@ class TorchNativeBackend(AttentionBackend):
         group: Group,
     ) -> torch.Tensor:
         """One group of extends in its cheaper form -> [rows, query_len, heads, v_head_dim]."""
-        if group.own_keys:
+        if group.from_step:
             keys = _take(latent, group.keys)
         else:
             keys = _read(cached, group.keys, layer.spec.k_scale, latent.dtype)
@@ -155,7 +155,7 @@ class TorchNativeBackend(AttentionBackend):
         view = (spec.sliding_window, spec.causal)
         self._views.add(view)
         plan: StepGroups = batch.plan
-        return plan.view(view)
+        return plan.get_groups(view)
 
 
 def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -164,10 +164,10 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     k, v = (part.view(group.rows, group.key_len, *part.shape[1:]) for part in (k, v))
     plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's own attention has neither
     if group.query_len == 1 or group.mask is not None or not spec.causal:
-        return _plain(spec, q, k, v, group.mask) if plain else _fused(spec, q, k, v, group.mask)
+        return _attend_unfused(spec, q, k, v, group.mask) if plain else _attend_sdpa(spec, q, k, v, group.mask)
     if group.offset == 0 and not plain and (spec.sliding_window is None or group.key_len <= spec.sliding_window):
-        return _fused(spec, q, k, v, None, is_causal=True)
-    compute = _plain if plain else _fused
+        return _attend_sdpa(spec, q, k, v, None, is_causal=True)
+    compute = _attend_unfused if plain else _attend_sdpa
     cells = BLOCK_CELLS // (group.rows * spec.num_heads) if plain else BLOCK_CELLS
     blocks = []
     for lo, hi, first, last in _blocks(group, spec.sliding_window, cells):
@@ -193,7 +193,7 @@ def _block_mask(offset: int, queries: int, keys: int, spec: AttentionSpec, like:
     return mask[None, None]
 
 
-def _fused(
+def _attend_sdpa(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
 ) -> torch.Tensor:
     """Scaled dot-product attention; all of one width, because unequal widths leave PyTorch's fast kernels."""
@@ -218,7 +218,7 @@ def _widened(part: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(part, (0, width - part.shape[3])) if part.shape[3] < width else part
 
 
-def _plain(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _attend_unfused(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Attention with soft cap and sinks, in float32. A sink is one more logit of its head, with no value."""
     rows, queries, heads, _ = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
@@ -253,11 +253,11 @@ def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
     return expanded <= absorbed
 
 
-def _take(source: torch.Tensor, places: Places) -> torch.Tensor:
+def _take(source: torch.Tensor, places: Index) -> torch.Tensor:
     return source[places] if isinstance(places, slice) else source.index_select(0, places)
 
 
-def _read(cache: torch.Tensor, places: Places, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def _read(cache: torch.Tensor, places: Index, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Rows of the cache in the type of the queries. fp8 is gathered as bytes, since no indexing knows it, and scaled."""
     if cache.dtype != FP8:
         return _take(cache, places)
@@ -268,9 +268,9 @@ def _read(cache: torch.Tensor, places: Places, scale: float, dtype: torch.dtype)
 def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:
     """The groups' results [rows, query_len, …] in the order of the step's tokens, padding left out."""
     flat = [result.flatten(0, 1) for result in results]
-    if len(groups) == 1 and groups[0].real is None and flat[0].shape[0] == tokens:
+    if len(groups) == 1 and groups[0].valid is None and flat[0].shape[0] == tokens:
         return flat[0]
     out = flat[0].new_empty(tokens, *flat[0].shape[1:])
     for group, result in zip(groups, flat, strict=True):
-        out[group.targets] = result if group.real is None else result.index_select(0, group.real)
+        out[group.targets] = result if group.valid is None else result.index_select(0, group.valid)
     return out

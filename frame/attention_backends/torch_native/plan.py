@@ -36,11 +36,11 @@ class Group:
     query_len: int
     key_len: int
     tokens: slice | torch.Tensor  # the queries, among the step's tokens: int64 [rows * query_len]
-    own_keys: bool  # the keys are this step's own K and V, not the cache's
+    from_step: bool  # the keys are this step's own K and V, not the cache's
     keys: slice | torch.Tensor  # cache slots (or this step's tokens) int64 [rows * key_len]
     offset: int
     mask: torch.Tensor | None  # additive, [rows, 1, query_len, key_len]
-    real: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
+    valid: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
     targets: slice | torch.Tensor  # where the real queries' results go, among the step's tokens
 
 
@@ -52,7 +52,7 @@ class Groups:
     extends: list[Group]
 
 
-def spans(costs: np.ndarray, budget: int, spare: int, fill: float = FILL) -> Iterator[tuple[int, int]]:
+def split_runs(costs: np.ndarray, budget: int, spare: int, fill: float = FILL) -> Iterator[tuple[int, int]]:
     """Cuts descending row costs into runs in which every row is padded to the cost of the first.
 
     A run holds rows of at least `fill` of that cost, and further ones while all padding together costs at most `spare`;
@@ -87,7 +87,7 @@ class Grouping:
         self.token_bytes = token_bytes
         self.group_bytes = GROUP_BYTES if self.device.type == "cpu" else GPU_GROUP_BYTES
 
-    def make(self, num_decodes: int) -> Groups:
+    def make_groups(self, num_decodes: int) -> Groups:
         rows = np.arange(len(self.queries))
         decodes = rows[:num_decodes]
         extends = rows[num_decodes:]
@@ -99,13 +99,13 @@ class Grouping:
             extends=[*self._fresh(extends[fresh]), *self._prefixed(extends[~fresh])],
         )
 
-    def make_bidirectional(self) -> Groups:
+    def make_bidirectional_groups(self) -> Groups:
         """An encoder's rows: whole prompts, each of whose tokens sees all of its row; the mask hides padding."""
         rows = np.argsort(-self.queries, kind="stable")
         groups = []
-        for start, stop in spans(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS):
+        for start, stop in split_runs(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS):
             some = np.sort(rows[start:stop])
-            groups.append(self._padded(some, own_keys=True, bidirectional=True))
+            groups.append(self._padded(some, from_step=True, bidirectional=True))
         return Groups(decodes=[], extends=groups)
 
     def _decodes(self, rows: np.ndarray) -> Iterator[Group]:
@@ -118,23 +118,23 @@ class Grouping:
                 yield self._single(row, piece)
         rows = rows[~large]
         rows = rows[np.argsort(-self.keys[rows], kind="stable")]
-        for start, stop in spans(self.keys[rows] * self.token_bytes, self.group_bytes, SPARE_BYTES):
+        for start, stop in split_runs(self.keys[rows] * self.token_bytes, self.group_bytes, SPARE_BYTES):
             yield self._padded(np.sort(rows[start:stop]))
 
     def _fresh(self, rows: np.ndarray) -> Iterator[Group]:
         """Prompts from their first token on: the keys are this step's own, nothing is read from the cache."""
         rows = rows[np.argsort(-self.queries[rows], kind="stable")]
-        for start, stop in spans(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS, fill=1.0):
-            yield self._padded(np.sort(rows[start:stop]), own_keys=True)
+        for start, stop in split_runs(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS, fill=1.0):
+            yield self._padded(np.sort(rows[start:stop]), from_step=True)
 
     def _prefixed(self, rows: np.ndarray) -> Iterator[Group]:
         rows = rows[np.argsort(-self.queries[rows], kind="stable")]
-        for start, stop in spans(self.queries[rows], len(rows) * MASK_CELLS, 0):
-            alike = rows[start:stop]
-            alike = alike[np.argsort(-self.keys[alike], kind="stable")]
-            costs = self.keys[alike] * int(self.queries[alike].max())
-            for first, last in spans(costs, MASK_CELLS, SPARE_CELLS):
-                some = np.sort(alike[first:last])
+        for start, stop in split_runs(self.queries[rows], len(rows) * MASK_CELLS, 0):
+            similar = rows[start:stop]
+            similar = similar[np.argsort(-self.keys[similar], kind="stable")]
+            costs = self.keys[similar] * int(self.queries[similar].max())
+            for first, last in split_runs(costs, MASK_CELLS, SPARE_CELLS):
+                some = np.sort(similar[first:last])
                 yield self._padded(some) if len(some) > 1 else self._single(some[0], self._contiguous(some[0]))
 
     def _single(self, row: int, piece: slice | None) -> Group:
@@ -144,24 +144,24 @@ class Grouping:
             query_len=int(self.queries[row]),
             key_len=int(self.keys[row]),
             tokens=tokens,
-            own_keys=False,
+            from_step=False,
             keys=piece if piece is not None else self._device(self._cache_slots(np.array([row]), int(self.keys[row]))),
             offset=int(self.prefix[row]),
             mask=None,
-            real=None,
+            valid=None,
             targets=tokens,
         )
 
-    def _padded(self, rows: np.ndarray, own_keys: bool = False, bidirectional: bool = False) -> Group:
+    def _padded(self, rows: np.ndarray, from_step: bool = False, bidirectional: bool = False) -> Group:
         queries, keys = self.queries[rows], self.keys[rows]
         query_len, key_len = int(queries.max()), int(keys.max())
         steps = np.arange(query_len)
         tokens = self.first_token[rows, None] + np.minimum(steps, queries[:, None] - 1)
         targets: slice | torch.Tensor
-        real = None
+        valid = None
         if (queries < query_len).any():
             filled = np.flatnonzero(steps < queries[:, None])
-            real, targets = self._device(filled), self._device(tokens.reshape(-1)[filled])
+            valid, targets = self._device(filled), self._device(tokens.reshape(-1)[filled])
             places: slice | torch.Tensor = self._device(tokens)
         else:
             places = targets = self._tokens(tokens)
@@ -170,11 +170,11 @@ class Grouping:
             query_len=query_len,
             key_len=key_len,
             tokens=places,
-            own_keys=own_keys,
-            keys=places if own_keys else self._device(self._cache_slots(rows, key_len)),
+            from_step=from_step,
+            keys=places if from_step else self._device(self._cache_slots(rows, key_len)),
             offset=int(self.prefix[rows[0]]),
-            mask=self._padding_mask(rows, key_len) if bidirectional else self._causal_mask(rows, query_len, key_len, own_keys),
-            real=real,
+            mask=self._padding_mask(rows, key_len) if bidirectional else self._causal_mask(rows, query_len, key_len, from_step),
+            valid=valid,
             targets=targets,
         )
 
@@ -185,10 +185,10 @@ class Grouping:
             return None
         return self._copy(torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)[:, None, None])
 
-    def _causal_mask(self, rows: np.ndarray, query_len: int, key_len: int, own_keys: bool) -> torch.Tensor | None:
+    def _causal_mask(self, rows: np.ndarray, query_len: int, key_len: int, from_step: bool) -> torch.Tensor | None:
         """Additive [rows, 1, query_len, key_len]; None where there is nothing to hide."""
         # prompts padded at their end need no mask: a real query never sees the padding behind it
-        if own_keys or (query_len == 1 and bool((self.keys[rows] == key_len).all())):
+        if from_step or (query_len == 1 and bool((self.keys[rows] == key_len).all())):
             return None
         last = self.prefix[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)  # [rows, queries]
         keys = np.arange(key_len)

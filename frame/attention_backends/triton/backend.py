@@ -11,12 +11,13 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends import TRITON, TritonOptions
-from frame.attention_backends.triton.decodes import Decodes
-from frame.attention_backends.triton.extends import Extends
-from frame.attention_backends.triton.launch import Operands, dense
+from frame.attention_backends.shared import dense
+from frame.attention_backends.triton.decode_launch import DecodeLauncher
+from frame.attention_backends.triton.extend_launch import ExtendLauncher
+from frame.attention_backends.triton.operands import Operands
 from frame.attention_backends.triton.plan import StepPlan
-from frame.attention_backends.triton.prefixes import SharedPrefixes
-from frame.attention_backends.triton.tiles import Device, split_width
+from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
+from frame.attention_backends.triton.tile_sizes import DeviceLimits, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -38,11 +39,11 @@ class TritonBackend(AttentionBackend):
                 "Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend."
             )
         shares = options.share_prefixes if isinstance(options, TritonOptions) else True
-        model_config = Device.of(device)
+        device_limits = DeviceLimits.of(device)
         self._prefixes = SharedPrefixes(device, limits.max_running_requests)
         self._shares = shares
-        self._decodes = Decodes(device, model_config, limits.max_running_requests, shares)
-        self._extends = Extends(device, model_config)
+        self._decodes = DecodeLauncher(device, device_limits, limits.max_running_requests, shares)
+        self._extends = ExtendLauncher(device, device_limits)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         self._share(batch)
@@ -63,22 +64,22 @@ class TritonBackend(AttentionBackend):
         q = dense(q)
         cached_k, cached_v = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
         page_size = batch.kv.page_size
-        takes_own = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0  # what an fp8 cache holds is not quite what was put in
-        if takes_own:
+        use_ragged = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0  # what an fp8 cache holds is not quite what was put in
+        if use_ragged:
             k, v = dense(k), dense(v)
         first, rest = split_width(spec.head_dim)
-        own = None
+        ragged = None
         if rest:
             q1, q2 = q[..., :first], q[..., first:]
             cached = Operands(q1, q2, cached_k[..., :first], cached_k[..., first:], cached_v, page_size)
-            if takes_own:
-                own = Operands(q1, q2, k[..., :first], k[..., first:], v, 0)
+            if use_ragged:
+                ragged = Operands(q1, q2, k[..., :first], k[..., first:], v, 0)
         else:
             cached = Operands(q, None, cached_k, None, cached_v, page_size)
-            if takes_own:
-                own = Operands(q, None, k, None, v, 0)
+            if use_ragged:
+                ragged = Operands(q, None, k, None, v, 0)
         out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
-        self._launch(spec, cached, own, out, batch)
+        self._launch(spec, cached, ragged, out, batch)
         return out
 
     def run_mla(
@@ -106,13 +107,13 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _launch(
-        self, spec: AttentionSpec, cached: Operands, own: Operands | None, out: torch.Tensor, batch: ForwardBatch, extends: bool = True
+        self, spec: AttentionSpec, cached: Operands, ragged: Operands | None, out: torch.Tensor, batch: ForwardBatch, extends: bool = True
     ) -> None:
         plan = _plan(batch)
         if plan.num_decodes:
             self._decodes.run(spec, cached, out, batch, plan)
         if extends and len(plan.query_lens):
-            self._extends.run(spec, cached, own, out, batch, plan)
+            self._extends.run(spec, cached, ragged, out, batch, plan)
 
     def _extend_expanded(
         self,
@@ -126,11 +127,11 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         """All extends, over keys and values made of their latents side by side."""
         plan, rank = _plan(batch), layer.kv_lora_rank
-        places, starts = plan.expanded_keys()
+        places, starts = plan.locate_expanded_keys()
         rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype, layer.spec.k_scale)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
-        operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0, are_whole=True)
+        operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0, has_all_keys=True)
         self._extends.run(layer.spec, None, operands, out, batch, plan, key_starts=starts)
 
     def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:

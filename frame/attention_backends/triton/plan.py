@@ -6,17 +6,14 @@ layer's shape is made when the first layer of that shape asks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 
-from frame.attention_backends.triton.prefixes import SharedPrefixes
-from frame.attention_backends.triton.schedule import Cut, make_schedule
+from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
+from frame.attention_backends.triton.split_schedule import SplitConfig, make_schedule
 from frame.core.interfaces.batch import ForwardBatch
-
-if TYPE_CHECKING:
-    from frame.attention_backends.triton.extends import ExtendKind, ExtendStep
 
 
 class StepPlan:
@@ -35,12 +32,12 @@ class StepPlan:
         self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2  # query-key pairs of extends
         self.has_prefixes = bool((self.key_lens > self.query_lens).any())
         self.longest_query = int(self.query_lens.max(initial=0))
-        self._schedules: dict[Cut, torch.Tensor] = {}
-        self.extends: dict[tuple[ExtendKind, bool], ExtendStep] = {}
+        self._schedules: dict[SplitConfig, torch.Tensor] = {}
+        self.launch_state: dict[Any, Any] = {}
         self._tiles: dict[int, torch.Tensor] = {}
         self._expanded: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
-    def tiles(self, queries: int) -> torch.Tensor:
+    def get_tiles(self, queries: int) -> torch.Tensor:
         """int32 [2, tiles]: extend row and first query of every tile of `queries` queries; those with most keys first."""
         found = self._tiles.get(queries)
         if found is None:
@@ -52,15 +49,15 @@ class StepPlan:
             self._tiles[queries] = found
         return found
 
-    def schedule(self, cut: Cut, batch: ForwardBatch, pdl: bool) -> torch.Tensor:
+    def get_schedule(self, config: SplitConfig, batch: ForwardBatch, pdl: bool) -> torch.Tensor:
         """How this step's decodes are cut, made on the device when the first layer that is cut so asks."""
-        found = self._schedules.get(cut)
+        found = self._schedules.get(config)
         if found is None:
-            found = make_schedule(cut, self.num_decodes, batch.seq_lens, batch.request_slots, self.prefixes.tensor, pdl)
-            self._schedules[cut] = found
+            found = make_schedule(config, self.num_decodes, batch.seq_lens, batch.request_slots, self.prefixes.tensor, pdl)
+            self._schedules[config] = found
         return found
 
-    def expanded_keys(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def locate_expanded_keys(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(cache places int64 of all extends' keys, int32 start of each row among them); places None: the step's own tokens
         are all keys there are, and starts count from the first extend token."""
         if self._expanded is None:

@@ -84,7 +84,7 @@ class TorchModelRunner(ModelRunner):
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
         self.builder = BatchBuilder(table, pool, context.attention, make_staging(context.device, staged))
         self._masks = make_staging(context.device, 0)  # for those that come after their batch
-        use_triton = kernels.usable(context.device)
+        use_triton = kernels.can_use_triton(context.device)
         self.sampling = SamplingTable(limits.max_running_requests, by_row=use_triton)
         self._processors = processors
         self.sampler = Sampler(processors, use_triton=use_triton)

@@ -75,7 +75,7 @@ class Sampler:
         of the model's type."""
         if not self.use_triton:
             return
-        from frame.kernels.sampling.logit_changes import ban
+        from frame.kernels.sampling.logit_changes import apply_token_mask
 
         rows = len(logits)
         each = {"temperature": 1.0, "top_p": 0.5, "log_min_p": -9.0}
@@ -88,7 +88,7 @@ class Sampler:
         for num_top in (0, 2):
             logprobs(logits, token_ids, num_top)
         words = torch.full((rows, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=logits.device)
-        ban(logits, torch.arange(rows, device=logits.device), words)
+        apply_token_mask(logits, torch.arange(rows, device=logits.device), words)
 
     def _choose(
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
@@ -108,10 +108,10 @@ class Sampler:
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks are exact in any type and are written into the logits; rows with processors are drawn from a float32 copy."""
-        from frame.kernels.sampling.logit_changes import ban
+        from frame.kernels.sampling.logit_changes import apply_token_mask
 
         if "grammar_mask" in tensors:
-            ban(logits, tensors["grammar_rows"], tensors["grammar_mask"])
+            apply_token_mask(logits, tensors["grammar_rows"], tensors["grammar_mask"])
         params = {name: tensors[name] for name in PARAMETERS if name in tensors}
         if processing is None:
             return draw_by_kernels(logits, params)
@@ -135,11 +135,11 @@ def draw_by_kernels(
     captured, as its work does not depend on the values. `plain`: what `draw_plain` gave for the same `last_tokens`, which is written
     over."""
     from frame.kernels.sampling.filtering import Filters, sample_filtered
-    from frame.kernels.sampling.sampling import sample_simple
+    from frame.kernels.sampling.sampling import sample_unfiltered
 
     if "top_k" in params:
         return sample_filtered(logits, Filters(**params), plain, last_tokens)
-    return sample_simple(logits, params["temperature"], params["uniform"], last_tokens)
+    return sample_unfiltered(logits, params["temperature"], params["uniform"], last_tokens)
 
 
 def draw_plain(
@@ -151,10 +151,10 @@ def draw_plain(
     """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0: the likeliest token. The work does not
     depend on the values, so that it can be captured. logits [rows, vocab], temperature float32 [rows], uniform float64 [rows].
     `last_tokens`: a table of token ids int64 [slots], and each row's slot int64 [rows], where its token is written too."""
-    if kernels.usable(logits.device):
-        from frame.kernels.sampling.sampling import sample_simple
+    if kernels.can_use_triton(logits.device):
+        from frame.kernels.sampling.sampling import sample_unfiltered
 
-        return sample_simple(logits, temperature, uniform, last_tokens)
+        return sample_unfiltered(logits, temperature, uniform, last_tokens)
     logits = logits.float()
     best, likeliest = row_max(logits)
     is_drawn = temperature > 0.0
@@ -276,10 +276,10 @@ def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top` likeliest) under logits [n, vocab]."""
-    if kernels.usable(logits.device):
-        from frame.kernels.sampling.likelihoods import likelihoods
+    if kernels.can_use_triton(logits.device):
+        from frame.kernels.sampling.logprobs import compute_logprobs
 
-        return likelihoods(logits, token_ids, num_top)
+        return compute_logprobs(logits, token_ids, num_top)
     logits = logits.float()
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser

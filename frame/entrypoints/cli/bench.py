@@ -137,9 +137,9 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
 
     from frame.entrypoints.offline.engine import Engine
     from frame.entrypoints.tools.bench.report import report
-    from frame.kernels.cache import FOLDER
+    from frame.kernels.cache import CACHE_DIR_VARIABLE
 
-    kept = {name: os.environ.get(name) for name in (FOLDER, "HOME")}
+    kept = {name: os.environ.get(name) for name in (CACHE_DIR_VARIABLE, "HOME")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if cold:
             os.environ.update(dict.fromkeys(kept, folder))  # libraries keep below it what they compile

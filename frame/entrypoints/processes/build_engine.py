@@ -22,7 +22,7 @@ from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
-from frame.kernels.cache import KernelCache, counting, kernel_folder
+from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder
 from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
     clock = time.perf_counter()
     kernels = kernel_cache(resolved, torch.cuda.get_device_name(device))
     was_warm = kernels.is_warm
-    with counting() as counts:
+    with count_compilations() as counts:
         parts = load_parts(resolved, registry)
         plugins = time.perf_counter() - clock
         runner = build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device))
@@ -98,7 +98,7 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
     sizes = (resolved.user.parallel.tp, resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
     key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
-    return KernelCache(kernel_folder(chip), key)
+    return KernelCache(select_cache_folder(chip), key)
 
 
 def with_profiles(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:

@@ -12,7 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import (
+    PreparedLaunch,
+    ceil_div,
+    choose_rows_per_program,
+    choose_warps,
+    launch_dependents,
+    next_power_of_2,
+    wait_for_previous,
+)
 
 _COLUMNS = 1024  # of a program, while rows are few; then twice as many, as programs that wait for one another start slowly
 _FEW_ROWS = 64
@@ -22,23 +30,23 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up for [rows, gate | up], each `inner` wide -> contiguous [rows, inner], float32 inside. Rows may have gaps."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, inner))
-    block = min(_COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS, power_of_2(inner))
-    together = rows_per_program(rows, _COLUMNS // block)
+    block = min(_COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS, next_power_of_2(inner))
+    together = choose_rows_per_program(rows, _COLUMNS // block)
     stride = gate_up.stride(0)
     launch = _prepared(inner, block, together, gate_up.dtype, stride, gate_up.device)
-    launch((blocks_of(rows, together), blocks_of(inner, block), 1), (gate_up, out), (rows, stride))
+    launch((ceil_div(rows, together), ceil_div(inner, block), 1), (gate_up, out), (rows, stride))
     return out
 
 
 @lru_cache(maxsize=256)
-def _prepared(inner: int, block: int, rows: int, dtype: torch.dtype, stride: int, device: torch.device) -> Prepared:
+def _prepared(inner: int, block: int, rows: int, dtype: torch.dtype, stride: int, device: torch.device) -> PreparedLaunch:
     constants = {"INNER": inner, "BLOCK": block, "ROWS": rows}
-    return Prepared(_silu_mul, (dtype, dtype, 0, stride), constants, device, warps_for(block * rows))
+    return PreparedLaunch(_silu_mul, (dtype, dtype, 0, stride), constants, device, choose_warps(block * rows))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _silu_mul(gate_up, out, rows, stride, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
+    launch_dependents(PDL)
     columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     inside = columns < INNER

@@ -14,30 +14,30 @@ import triton
 import triton.language as tl
 
 from frame.kernels import INTERPRETED
-from frame.kernels.launch import Prepared, begin, blocks_of, wait_for_previous
+from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, wait_for_previous
 
 _ROWS = 64 if INTERPRETED else 8  # of a program
 _COLUMNS = 1024  # at once
 
 
-def finite_rows(x: torch.Tensor, most: float) -> torch.Tensor:
+def replace_non_finite_rows(x: torch.Tensor, most: float) -> torch.Tensor:
     """[rows, size], rows with any stride -> contiguous [rows, size]; what is not finite, or larger either way than `most`, becomes that."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
-        grid = blocks_of(rows, _ROWS), blocks_of(size, _COLUMNS), 1
+        grid = ceil_div(rows, _ROWS), ceil_div(size, _COLUMNS), 1
         _prepared(size, x.stride(0), x.dtype, x.device, most)(grid, (x, out), (rows,))
     return out
 
 
 @lru_cache(maxsize=64)
-def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, most: float) -> Prepared:
+def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, most: float) -> PreparedLaunch:
     constants = {"SIZE": size, "STRIDE": stride, "MOST": most, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return Prepared(_finite_kernel, (dtype, dtype, 0), constants, device, 4)
+    return PreparedLaunch(_replace_non_finite_kernel, (dtype, dtype, 0), constants, device, 4)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _finite_kernel(
+def _replace_non_finite_kernel(
     x,
     out,
     rows,
@@ -48,7 +48,7 @@ def _finite_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (columns < SIZE)

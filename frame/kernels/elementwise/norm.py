@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 
 from frame.kernels import INTERPRETED
-from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import (
+    PreparedLaunch,
+    ceil_div,
+    choose_rows_per_program,
+    choose_warps,
+    launch_dependents,
+    next_power_of_2,
+    wait_for_previous,
+)
 
 _ELEMENTS = 1024  # of a program at least, so that short rows share one
 
@@ -33,20 +41,22 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     parts = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     stream = x if residual is None else residual
-    together = 1 if size > _ELEMENTS and not INTERPRETED else rows_per_program(rows, _ELEMENTS // power_of_2(size))
+    together = 1 if size > _ELEMENTS and not INTERPRETED else choose_rows_per_program(rows, _ELEMENTS // next_power_of_2(size))
     strides = x.stride(0), stream.stride(0)
     launch = _prepared(size, together, parts, residual is not None, (x.dtype, weight.dtype), strides, x.device)
-    launch((blocks_of(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
+    launch((ceil_div(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
     return out, stream
 
 
 @lru_cache(maxsize=256)
 def _prepared(
     size: int, rows: int, parts: int, adds: bool, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int], device: torch.device
-) -> Prepared:
+) -> PreparedLaunch:
     dtype, weight = types
-    constants = {"SIZE": size, "BLOCK": power_of_2(size), "ROWS": rows, "PARTS": parts, "ADDS": adds}
-    return Prepared(_add_rms_norm, (dtype, dtype, weight, dtype, 0, *strides, 0.0), constants, device, warps_for(power_of_2(size) * rows))
+    constants = {"SIZE": size, "BLOCK": next_power_of_2(size), "ROWS": rows, "PARTS": parts, "ADDS": adds}
+    return PreparedLaunch(
+        _add_rms_norm, (dtype, dtype, weight, dtype, 0, *strides, 0.0), constants, device, choose_warps(next_power_of_2(size) * rows)
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -66,7 +76,7 @@ def _add_rms_norm(
     ADDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]

@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from frame.kernels import INTERPRETED
-from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, rows_per_program, wait_for_previous, warps_for
+from frame.kernels.launch import (
+    PreparedLaunch,
+    ceil_div,
+    choose_rows_per_program,
+    choose_warps,
+    launch_dependents,
+    next_power_of_2,
+    wait_for_previous,
+)
 
 _ELEMENTS = 2048  # of a program that rotates alone
 _HEADS = 8  # of a program, of one token
@@ -24,7 +32,7 @@ _TOKENS = 16  # of a program that rotates alone, at most
 FP8_MAX = tl.constexpr(448.0)
 
 
-class Heads(NamedTuple):
+class QKVLayout(NamedTuple):
     """How rows of [queries | keys | values] are made of heads. `rotated` of `dim` entries turn, neighbours together if `interleaved`."""
 
     num_heads: int
@@ -34,7 +42,7 @@ class Heads(NamedTuple):
     interleaved: bool = False
 
 
-class HeadsCache(NamedTuple):
+class KVCacheTarget(NamedTuple):
     """Where keys and values of a batch go: slots int64 [tokens]; k and v contiguous [pages, page_size, num_kv_heads, dim] of any float
     type. What a float8_e4m3 cache takes is divided by the scale, and saturates."""
 
@@ -49,9 +57,9 @@ def norm_rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     table: torch.Tensor,
-    heads: Heads,
+    heads: QKVLayout,
     norm: tuple[torch.Tensor, float] | None,
-    cache: HeadsCache | None,
+    cache: KVCacheTarget | None,
 ) -> torch.Tensor:
     """qkv [tokens, (num_heads + 2 * num_kv_heads) * dim] -> rotated queries, contiguous [tokens, num_heads, dim].
 
@@ -61,19 +69,19 @@ def norm_rope_store(
     tokens, stride = qkv.shape[0], qkv.stride(0)
     q = qkv.new_empty((tokens, heads.num_heads, heads.dim))
     weights, eps = norm if norm is not None else (table, 0.0)
-    slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else HeadsCache(positions, q, q)
+    slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else KVCacheTarget(positions, q, q)
     types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype
     tile = _tile(tokens)
     launch, across = _prepared_heads(heads, tile, norm is not None, cache is not None, types, stride, qkv.device)
     tensors = qkv, positions, table, weights, slots, k_cache, v_cache, q
-    launch((blocks_of(tokens, tile[0]), across, 1), tensors, (tokens, stride, eps, 1.0 / k_scale, 1.0 / v_scale))
+    launch((ceil_div(tokens, tile[0]), across, 1), tensors, (tokens, stride, eps, 1.0 / k_scale, 1.0 / v_scale))
     return q
 
 
 def _tile(tokens: int) -> tuple[int, int]:
     """How many tokens, and how many heads of each, are a program's. Few tokens are many programs, for their latency."""
     if INTERPRETED:
-        return rows_per_program(tokens, 1), _HEADS
+        return choose_rows_per_program(tokens, 1), _HEADS
     if tokens <= _FEW_TOKENS:
         return 1, _HEADS // 2
     return (1, _HEADS) if tokens <= 4 * _FEW_TOKENS else (2, _HEADS)
@@ -81,19 +89,22 @@ def _tile(tokens: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _prepared_heads(
-    heads: Heads, tile: tuple[int, int], norm: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
-) -> tuple[Prepared, int]:
+    heads: QKVLayout, tile: tuple[int, int], norm: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
+) -> tuple[PreparedLaunch, int]:
     """The launch, and how many programs share a token."""
-    together = min(tile[1], power_of_2(max(heads.num_heads, heads.num_kv_heads)))
+    together = min(tile[1], next_power_of_2(max(heads.num_heads, heads.num_kv_heads)))
     constants = {
         "NUM_HEADS": heads.num_heads, "NUM_KV_HEADS": heads.num_kv_heads, "DIM": heads.dim, "ROTATED": heads.rotated,
-        "INTERLEAVED": heads.interleaved, "BLOCK_HALF": power_of_2(heads.rotated // 2),
-        "BLOCK_TAIL": power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": tile[0], "NORM": norm, "STORE": store,
+        "INTERLEAVED": heads.interleaved, "BLOCK_HALF": next_power_of_2(heads.rotated // 2),
+        "BLOCK_TAIL": next_power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": tile[0],
+        "NORM": norm, "STORE": store,
     }  # fmt: skip
     dtype, table, weights, cache = types
     example = dtype, torch.int64, table, weights, torch.int64, cache, cache, dtype, 0, stride, 0.0, 1.0, 1.0
-    q_blocks, kv_blocks = blocks_of(heads.num_heads, together), blocks_of(heads.num_kv_heads, together)
-    launch = Prepared(_norm_rope_store, example, constants, device, warps_for(together * power_of_2(heads.dim) * tile[0], loads=2))
+    q_blocks, kv_blocks = ceil_div(heads.num_heads, together), ceil_div(heads.num_kv_heads, together)
+    launch = PreparedLaunch(
+        _norm_rope_store, example, constants, device, choose_warps(together * next_power_of_2(heads.dim) * tile[0], loads=2)
+    )
     return launch, q_blocks + kv_blocks * (2 if store else 1)
 
 
@@ -101,26 +112,26 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inter
     """Rotate x [tokens, heads, rotated] in place; its last dimension is contiguous, the others may have gaps."""
     shape, strides = x.shape, (x.stride(0), x.stride(1))
     tokens, heads = shape[0], shape[1]
-    few = rows_per_program(tokens, _TOKENS)
+    few = choose_rows_per_program(tokens, _TOKENS)
     launch, block, across = _prepared_rotation(heads, shape[2], interleaved, few, (x.dtype, table.dtype), strides, x.device)
-    launch((blocks_of(tokens, block), across, 1), (x, positions, table), (tokens, *strides))
+    launch((ceil_div(tokens, block), across, 1), (x, positions, table), (tokens, *strides))
 
 
 @lru_cache(maxsize=256)
 def _prepared_rotation(
     heads: int, rotated: int, interleaved: bool, most: int, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int],
     device: torch.device,
-) -> tuple[Prepared, int, int]:  # fmt: skip
+) -> tuple[PreparedLaunch, int, int]:  # fmt: skip
     """The launch, how many tokens a program takes, and how many programs share them."""
-    half, together = power_of_2(rotated // 2), min(2 * _HEADS, power_of_2(heads))
+    half, together = next_power_of_2(rotated // 2), min(2 * _HEADS, next_power_of_2(heads))
     elements = together * half * 2
     block = most if INTERPRETED else max(1, min(most, _ELEMENTS // elements))
     constants = {
         "HEADS": heads, "ROTATED": rotated, "INTERLEAVED": interleaved, "BLOCK_HALF": half, "BLOCK_HEADS": together, "TOKENS": block
     }  # fmt: skip
     dtype, table = types
-    launch = Prepared(_rotate, (dtype, torch.int64, table, 0, *strides), constants, device, warps_for(elements * block))
-    return launch, block, blocks_of(heads, together)
+    launch = PreparedLaunch(_rotate, (dtype, torch.int64, table, 0, *strides), constants, device, choose_warps(elements * block))
+    return launch, block, ceil_div(heads, together)
 
 
 def latent_norm_rope_store(
@@ -134,7 +145,7 @@ def latent_norm_rope_store(
     """x [tokens, q_rank + rank + rope]: norm and rotate its last two parts in place, which makes them a row of a latent cache.
 
     `norms`: weights of the queries' input [q_rank] (None where there is none) and of the latent [rank], and epsilon. `cache`: where
-    the row goes as well, (slots int64 [tokens], contiguous [pages, page_size, rank + rope], its scale; see `HeadsCache`). Returns the
+    the row goes as well, (slots int64 [tokens], contiguous [pages, page_size, rank + rope], its scale; see `KVCacheTarget`). Returns the
     normed input of the queries, contiguous [tokens, q_rank].
     """
     q_weight, weight, eps = norms
@@ -152,15 +163,15 @@ def latent_norm_rope_store(
 @lru_cache(maxsize=256)
 def _prepared_latent(
     sizes: tuple[int, int, int], interleaved: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
-) -> Prepared:
+) -> PreparedLaunch:
     q_rank, rank, rope = sizes
     constants = {
         "Q_RANK": q_rank, "RANK": rank, "ROPE": rope, "INTERLEAVED": interleaved, "STORE": store,
-        "BLOCK_Q": power_of_2(max(q_rank, 1)), "BLOCK": power_of_2(rank), "BLOCK_HALF": power_of_2(rope // 2),
+        "BLOCK_Q": next_power_of_2(max(q_rank, 1)), "BLOCK": next_power_of_2(rank), "BLOCK_HALF": next_power_of_2(rope // 2),
     }  # fmt: skip
     dtype, table, weight, cache = types
     example = dtype, torch.int64, table, weight, weight, torch.int64, cache, dtype, stride, 0.0, 1.0
-    return Prepared(_latent_norm_rope_store, example, constants, device, warps_for(max(power_of_2(rank), q_rank), loads=2))
+    return PreparedLaunch(_latent_norm_rope_store, example, constants, device, choose_warps(max(next_power_of_2(rank), q_rank), loads=2))
 
 
 @triton.jit
@@ -184,16 +195,16 @@ def store_pairs(rows, first, second, inverse, valid, HALF: tl.constexpr, BLOCK: 
     if INTERLEAVED:
         columns = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.reshape(tl.join(first, second), (first.shape[0], 2 * BLOCK))
-        tl.store(rows + columns, narrowed(both, inverse, rows.dtype.element_ty), mask=valid & (columns < 2 * HALF))
+        tl.store(rows + columns, cast_scaled(both, inverse, rows.dtype.element_ty), mask=valid & (columns < 2 * HALF))
     else:
         columns = tl.arange(0, BLOCK)[None, :]
         inside = valid & (columns < HALF)
-        tl.store(rows + columns, narrowed(first, inverse, rows.dtype.element_ty), mask=inside)
-        tl.store(rows + HALF + columns, narrowed(second, inverse, rows.dtype.element_ty), mask=inside)
+        tl.store(rows + columns, cast_scaled(first, inverse, rows.dtype.element_ty), mask=inside)
+        tl.store(rows + HALF + columns, cast_scaled(second, inverse, rows.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def turned(first, second, table, position, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def rotate_pairs(first, second, table, position, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Pairs rotated by the angles of their positions [n, 1]. The table has every cosine twice, and of a sine both signs."""
     columns = tl.arange(0, BLOCK)[None, :]
     inside = valid & (columns < HALF)
@@ -208,7 +219,7 @@ def turned(first, second, table, position, valid, HALF: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def narrowed(x, inverse, dtype: tl.constexpr):
+def cast_scaled(x, inverse, dtype: tl.constexpr):
     """float32 as a tensor's type. Only float8_e4m3 is scaled, and what it cannot hold is the largest that it can."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x * inverse, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -244,7 +255,7 @@ def _norm_rope_store(
     PDL: tl.constexpr,
 ):
     """A program is TOKENS tokens by HEADS heads, all of them queries, keys or values. The queries' blocks come first."""
-    begin(PDL)
+    launch_dependents(PDL)
     HALF: tl.constexpr = ROTATED // 2
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -272,10 +283,10 @@ def _norm_rope_store(
         if STORE:
             columns = tl.arange(0, 2 * BLOCK_HALF)[None, :]
             value = tl.load(rows + columns, mask=valid & (columns < ROTATED), other=0.0).to(tl.float32)
-            tl.store(v_cache + cached + columns, narrowed(value, v_inverse, v_cache.dtype.element_ty), mask=valid & (columns < ROTATED))
+            tl.store(v_cache + cached + columns, cast_scaled(value, v_inverse, v_cache.dtype.element_ty), mask=valid & (columns < ROTATED))
             if DIM > ROTATED:
                 value = tl.load(rows + ROTATED + tails, mask=in_tail, other=0.0).to(tl.float32)
-                tl.store(v_cache + cached + ROTATED + tails, narrowed(value, v_inverse, v_cache.dtype.element_ty), mask=in_tail)
+                tl.store(v_cache + cached + ROTATED + tails, cast_scaled(value, v_inverse, v_cache.dtype.element_ty), mask=in_tail)
     else:
         position = tl.load(positions + token, mask=valid, other=0)
         first, second = load_pairs(rows, valid, HALF, BLOCK_HALF, INTERLEAVED)
@@ -290,7 +301,7 @@ def _norm_rope_store(
             second *= inverse * second_scale
             if DIM > ROTATED:
                 tail *= inverse * tl.load(scales + ROTATED + tails, mask=tails < DIM - ROTATED, other=0.0).to(tl.float32)
-        first, second = turned(first, second, table, position, valid, HALF, BLOCK_HALF, INTERLEAVED)
+        first, second = rotate_pairs(first, second, table, position, valid, HALF, BLOCK_HALF, INTERLEAVED)
         if is_query:
             out = q_out + (token.to(tl.int64) * NUM_HEADS + head) * DIM
             store_pairs(out, first, second, 1.0, valid, HALF, BLOCK_HALF, INTERLEAVED)
@@ -303,7 +314,7 @@ def _norm_rope_store(
             if STORE:
                 store_pairs(k_cache + cached, first, second, k_inverse, valid, HALF, BLOCK_HALF, INTERLEAVED)
                 if DIM > ROTATED:
-                    tl.store(k_cache + cached + ROTATED + tails, narrowed(tail, k_inverse, k_cache.dtype.element_ty), mask=in_tail)
+                    tl.store(k_cache + cached + ROTATED + tails, cast_scaled(tail, k_inverse, k_cache.dtype.element_ty), mask=in_tail)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -322,7 +333,7 @@ def _rotate(
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     places = tl.arange(0, TOKENS * BLOCK_HEADS)[:, None]
     token = tl.program_id(0) * TOKENS + places // BLOCK_HEADS
     head = tl.program_id(1) * BLOCK_HEADS + places % BLOCK_HEADS
@@ -331,7 +342,7 @@ def _rotate(
     wait_for_previous(PDL)
     position = tl.load(positions + token, mask=valid, other=0)
     first, second = load_pairs(rows, valid, ROTATED // 2, BLOCK_HALF, INTERLEAVED)
-    first, second = turned(first, second, table, position, valid, ROTATED // 2, BLOCK_HALF, INTERLEAVED)
+    first, second = rotate_pairs(first, second, table, position, valid, ROTATED // 2, BLOCK_HALF, INTERLEAVED)
     store_pairs(rows, first, second, 1.0, valid, ROTATED // 2, BLOCK_HALF, INTERLEAVED)
 
 
@@ -359,7 +370,7 @@ def _latent_norm_rope_store(
     PDL: tl.constexpr,
 ):
     """A token has two programs: the first makes the latent's row, the second the input of the queries."""
-    begin(PDL)
+    launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = x + token * stride
     if tl.program_id(1) == 0:
@@ -372,13 +383,13 @@ def _latent_norm_rope_store(
         valid = position >= 0
         key = latent_row + RANK + tl.zeros((1, 1), tl.int32)
         first, second = load_pairs(key, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
-        first, second = turned(first, second, table, position, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
+        first, second = rotate_pairs(first, second, table, position, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
         latent *= tl.rsqrt(tl.sum(latent * latent) / RANK + eps) * scale
         tl.store(latent_row + columns, latent.to(x.dtype.element_ty), mask=columns < RANK)
         store_pairs(key, first, second, 1.0, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
         if STORE:
             cached = cache + tl.load(slots + token) * (RANK + ROPE)
-            tl.store(cached + columns, narrowed(latent, inverse, cache.dtype.element_ty), mask=columns < RANK)
+            tl.store(cached + columns, cast_scaled(latent, inverse, cache.dtype.element_ty), mask=columns < RANK)
             store_pairs(cached + RANK + tl.zeros((1, 1), tl.int32), first, second, inverse, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
     else:
         inputs = tl.arange(0, BLOCK_Q)

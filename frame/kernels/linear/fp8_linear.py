@@ -17,15 +17,15 @@ import triton.language as tl
 
 from frame.kernels import INTERPRETED
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 _OTHER_SHARED = 2048  # bytes of a program's shared memory that are not tiles
 
 
 @triton.jit
-def fetch_ahead(w, first, stride, K, ROWS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
+def prefetch_weights(w, first, stride, K, ROWS: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr):
     """Ask the L2 cache for the first AHEAD weights of ROWS outputs."""
-    CHUNK: tl.constexpr = ROWS * AHEAD // THREADS
-    PER_ROW: tl.constexpr = AHEAD // CHUNK
+    CHUNK: tl.constexpr = ROWS * PREFETCH // THREADS
+    PER_ROW: tl.constexpr = PREFETCH // CHUNK
     places = tl.arange(0, THREADS)
     columns = tl.minimum((places % PER_ROW) * CHUNK, K - CHUNK)
     pointers = w + (first + places // PER_ROW).to(tl.int64) * stride + columns
@@ -51,7 +51,7 @@ def load_weights(pointers, columns, K, EVEN_K: tl.constexpr, UPCAST: tl.constexp
 
 
 @triton.jit
-def scale_of(w_scale, first, rows, stride, k, BN: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
+def load_weight_scale(w_scale, first, rows, stride, k, BN: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
     """Of a tile of weights: one number, or one for each output as a column."""
     if GROUP_N % BN == 0:
         return tl.load(w_scale + (first // GROUP_N) * stride + k // GROUP_K)
@@ -60,16 +60,16 @@ def scale_of(w_scale, first, rows, stride, k, BN: tl.constexpr, GROUP_N: tl.cons
 
 
 @triton.jit
-def activated(gate, up, dtype: tl.constexpr):
+def silu_mul_rounded(gate, up, dtype: tl.constexpr):
     """SiLU(gate) * up, rounded where the layers round that compute it apart."""
     gate = gate.to(dtype).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M", "x_scale_stride"])
-def narrow_kernel(
+def skinny_fp8_kernel(
     x, x_scale, w, w_scale, bias, out, partial, counter, M, N, K, x_scale_stride, w_scale_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
     GATED: tl.constexpr,  # the weight has 2 N outputs, gates and what they open; the result is SiLU of the first times the second
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs of a weight's scale; GROUP_K 0: all inputs, and rows have one each
     HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
@@ -94,8 +94,8 @@ def narrow_kernel(
     total_up = total
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            fetch_ahead(w + start, first, K, K - start, BN, AHEAD, num_warps * 32)
+        if PREFETCH > 0:
+            prefetch_weights(w + start, first, K, K - start, BN, PREFETCH, num_warps * 32)
         tl.extra.cuda.gdc_wait()
     for k in tl.range(start, stop, BK, num_stages=num_stages):
         weights = load_weights(w_pointers + k, k + columns, K, EVEN_K, UPCAST)
@@ -110,9 +110,9 @@ def narrow_kernel(
             part_up = tl.dot(load_weights(up_pointers + k, k + columns, K, EVEN_K, UPCAST), inputs)
         if GROUP_K > 0:
             factors = tl.load(x_scale + (k // GROUP_K) * x_scale_stride + batch, mask=is_row, other=0.0)[None, :]
-            part *= factors * scale_of(w_scale, first, row_of, w_scale_stride, k, BN, GROUP_N, GROUP_K)
+            part *= factors * load_weight_scale(w_scale, first, row_of, w_scale_stride, k, BN, GROUP_N, GROUP_K)
             if GATED:
-                part_up *= factors * scale_of(w_scale, first + N, row_of + N, w_scale_stride, k, BN, GROUP_N, GROUP_K)
+                part_up *= factors * load_weight_scale(w_scale, first + N, row_of + N, w_scale_stride, k, BN, GROUP_N, GROUP_K)
         total += part
         if GATED:
             total_up += part_up
@@ -145,7 +145,7 @@ def narrow_kernel(
             if GATED:
                 total_up += tl.load(bias + N + row_of).to(tl.float32)[:, None]
         if GATED:
-            total = activated(total, total_up, out.dtype.element_ty)
+            total = silu_mul_rounded(total, total_up, out.dtype.element_ty)
         tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -158,12 +158,12 @@ class Plan:
     inputs: int
     stages: int
     split: int = 1
-    ahead: int = 512
+    prefetch: int = 512
     warps: int = 4
 
-    def fitted(self, shared_memory: int, parts: int = 1) -> Plan:
+    def fit_shared_memory(self, shared_memory: int, parts: int = 1) -> Plan:
         """The plan with no more stages than have room in so many bytes; `parts`: tiles of weights a program holds."""
-        stage = (self.outputs * parts + MOST_ROWS) * self.inputs
+        stage = (self.outputs * parts + MAX_ROWS) * self.inputs
         return replace(self, stages=max(1, min(self.stages, (shared_memory - _OTHER_SHARED) // stage)))
 
 
@@ -175,12 +175,12 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     if INTERPRETED:
         return Plan(32, 64, 1, split=2 if inputs >= 256 else 1)
     step = 128 if columns or inputs % 256 else 256
-    tiles, most = -(-outputs // 64), _most_programs(rows, inputs, step)
+    tiles, most = -(-outputs // 64), _max_split(rows, inputs, step)
     if tiles >= 256:  # enough for the whole device
         if rows <= 16:
-            return Plan(64, step, 8 if step == 128 else 4, ahead=512 if step == 128 else 0)
+            return Plan(64, step, 8 if step == 128 else 4, prefetch=512 if step == 128 else 0)
         if columns:
-            return Plan(128, step, 4, ahead=256)
+            return Plan(128, step, 4, prefetch=256)
         return Plan(64, 256, 4) if rows <= 32 and step == 256 else Plan(64, 128, 6)
     if rows > 32 and not columns:
         return Plan(64, step, 4, split=min(most, max(1, 128 // tiles)))
@@ -196,18 +196,18 @@ def choose_gated_plan(rows: int, outputs: int, inputs: int, columns: int) -> Pla
     if INTERPRETED:
         return choose_plan(rows, outputs, inputs, columns)
     tiles = -(-outputs // 128)
-    split = 1 if tiles > 32 else min(_most_programs(rows, inputs, 128), 4)
+    split = 1 if tiles > 32 else min(_max_split(rows, inputs, 128), 4)
     if columns or inputs % 256 or rows > 32:
         return Plan(64, 128, 5 if rows <= 16 else 4, split)
-    return Plan(64, 256, 4, split, ahead=0 if tiles >= 128 else 512)
+    return Plan(64, 256, 4, split, prefetch=0 if tiles >= 128 else 512)
 
 
-def _most_programs(rows: int, inputs: int, step: int) -> int:
+def _max_split(rows: int, inputs: int, step: int) -> int:
     """How many may share a tile: two steps each at least, and what they write and read of sums is at most half of the weights."""
     return max(1, min(inputs // step // 2, inputs // (16 * rows)))
 
 
-def narrow_linear(
+def skinny_fp8_linear(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
@@ -227,7 +227,7 @@ def narrow_linear(
     `block`: the outputs and inputs of a scale. With 0 inputs, w_scale is float32 [N] and x_scale [P, 1]; else w_scale is [N / outputs,
     K / inputs] and x_scale [P, K / inputs] with stride(0) 1, and `plan.inputs` divides the block's. `gated`: SiLU of the first half of the
     outputs times the second, [rows, N / 2]; a half is whole blocks. `counter` int32 [tiles of outputs] is zero, and again when the product
-    is done. `pdl`: launch before the kernel ahead has ended (`frame.kernels.pdl`).
+    is done. `pdl`: launch before the kernel ahead has ended (`frame.kernels.supports_pdl`).
     """
     outputs, inner = weight.shape
     parts = 2 if gated else 1
@@ -235,11 +235,11 @@ def narrow_linear(
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     partial = torch.empty(plan.split * parts * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else x_scale
     is_even = outputs % plan.outputs == 0
-    narrow_kernel[(-(-outputs // plan.outputs), plan.split)](
+    skinny_fp8_kernel[(-(-outputs // plan.outputs), plan.split)](
         x, x_scale, weight, w_scale, w_scale if bias is None else bias, out, partial, counter, rows, outputs, inner,
         x_scale.stride(1), w_scale.stride(0),
         BM=16 if rows <= 16 else 32 if rows <= 32 else 64, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
-        AHEAD=plan.ahead if is_even and inner % plan.inputs == 0 and inner // plan.split >= 2 * plan.ahead else 0, GATED=gated,
+        PREFETCH=plan.prefetch if is_even and inner % plan.inputs == 0 and inner // plan.split >= 2 * plan.prefetch else 0, GATED=gated,
         GROUP_N=block[0], GROUP_K=block[1], HAS_BIAS=bias is not None, EVEN_N=is_even, EVEN_K=inner % plan.inputs == 0,
         PDL=pdl, UPCAST=INTERPRETED, num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
     )  # fmt: skip

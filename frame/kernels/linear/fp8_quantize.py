@@ -19,14 +19,14 @@ _GROUPS = 8  # that a program rounds at once
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def wait_and_launch_dependents(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def rounded(values, INTERPRETED: tl.constexpr):
+def round_to_fp8(values, INTERPRETED: tl.constexpr):
     """float32 as e4m3. Triton's interpreter forgets the carry to the next power of two, so there it gets numbers that need no rounding."""
     if INTERPRETED:
         size = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(values), 1e-30))), -6.0) - 3.0)
@@ -38,11 +38,11 @@ def rounded(values, INTERPRETED: tl.constexpr):
 def rows_kernel(x, out, scale, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    begin(PDL)
+    wait_and_launch_dependents(PDL)
     values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
     step = tl.maximum(tl.max(tl.abs(values), 0) / 448.0, _SMALLEST)
     tl.store(scale + row, step)
-    tl.store(out + row * K + columns, rounded(values / step, INTERPRETED), mask=columns < K)
+    tl.store(out + row * K + columns, round_to_fp8(values / step, INTERPRETED), mask=columns < K)
 
 
 @triton.jit(do_not_specialize=["M", "scale_stride"])
@@ -53,13 +53,13 @@ def groups_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = tl.program_id(1) * GROUPS * 128 + tl.arange(0, GROUPS * 128)
-    begin(PDL)
+    wait_and_launch_dependents(PDL)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     values = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     values = tl.reshape(values, [ROWS, GROUPS, 128])
     step = tl.maximum(tl.max(tl.abs(values), 2) / 448.0, _SMALLEST)
     tl.store(scale + groups[None, :] * scale_stride + rows[:, None], step, mask=(rows < M)[:, None] & (groups * 128 < K)[None, :])
-    values = tl.reshape(rounded(values / step[:, :, None], INTERPRETED), [ROWS, GROUPS * 128])
+    values = tl.reshape(round_to_fp8(values / step[:, :, None], INTERPRETED), [ROWS, GROUPS * 128])
     tl.store(out + rows.to(tl.int64)[:, None] * K + columns[None, :], values, mask=mask)
 
 
@@ -69,7 +69,7 @@ def rescale_kernel(out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.const
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
     factors = tl.load(by_column + columns, mask=mask, other=0.0)  # of a weight: no step writes it
-    begin(PDL)
+    wait_and_launch_dependents(PDL)
     values = tl.load(out + row * N + columns, mask=mask).to(tl.float32)
     tl.store(out + row * N + columns, (values * (factors * tl.load(by_row + row))).to(out.dtype.element_ty), mask=mask)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame.kernels import INTERPRETED
-from frame.kernels.launch import begin, blocks_of, options, wait_for_previous
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, wait_for_previous
 
 _ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile
 _TALL = 8  # tiles of rows that follow one another over the same weights
@@ -28,11 +28,11 @@ def is_faster(rows: int, inner: int, programs: int, batches: tuple[int, ...] = (
     rows, or as few as one of `batches` says, where tiles leave few multiprocessors idle."""
     if rows < _MANY and rows not in batches:
         return False
-    tiles = blocks_of(rows, _ROWS) * blocks_of(inner, _OUTPUTS)
-    return tiles >= _FULL * programs * blocks_of(tiles, programs)
+    tiles = ceil_div(rows, _ROWS) * ceil_div(inner, _OUTPUTS)
+    return tiles >= _FULL * programs * ceil_div(tiles, programs)
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def can_use_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether boxes can be cut from both: rows that begin at multiples of 16 bytes, and are contiguous."""
     size = x.element_size()
     starts = x.data_ptr() | weight.data_ptr() | x.stride(0) * size | weight.stride(0) * size
@@ -42,7 +42,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.Tensor:
     """SiLU(gate) * up [rows, inner] of x [rows, inputs], where `weight` [2 * inner, inputs] has the rows of gate, then those of up.
 
-    bfloat16 or float16; sums are float32, and rounded before the activation as a product of its own would. See `fits`.
+    bfloat16 or float16; sums are float32, and rounded before the activation as a product of its own would. See `can_use_tma`.
     """
     rows, inputs = x.shape
     inner = weight.shape[0] // 2
@@ -52,7 +52,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.
     _gated_linear[(programs,)](
         TensorDescriptor.from_tensor(x, [_ROWS, _INPUTS]), boxes, TensorDescriptor.from_tensor(out, [_ROWS, _OUTPUTS]),
         rows, inner, inputs, programs, BM=_ROWS, BN=_OUTPUTS, BK=_INPUTS, TALL=_TALL, UPCAST=INTERPRETED, num_stages=_STAGES,
-        **options(x.device, _WARPS),
+        **launch_options(x.device, _WARPS),
     )  # fmt: skip
     return out
 
@@ -73,7 +73,7 @@ def _gated_linear(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     down = tl.cdiv(rows, BM)
     across = tl.cdiv(inner, BN)

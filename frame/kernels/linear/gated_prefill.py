@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from frame.kernels.launch import blocks_of
-from frame.kernels.pipeline import barriers, products, view
+from frame.kernels.gluon_pipeline import allocate_barriers, multiply_items, view
+from frame.kernels.launch import ceil_div
 
 BATCHES = (128, 256)  # rows of decodes, tiles without a rest, for which it is worth while too
 _ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile; of those inputs an item
@@ -26,7 +26,7 @@ _REGISTERS, _FEW_REGISTERS = 240, 24  # of a thread that multiplies, and of one 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def fits(inner: int, inputs: int) -> bool:
+def can_tile(inner: int, inputs: int) -> bool:
     """Whether tiles cover so many outputs and inputs without a rest; rows may end inside a tile. See `gated_linear.fits` as well."""
     return inner % _OUTPUTS == 0 and inputs % _INPUTS == 0
 
@@ -34,12 +34,12 @@ def fits(inner: int, inputs: int) -> bool:
 def gated_prefill(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.Tensor:
     """SiLU(gate) * up [rows, inner] of x [rows, inputs], where `weight` [2 * inner, inputs] has the rows of gate, then those of up.
 
-    bfloat16 or float16; sums and activation are float32, and rounded once. See `fits`.
+    bfloat16 or float16; sums and activation are float32, and rounded once. See `can_tile`.
     """
     rows, inputs = x.shape
     inner = weight.shape[0] // 2
     out = x.new_empty((rows, inner))
-    down, across = blocks_of(rows, _ROWS), inner // _OUTPUTS
+    down, across = ceil_div(rows, _ROWS), inner // _OUTPUTS
     prefill_kernel[(min(programs, down * across),)](
         *_boxes(x, weight, out), inner, down, across, inputs // _INPUTS,
         STAGES=_STAGES, TALL=_TALL, REGISTERS=_REGISTERS, FEW_REGISTERS=_FEW_REGISTERS, num_warps=4,
@@ -53,7 +53,7 @@ def _boxes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[Te
 
 
 @gluon.jit
-def place(tile, down, across, TALL: gl.constexpr):
+def locate_tile(tile, down, across, TALL: gl.constexpr):
     """Which tile of rows, and which of outputs: `TALL` of rows, then the next outputs."""
     top = tile // (TALL * across) * TALL
     height = min(down - top, TALL)
@@ -62,14 +62,14 @@ def place(tile, down, across, TALL: gl.constexpr):
 
 
 @gluon.jit
-def fetch(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl.constexpr):
+def produce(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl.constexpr):
     """What one warp does: the boxes of all items in turn, each where there is room."""
     STAGES: gl.constexpr = ready.shape[0]
     ROWS: gl.constexpr = xs.block_shape[0]
     OUTPUTS: gl.constexpr = weights.block_shape[0]
     item = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        m, n = place(tile, down, across, TALL)
+        m, n = locate_tile(tile, down, across, TALL)
         for k in range(steps):
             stage = item % STAGES
             mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
@@ -82,14 +82,14 @@ def fetch(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl.c
 
 
 @gluon.jit
-def multiply(out, x, w, results, ready, free, down, across, steps, PART: gl.constexpr, TALL: gl.constexpr):
+def consume(out, x, w, results, ready, free, down, across, steps, PART: gl.constexpr, TALL: gl.constexpr):
     """What four warps do: the products of 64 rows of each tile, and what comes of them."""
     HALF: gl.constexpr = w.shape[1]
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     item = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        m, n = place(tile, down, across, TALL)
-        sums = products(x, w, ready, free, item, steps, PART)
+        m, n = locate_tile(tile, down, across, TALL)
+        sums = multiply_items(x, w, ready, free, item, steps, PART)
         item += steps
         gate, up = sums.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
         gate = gl.convert_layout(gate, half_layout, assert_trivial=True)
@@ -118,13 +118,13 @@ def prefill_kernel(
     x = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, xs.block_shape[0] // 2, 64], xs.layout)
     w = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, weights.block_shape[0], 64], xs.layout)
     results = gl.allocate_shared_memory(xs.dtype, [2, out.block_shape[0], out.block_shape[1]], xs.layout)
-    ready, free = barriers(STAGES, 1, 2)
+    ready, free = allocate_barriers(STAGES, 1, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out, x, w, results, ready, free, down, across, steps, 0, TALL)),
-            (multiply, (out, x, w, results, ready, free, down, across, steps, 1, TALL)),
-            (fetch, (xs, weights, x, w, ready, free, inner, down, across, steps, TALL)),
+            (consume, (out, x, w, results, ready, free, down, across, steps, 0, TALL)),
+            (consume, (out, x, w, results, ready, free, down, across, steps, 1, TALL)),
+            (produce, (xs, weights, x, w, ready, free, inner, down, across, steps, TALL)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from frame.kernels import INTERPRETED
-from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 from frame.kernels.linear.linear_plan import Plan
 
 _WIDE = 64  # outputs that four warps multiply together
 
 
 @triton.jit
-def load(pointers, inside, UPCAST: tl.constexpr):
+def load_weights(pointers, inside, UPCAST: tl.constexpr):
     """Weights: read once, so the first to leave the caches."""
     tile = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
     if UPCAST:  # the interpreter multiplies bfloat16 wrongly
@@ -30,7 +30,7 @@ def load(pointers, inside, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def finish(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+def apply_epilogue(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Add the bias; with two parts, SiLU(gate) * up of what a product of its own would have stored."""
     gate = totals[0]
     if HAS_BIAS:
@@ -81,8 +81,8 @@ def vector_kernel(
     tiles = ()
     for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
-            tiles += (load(pointers + p * part + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
-    begin(PDL)
+            tiles += (load_weights(pointers + p * part + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     inputs = ()
     sums = ()
@@ -103,7 +103,7 @@ def vector_kernel(
                     next_sums += (sums[m * PARTS + p] + partial_sums(tiles[d * PARTS + p], inputs[m], LANES),)
             fresh = k + DEPTH * BK
             for p in tl.static_range(PARTS):
-                next_tiles += (load(pointers + p * part + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
+                next_tiles += (load_weights(pointers + p * part + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
             inputs = next_inputs
             sums = next_sums
         tiles = next_tiles
@@ -111,7 +111,7 @@ def vector_kernel(
         totals = ()
         for p in tl.static_range(PARTS):
             totals += (tl.sum(sums[m * PARTS + p], 1),)
-        result = finish(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        result = apply_epilogue(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
         tl.store(out + m * out_stride + rows, result, mask=rows < tl.where(m < M, N, 0))
 
 
@@ -121,14 +121,14 @@ def vector_kernel(
 
 
 @triton.jit
-def left_side(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
+def to_left_operand(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
     """Weights [8, CHUNKS * WARPS, 2, 32] -> [WARPS, 16, CHUNKS * 32]: rows 8 h + g from (g, h), each warp its own chunks."""
     tile = tl.reshape(tile, [8, CHUNKS, WARPS, 2, 4, 4, 2])
     return tl.reshape(tl.permute(tile, (2, 3, 0, 1, 5, 4, 6)), [WARPS, 16, CHUNKS * 32])
 
 
 @triton.jit
-def right_side(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
+def to_right_operand(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
     """Rows [8, CHUNKS * WARPS, 32] -> [WARPS, CHUNKS * 32, 8]"""
     tile = tl.reshape(tile, [8, CHUNKS, WARPS, 4, 4, 2])
     return tl.reshape(tl.permute(tile, (2, 1, 4, 3, 5, 0)), [WARPS, CHUNKS * 32, 8])
@@ -170,8 +170,8 @@ def fragment_kernel(
     tiles = ()
     for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
-            tiles += (load(pointers + p * part + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
-    begin(PDL)
+            tiles += (load_weights(pointers + p * part + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     inputs = ()
     sums = ()
@@ -190,15 +190,15 @@ def fragment_kernel(
             for g in tl.static_range(GROUPS):
                 group = x_rows + 8 * g
                 next_inputs += (tl.load(x + group * x_stride + after, mask=(group < M) & (after < K), other=0.0),)
-                right = right_side(inputs[g], CHUNKS, WARPS)
+                right = to_right_operand(inputs[g], CHUNKS, WARPS)
                 if UPCAST:
                     right = right.to(tl.float32)
                 for p in tl.static_range(PARTS):
-                    left = left_side(tiles[d * PARTS + p], CHUNKS, WARPS)
+                    left = to_left_operand(tiles[d * PARTS + p], CHUNKS, WARPS)
                     next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
             fresh = k + DEPTH * SPAN
             for p in tl.static_range(PARTS):
-                next_tiles += (load(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
+                next_tiles += (load_weights(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
             inputs = next_inputs
             sums = next_sums
         tiles = next_tiles
@@ -207,7 +207,7 @@ def fragment_kernel(
         totals = ()
         for p in tl.static_range(PARTS):
             totals += (tl.sum(sums[g * PARTS + p], 0),)
-        result = finish(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        result = apply_epilogue(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
         group = (8 * g + eight)[None, :]
         tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
 
@@ -235,7 +235,7 @@ def tile_kernel(
     UPCAST: tl.constexpr,
     num_stages: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     if PIECES == 1:
         w_rows, w_columns = outputs[:, None], tl.arange(0, BK)[None, :]
@@ -267,7 +267,7 @@ def tile_kernel(
         total_up = tl.sum(total_up, 0)
     rows = outputs[:, None]
     batch = tl.arange(0, BM)[None, :]
-    result = finish((total, total_up), rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+    result = apply_epilogue((total, total_up), rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
     tl.store(out + batch * out_stride + rows, result, mask=(batch < M) & (rows < N))
 
 
@@ -293,19 +293,19 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     outputs = weight.shape[0] // parts
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tensors = (x, weight, weight if bias is None else bias, out, rows, outputs, inner, x.stride(0), weight.stride(0), outputs)
-    sizes = {"PARTS": parts, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED} | options(x.device, plan.warps)
+    sizes = {"PARTS": parts, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED} | launch_options(x.device, plan.warps)
     if plan.kernel == "tile":
         block = 32 * plan.chunks
         pieces = plan.warps if plan.outputs < _WIDE else 1
-        sizes |= {"BM": max(16, power_of_2(rows)), "BN": plan.outputs, "BK": block, "PIECES": pieces, "num_stages": plan.depth}
+        sizes |= {"BM": max(16, next_power_of_2(rows)), "BN": plan.outputs, "BK": block, "PIECES": pieces, "num_stages": plan.depth}
         is_even = outputs % plan.outputs == 0 and inner % (block * pieces) == 0
-        tile_kernel[(blocks_of(outputs, plan.outputs),)](*tensors, EVEN=is_even, **sizes)
+        tile_kernel[(ceil_div(outputs, plan.outputs),)](*tensors, EVEN=is_even, **sizes)
         return out
     sizes |= {"DEPTH": plan.depth, "num_stages": 1}  # these keep tiles under way themselves
     if plan.kernel == "vector":
-        sizes |= {"ROWS": power_of_2(rows), "BN": plan.outputs, "BK": 256 * plan.warps}
-        vector_kernel[(blocks_of(outputs, plan.outputs),)](*tensors, **sizes)
+        sizes |= {"ROWS": next_power_of_2(rows), "BN": plan.outputs, "BK": 256 * plan.warps}
+        vector_kernel[(ceil_div(outputs, plan.outputs),)](*tensors, **sizes)
     else:
-        sizes |= {"GROUPS": power_of_2(blocks_of(rows, 8)), "CHUNKS": plan.chunks}
-        fragment_kernel[(blocks_of(outputs, 16),)](*tensors, **sizes)
+        sizes |= {"GROUPS": next_power_of_2(ceil_div(rows, 8)), "CHUNKS": plan.chunks}
+        fragment_kernel[(ceil_div(outputs, 16),)](*tensors, **sizes)
     return out

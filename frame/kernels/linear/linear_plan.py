@@ -35,14 +35,17 @@ class Plan:
     chunks: int = 4  # of 32 inputs, that a warp (or a program of 64 outputs and more) multiplies at a time; not for vectors
 
 
-def plans(outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED, streams: bool = False) -> tuple[Plan | None, ...]:
+def choose_plans(
+    outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED, streams: bool = False
+) -> tuple[Plan | None, ...]:
     """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast, or the plan needs more bytes of shared
-    memory than a program gets. `streams`: whether the device has what the kernel `stream` needs (`frame.kernels.streams`)."""
-    found = [None, *(plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]
+    memory than a program gets. `streams`: whether the device has what the kernel `stream` needs
+    (`frame.kernels.supports_tma_streaming`)."""
+    found = [None, *(choose_plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]
     return tuple(None if some and some.kernel == "tile" and shared_memory < _SHARED else some for some in found)
 
 
-def plan(rows: int, outputs: int, inner: int, gated: bool = False, streams: bool = False) -> Plan | None:
+def choose_plan(rows: int, outputs: int, inner: int, gated: bool = False, streams: bool = False) -> Plan | None:
     """The plan for `rows` rows; `outputs` counts gate and up both."""
     weights = outputs * inner
     stream = _stream(rows, outputs // 2 if gated else outputs, inner, gated) if streams else None

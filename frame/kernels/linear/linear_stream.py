@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
+from frame.kernels.gluon_pipeline import allocate_barriers, view
+from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 from frame.kernels.linear.linear_plan import PROCESSORS, Plan
-from frame.kernels.pipeline import barriers, view
 
 _LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # that the tensor cores multiply at once
 _COLUMNS = 64  # of a box
@@ -36,29 +36,29 @@ _FEW_REGISTERS, _MANY_REGISTERS = 96, 168  # of a thread; the fewer, the more sm
 
 
 @gluon.jit
-def fetch_box(box, w, barrier, place, row, column, SHARE: gl.constexpr):
+def fetch_box(box, w, barrier, place, row, column, SLICE: gl.constexpr):
     """Begin to copy the rows of a slice that are in one box: the powers of two that make up the share follow one another, largest first."""
     HEIGHT: gl.constexpr = box.block_shape[0]
-    ABOVE: gl.constexpr = SHARE // (2 * HEIGHT) * (2 * HEIGHT)
+    ABOVE: gl.constexpr = SLICE // (2 * HEIGHT) * (2 * HEIGHT)
     tma.async_copy_global_to_shared(box, [row + ABOVE, column], barrier, view(w, place + ABOVE // 8, HEIGHT, 64))
 
 
 @gluon.jit
-def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SHARE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr):
+def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SLICE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr):
     """Begin to copy an item's weights, and let its barrier wait for them and for its inputs."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
     stage = item % STAGES
     barrier = ready.index(stage)
-    mbarrier.expect(barrier, (PARTS * SHARE + x.shape[1]) * CHUNKS * 128)
+    mbarrier.expect(barrier, (PARTS * SLICE + x.shape[1]) * CHUNKS * 128)
     for c in gl.static_range(CHUNKS):
         for p in gl.static_range(PARTS):
-            place = ((stage * CHUNKS + c) * PARTS + p) * (SHARE // 8)
-            fetch_box(large, w, barrier, place, first + p * N, column + c * 64, SHARE)
+            place = ((stage * CHUNKS + c) * PARTS + p) * (SLICE // 8)
+            fetch_box(large, w, barrier, place, first + p * N, column + c * 64, SLICE)
             if BOXES > 1:
-                fetch_box(medium, w, barrier, place, first + p * N, column + c * 64, SHARE)
+                fetch_box(medium, w, barrier, place, first + p * N, column + c * 64, SLICE)
             if BOXES > 2:
-                fetch_box(small, w, barrier, place, first + p * N, column + c * 64, SHARE)
+                fetch_box(small, w, barrier, place, first + p * N, column + c * 64, SLICE)
 
 
 @gluon.jit
@@ -71,34 +71,34 @@ def fetch_inputs(inputs, x, ready, item, column):
 
 
 @gluon.jit
-def fetch(
+def produce(
     inputs, large, medium, small, w, x, ready, free, steps, total, N,
-    SHARE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
+    SLICE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What one warp does: all items in turn, each where there is room."""
     STAGES: gl.constexpr = ready.shape[0]
     WIDTH: gl.constexpr = x.shape[0] // STAGES * 64
     for item in range(min(STAGES, total)):
-        first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SHARE
-        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SHARE, PARTS, BOXES)
+        first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SLICE
+        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PARTS, BOXES)
     wait_for_previous(PDL)
     for item in range(min(STAGES, total)):
         fetch_inputs(inputs, x, ready, item, item % steps * WIDTH)
     for item in range(STAGES, total):
         mbarrier.wait(free.index(item % STAGES), (item // STAGES & 1) ^ 1)
-        first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SHARE
-        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SHARE, PARTS, BOXES)
+        first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SLICE
+        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PARTS, BOXES)
         fetch_inputs(inputs, x, ready, item, item % steps * WIDTH)
 
 
 @gluon.jit
-def write(gate, up, bias, out, M, N, first, SHARE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr):
+def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr):
     """A slice's results, from output `first` on: with the bias; of two parts, SiLU(gate) * up of what a product would have stored."""
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gate.type.layout
     outputs = gl.arange(0, gate.shape[0], gl.SliceLayout(1, layout))
     rows = gl.arange(0, gate.shape[1], gl.SliceLayout(0, layout))
-    inside = outputs < SHARE
+    inside = outputs < SLICE
     if HAS_BIAS:
         gate += gl.load(bias + first + outputs, mask=inside, other=0.0).to(gl.float32)[:, None]
     if PARTS == 2:
@@ -111,9 +111,9 @@ def write(gate, up, bias, out, M, N, first, SHARE: gl.constexpr, PARTS: gl.const
 
 
 @gluon.jit
-def multiply(
+def consume(
     w, x, ready, free, bias, out, M, N, slices, steps,
-    SHARE: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    SLICE: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """What the other warps do: the product of each item once it is there, and the results of each slice."""
     STAGES: gl.constexpr = ready.shape[0]
@@ -132,14 +132,14 @@ def multiply(
             ups = warpgroup_mma_init(up)
             for c in gl.static_range(CHUNKS):
                 right = x.index(stage * CHUNKS + c).permute((1, 0))
-                place = (stage * CHUNKS + c) * PARTS * (SHARE // 8)
+                place = (stage * CHUNKS + c) * PARTS * (SLICE // 8)
                 gates = warpgroup_mma(view(w, place, TILE, 64), right, gates, is_async=True)
                 if PARTS == 2:
-                    ups = warpgroup_mma(view(w, place + SHARE // 8, TILE, 64), right, ups, is_async=True)
+                    ups = warpgroup_mma(view(w, place + SLICE // 8, TILE, 64), right, ups, is_async=True)
             gate, up = warpgroup_mma_wait(0, deps=(gates, ups))
             mbarrier.arrive(free.index(stage), count=1)
             item += 1
-        write(gate, up, bias, out, M, N, cut * SHARE, SHARE, PARTS, HAS_BIAS)
+        store_slice(gate, up, bias, out, M, N, cut * SLICE, SLICE, PARTS, HAS_BIAS)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "slices", "steps"])
@@ -155,7 +155,7 @@ def stream_kernel(
     slices,
     steps,  # items over K
     ROWS: gl.constexpr,  # at least M
-    SHARE: gl.constexpr,  # outputs of a slice
+    SLICE: gl.constexpr,  # outputs of a slice
     TILE: gl.constexpr,  # a power of two, at least that
     CHUNKS: gl.constexpr,  # of 64 inputs, an item
     PARTS: gl.constexpr,  # 2: gate and up
@@ -165,17 +165,17 @@ def stream_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    BEYOND: gl.constexpr = (TILE - SHARE) // 8  # what the last slice's product reads
-    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SHARE // 8 + BEYOND, 8, 64], large.layout)
+    BEYOND: gl.constexpr = (TILE - SLICE) // 8  # what the last slice's product reads
+    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SLICE // 8 + BEYOND, 8, 64], large.layout)
     x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, 64], large.layout)
-    ready, free = barriers(STAGES, 1, 1)
+    ready, free = allocate_barriers(STAGES, 1, 1)
     fence_async_shared()
     total = gl.cdiv(slices - gl.program_id(0), gl.num_programs(0)) * steps
-    begin(PDL)
+    launch_dependents(PDL)
     gl.warp_specialize(
         [
-            (multiply, (w, x, ready, free, bias, out, M, N, slices, steps, SHARE, TILE, PARTS, HAS_BIAS, PDL, num_warps)),
-            (fetch, (inputs, large, medium, small, w, x, ready, free, steps, total, N, SHARE, PARTS, BOXES, PDL)),
+            (consume, (w, x, ready, free, bias, out, M, N, slices, steps, SLICE, TILE, PARTS, HAS_BIAS, PDL, num_warps)),
+            (produce, (inputs, large, medium, small, w, x, ready, free, steps, total, N, SLICE, PARTS, BOXES, PDL)),
         ],
         [1],
         [40],
@@ -191,11 +191,11 @@ def stream_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     parts = 2 if gated else 1
     outputs = weight.shape[0] // parts
     slices = outputs // plan.outputs
-    shape = _Shape(power_of_2(max(rows, _LEAST_ROWS)), parts, bias is not None, x.dtype)
+    shape = _Shape(next_power_of_2(max(rows, _LEAST_ROWS)), parts, bias is not None, x.dtype)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tensors = (*_boxes(x, weight, shape.rows, plan), weight if bias is None else bias, out)
-    programs = blocks_of(slices, blocks_of(slices, PROCESSORS))
-    _prepared(shape, plan, x.device)((programs, 1, 1), tensors, (rows, outputs, slices, blocks_of(inner, 32 * plan.chunks)))
+    programs = ceil_div(slices, ceil_div(slices, PROCESSORS))
+    _prepared(shape, plan, x.device)((programs, 1, 1), tensors, (rows, outputs, slices, ceil_div(inner, 32 * plan.chunks)))
     return out
 
 
@@ -224,12 +224,12 @@ def _boxes(x: torch.Tensor, weight: torch.Tensor, rows: int, plan: Plan) -> tupl
 
 
 @lru_cache(maxsize=256)
-def _prepared(shape: _Shape, plan: Plan, device: torch.device) -> Prepared:
+def _prepared(shape: _Shape, plan: Plan, device: torch.device) -> PreparedLaunch:
     x = torch.empty((shape.rows, 32 * plan.chunks), dtype=shape.dtype, device=device)
     example = (*_boxes(x, x.new_empty((plan.outputs, _COLUMNS)), shape.rows, plan), shape.dtype, shape.dtype, 0, 0, 0, 0)
-    tile = power_of_2(max(plan.outputs, _LEAST_OUTPUTS))
+    tile = next_power_of_2(max(plan.outputs, _LEAST_OUTPUTS))
     sums = shape.rows * tile * shape.parts // (32 * plan.warps)
-    constants = {"ROWS": shape.rows, "SHARE": plan.outputs, "TILE": tile, "CHUNKS": plan.chunks // 2, "PARTS": shape.parts}
+    constants = {"ROWS": shape.rows, "SLICE": plan.outputs, "TILE": tile, "CHUNKS": plan.chunks // 2, "PARTS": shape.parts}
     constants |= {"BOXES": len(_heights(plan.outputs)), "STAGES": plan.depth, "HAS_BIAS": shape.has_bias}
     constants |= {"maxnreg": _MANY_REGISTERS if sums > 24 else _FEW_REGISTERS}
-    return Prepared(stream_kernel, example, constants, device, plan.warps)
+    return PreparedLaunch(stream_kernel, example, constants, device, plan.warps)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
+from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 
 CHUNKS = 128, 512, 2048  # pairs that a program for each expert looks through; more are counted by chunks before they are placed
 _COUNTED = 1024  # pairs of such a chunk
@@ -34,19 +34,19 @@ class Alignment:
     block: int
 
 
-def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
+def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     """Sort pairs by expert: ids int64 [tokens, k], contiguous, all of them in [0, num_experts)."""
     pairs, device = ids.numel(), ids.device
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
     numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)  # all four parts begin at 16 bytes
     found = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[4:6], block)
-    experts = power_of_2(num_experts)
+    experts = next_power_of_2(num_experts)
     tensors = found.pairs, found.experts, found.used, found.counts
     if pairs <= CHUNKS[-1]:
         chunk = next(size for size in CHUNKS if pairs <= size)
         _prepared_align(experts, block, chunk, device)((num_experts, 1, 1), (ids, *tensors), (pairs,))
         return found
-    chunks = blocks_of(pairs, _COUNTED)
+    chunks = ceil_div(pairs, _COUNTED)
     counts = torch.empty((2 * chunks, experts), dtype=torch.int32, device=device)
     _prepared_count(experts, device)((chunks, 1, 1), (ids, counts), (pairs,))
     _prepared_place(experts, block, device)((chunks, 1, 1), (ids, counts, *tensors), (pairs, chunks))
@@ -54,20 +54,20 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
 
 
 @lru_cache(maxsize=64)
-def _prepared_align(experts: int, block: int, chunk: int, device: torch.device) -> Prepared:
+def _prepared_align(experts: int, block: int, chunk: int, device: torch.device) -> PreparedLaunch:
     types = torch.int64, *[torch.int32] * 4, 0
-    return Prepared(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, min(8, chunk // 128))
+    return PreparedLaunch(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, min(8, chunk // 128))
 
 
 @lru_cache(maxsize=64)
-def _prepared_count(experts: int, device: torch.device) -> Prepared:
-    return Prepared(_count_kernel, (torch.int64, torch.int32, 0), {"EXPERTS": experts, "CHUNK": _COUNTED}, device, 8)
+def _prepared_count(experts: int, device: torch.device) -> PreparedLaunch:
+    return PreparedLaunch(_count_kernel, (torch.int64, torch.int32, 0), {"EXPERTS": experts, "CHUNK": _COUNTED}, device, 8)
 
 
 @lru_cache(maxsize=64)
-def _prepared_place(experts: int, block: int, device: torch.device) -> Prepared:
+def _prepared_place(experts: int, block: int, device: torch.device) -> PreparedLaunch:
     constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": _COUNTED, "TOGETHER": max(8, _COUNTS // experts), "PADS": min(_PADS, block)}
-    return Prepared(_place_kernel, (torch.int64, *[torch.int32] * 5, 0, 0), constants, device, 8)
+    return PreparedLaunch(_place_kernel, (torch.int64, *[torch.int32] * 5, 0, 0), constants, device, 8)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -75,7 +75,7 @@ def _align_kernel(
     ids, pairs_out, experts_out, used, zeros, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid: experts. A program finds its expert's pairs among all."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     mine = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -101,7 +101,7 @@ def _align_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Grid: chunks. How many pairs each expert has in a chunk."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     lanes = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
@@ -126,7 +126,7 @@ def _place_kernel(
     PDL: tl.constexpr,
 ):
     """Grid: chunks. A program places its chunk's pairs behind those of the chunks before it."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)

@@ -19,27 +19,27 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from frame.kernels.launch import Prepared, begin, processors, wait_for_previous
+from frame.kernels.gluon_pipeline import allocate_barriers, multiply_items, view
+from frame.kernels.launch import PreparedLaunch, count_tma_processors, launch_dependents, wait_for_previous
 from frame.kernels.moe.align import Alignment
-from frame.kernels.pipeline import barriers, products, view
 
 ROWS = 128  # of a tile, and so of a block of the alignment
 _OUTPUTS, _INPUTS = 256, 64  # of a tile, of the first product half of them gates; of those inputs an item
 _STAGES = 4  # items under way, 48 KiB each
-_COPYING, _FETCHING = (224, 56), (240, 24)  # registers of a thread that multiplies, and of one beside it
+_GATE_UP_REGISTERS, _DOWN_REGISTERS = (224, 56), (240, 24)  # registers of a thread that multiplies, and of one beside it
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def fits(outputs: int, inputs: int) -> bool:
+def can_tile(outputs: int, inputs: int) -> bool:
     """Whether tiles cover weights [experts, outputs, inputs] without a rest; outputs of the first product are gates and ups."""
     return outputs % _OUTPUTS == 0 and inputs % _INPUTS == 0
 
 
-def gate_up(x: torch.Tensor, weight: torch.Tensor, pairs: int, top: int, order: Alignment) -> torch.Tensor:
+def compute_gate_up(x: torch.Tensor, weight: torch.Tensor, pairs: int, top: int, order: Alignment) -> torch.Tensor:
     """SiLU(gate) * up [rows of the alignment, inner] of x [tokens, hidden] and `weight` [experts, 2 * inner, hidden], gates first.
 
     bfloat16 or float16, weights contiguous, rows of x at multiples of 16 bytes; sums and activation are float32, and rounded once. The
-    alignment is of blocks of `ROWS`, of `pairs` in all, `top` a token; results of rows that pad are not defined. See `fits`.
+    alignment is of blocks of `ROWS`, of `pairs` in all, `top` a token; results of rows that pad are not defined. See `can_tile`.
     """
     inner, inputs = weight.shape[1] // 2, weight.shape[2]
     act = x.new_empty((len(order.pairs), inner))
@@ -51,7 +51,7 @@ def gate_up(x: torch.Tensor, weight: torch.Tensor, pairs: int, top: int, order: 
     return act
 
 
-def down(act: torch.Tensor, weight: torch.Tensor, pair_weights: torch.Tensor, order: Alignment) -> torch.Tensor:
+def compute_down(act: torch.Tensor, weight: torch.Tensor, pair_weights: torch.Tensor, order: Alignment) -> torch.Tensor:
     """What `gate_up` gave times `weight` [experts, hidden, inner] -> [pairs, hidden], each row times the pair's weight (float32)."""
     hidden, inputs = weight.shape[1:]
     out = act.new_empty((pair_weights.numel(), hidden))
@@ -68,47 +68,47 @@ def _boxes(whole: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _grid(order: Alignment, across: int, device: torch.device) -> tuple[int, int, int]:
-    return min(processors(device), len(order.experts) * across), 1, 1
+    return min(count_tma_processors(device), len(order.experts) * across), 1, 1
 
 
 @lru_cache(maxsize=64)
-def _prepared_gate_up(top: int, dtype: torch.dtype, device: torch.device) -> Prepared:
+def _prepared_gate_up(top: int, dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
     whole = torch.empty((256, 256), dtype=dtype, device=device)
     boxes = _boxes(whole, _OUTPUTS // 2, _INPUTS), _boxes(whole, 64, _OUTPUTS // 2)
-    constants = {"TOP": top, "STAGES": _STAGES, "REGISTERS": _COPYING[0], "FEW_REGISTERS": _COPYING[1]}
-    return Prepared(gate_up_kernel, (dtype, *boxes, *[torch.int32] * 4, *[0] * 5), constants, device, 4)
+    constants = {"TOP": top, "STAGES": _STAGES, "REGISTERS": _GATE_UP_REGISTERS[0], "FEW_REGISTERS": _GATE_UP_REGISTERS[1]}
+    return PreparedLaunch(gate_up_kernel, (dtype, *boxes, *[torch.int32] * 4, *[0] * 5), constants, device, 4)
 
 
 @lru_cache(maxsize=64)
-def _prepared_down(dtype: torch.dtype, device: torch.device) -> Prepared:
+def _prepared_down(dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
     whole = torch.empty((256, 256), dtype=dtype, device=device)
     boxes = _boxes(whole, ROWS, _INPUTS), _boxes(whole, _OUTPUTS, _INPUTS)
-    constants = {"STAGES": _STAGES, "REGISTERS": _FETCHING[0], "FEW_REGISTERS": _FETCHING[1]}
-    return Prepared(down_kernel, (*boxes, dtype, torch.float32, *[torch.int32] * 4, *[0] * 3), constants, device, 4)
+    constants = {"STAGES": _STAGES, "REGISTERS": _DOWN_REGISTERS[0], "FEW_REGISTERS": _DOWN_REGISTERS[1]}
+    return PreparedLaunch(down_kernel, (*boxes, dtype, torch.float32, *[torch.int32] * 4, *[0] * 3), constants, device, 4)
 
 
 @gluon.jit
-def take(turns, told, counts, number, WARPS: gl.constexpr):
+def claim_tile(tile_queue, tile_ready, counts, number, WARPS: gl.constexpr):
     """The program's tile of that number, which is no other program's; those who multiply are told."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile = gl.num_programs(0) + gl.atomic_add(counts, 1, sem="relaxed")
-    turn = number % turns.shape[0]
-    turns.index(turn).store(gl.full([1], tile, gl.int32, layout))
-    mbarrier.arrive(told.index(turn), count=1)
+    slot = number % tile_queue.shape[0]
+    tile_queue.index(slot).store(gl.full([1], tile, gl.int32, layout))
+    mbarrier.arrive(tile_ready.index(slot), count=1)
     return tile
 
 
 @gluon.jit
-def hear(turns, told, number):
-    """What `take` gave."""
+def receive_tile(tile_queue, tile_ready, number):
+    """What `claim_tile` gave."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    turn = number % turns.shape[0]
-    mbarrier.wait(told.index(turn), number // turns.shape[0] & 1)
-    return gl.sum(turns.index(turn).load(layout), 0)
+    slot = number % tile_queue.shape[0]
+    mbarrier.wait(tile_ready.index(slot), number // tile_queue.shape[0] & 1)
+    return gl.sum(tile_queue.index(slot).load(layout), 0)
 
 
 @gluon.jit
-def finish(counts):
+def reset_counters(counts):
     """The last program leaves zeros."""
     if gl.atomic_add(counts + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counts, 0)
@@ -116,21 +116,21 @@ def finish(counts):
 
 
 @gluon.jit
-def begin_to_write(passed, number, PART: gl.constexpr):
+def wait_for_store_turn(store_turn, number, PART: gl.constexpr):
     """The second group writes a tile's results once the first has, and multiplies meanwhile."""
     if PART == 1:
-        mbarrier.wait(passed.index(number % passed.shape[0]), number // passed.shape[0] & 1)
+        mbarrier.wait(store_turn.index(number % store_turn.shape[0]), number // store_turn.shape[0] & 1)
 
 
 @gluon.jit
-def pass_on(passed, number, PART: gl.constexpr):
+def signal_store_turn(store_turn, number, PART: gl.constexpr):
     """The first group is done with a tile."""
     if PART == 0:
-        mbarrier.arrive(passed.index(number % passed.shape[0]), count=1)
+        mbarrier.arrive(store_turn.index(number % store_turn.shape[0]), count=1)
 
 
 @gluon.jit
-def pass_over(ready, free, item, steps):
+def skip_items(ready, free, item, steps):
     """Let a tile's items go by."""
     STAGES: gl.constexpr = ready.shape[0]
     for _ in range(steps):
@@ -140,12 +140,12 @@ def pass_over(ready, free, item, steps):
 
 
 @gluon.jit
-def gather(
+def produce_gate_up(
     source, weights, pairs_of, experts_of, used, counts, shared, num_pairs, stride, inner, across, steps, TOP: gl.constexpr
 ):  # fmt: skip
     """What four warps do for the first product: each item's rows and weights, where there is room. Rows of a tile are looked up while
     those of the tile before it are copied; those of an item are handed over once the next item's are on their way."""
-    x, w, _, ready, free, turns, told, _ = shared
+    x, w, _, ready, free, tile_queue, tile_ready, _ = shared
     STAGES: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 128, gl.SliceLayout(1, layout))
@@ -162,7 +162,7 @@ def gather(
         inside = next_pairs < num_pairs
         places = gl.multiple_of(gl.where(inside, next_pairs // TOP, 0).to(gl.int64) * stride, 8)
         sources = source + places[:, None] + columns[None, :]
-        tile = take(turns, told, counts, number, 4)
+        tile = claim_tile(tile_queue, tile_ready, counts, number, 4)
         number += 1
         block = min(tile, total - 1) // across
         next_pairs = gl.load(pairs_of + block * 128 + rows)
@@ -183,13 +183,13 @@ def gather(
     async_copy.wait_group(0)
     fence_async_shared()
     mbarrier.arrive(ready.index((item + STAGES - 1) % STAGES), count=1, pred=item > 0)
-    finish(counts)
+    reset_counters(counts)
 
 
 @gluon.jit
-def activate(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
+def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
     """What four warps do for the first product: that of 64 rows of each tile with gate and up, and what comes of it."""
-    x, w, results, ready, free, turns, told, passed = shared
+    x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     total = gl.load(used) * across
     item = 0
@@ -199,12 +199,12 @@ def activate(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.con
     pair = gl.load(pairs_of + start)
     while tile < total:
         first = tile % across * 128
-        tile = hear(turns, told, number)
+        tile = receive_tile(tile_queue, tile_ready, number)
         next_start = min(tile, total - 1) // across * 128 + PART * 64
         next_pair = gl.load(pairs_of + next_start)
         if pair < num_pairs:
-            sums = products(x, w, ready, free, item, steps, PART)
-            begin_to_write(passed, number, PART)
+            sums = multiply_items(x, w, ready, free, item, steps, PART)
+            wait_for_store_turn(store_turn, number, PART)
             gate, up = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
             gate = gl.convert_layout(gate, layout, assert_trivial=True)
             up = gl.convert_layout(up, layout, assert_trivial=True)
@@ -213,8 +213,8 @@ def activate(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.con
             fence_async_shared()
             tma.async_copy_shared_to_global(out, [start, first], results.index(PART))
         else:
-            pass_over(ready, free, item, steps)
-        pass_on(passed, number, PART)
+            skip_items(ready, free, item, steps)
+        signal_store_turn(store_turn, number, PART)
         number += 1
         item += steps
         start, pair = next_start, next_pair
@@ -222,9 +222,9 @@ def activate(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.con
 
 
 @gluon.jit
-def fetch(acts, weights, experts_of, used, counts, shared, across, steps):
+def produce_down(acts, weights, experts_of, used, counts, shared, across, steps):
     """What one warp does for the second product: the boxes of all items in turn, each where there is room."""
-    x, w, _, ready, free, turns, told, _ = shared
+    x, w, _, ready, free, tile_queue, tile_ready, _ = shared
     STAGES: gl.constexpr = ready.shape[0]
     total = gl.load(used) * across
     item = 0
@@ -234,7 +234,7 @@ def fetch(acts, weights, experts_of, used, counts, shared, across, steps):
     next_expert = gl.load(experts_of + block)
     while tile < total:
         start, first = block * 128, (next_expert * across + tile % across) * 256
-        tile = take(turns, told, counts, number, 1)
+        tile = claim_tile(tile_queue, tile_ready, counts, number, 1)
         number += 1
         block = min(tile, total - 1) // across
         next_expert = gl.load(experts_of + block)
@@ -246,13 +246,13 @@ def fetch(acts, weights, experts_of, used, counts, shared, across, steps):
             tma.async_copy_global_to_shared(acts, [start, k * 64], barrier, view(x, stage * 2, 128, 64))
             tma.async_copy_global_to_shared(weights, [first, k * 64], barrier, view(w, stage * 2, 256, 64))
             item += 1
-    finish(counts)
+    reset_counters(counts)
 
 
 @gluon.jit
-def weigh(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
+def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
     """What four warps do for the second product: that of 64 rows of each tile, times their pairs' weights, where each pair's row is."""
-    x, w, results, ready, free, turns, told, passed = shared
+    x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -270,13 +270,13 @@ def weigh(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, P
         first, pair, pairs = tile % across * 256, next_pair, next_pairs
         places = gl.load(pairs_of + start + lined)
         weight = gl.load(pair_weights + pairs, mask=pairs < num_pairs, other=0.0)
-        tile = hear(turns, told, number)
+        tile = receive_tile(tile_queue, tile_ready, number)
         start = min(tile, total - 1) // across * 128 + PART * 64
         next_pair = gl.load(pairs_of + start)
         next_pairs = gl.load(pairs_of + start + rows)
         if pair < num_pairs:
-            sums = products(x, w, ready, free, item, steps, PART)
-            begin_to_write(passed, number, PART)
+            sums = multiply_items(x, w, ready, free, item, steps, PART)
+            wait_for_store_turn(store_turn, number, PART)
             sums *= weight[:, None]
             inside = (places < num_pairs)[:, None]
             targets = out + places.to(gl.int64)[:, None] * (across * 256) + (first + columns)[None, :]
@@ -286,28 +286,28 @@ def weigh(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, P
             results.index(PART).store(gl.convert_layout(right, half_layout, assert_trivial=True))
             gl.store(targets + 128, results.index(PART).load(lines), mask=inside)
         else:
-            pass_over(ready, free, item, steps)
-        pass_on(passed, number, PART)
+            skip_items(ready, free, item, steps)
+        signal_store_turn(store_turn, number, PART)
         number += 1
         item += steps
 
 
 @gluon.jit
-def prepare(boxes, STAGES: gl.constexpr, FETCHED: gl.constexpr):
-    """A program's shared memory: items `x` and `w`, results of each group, and barriers. An item is ready after `FETCHED` arrivals. For
+def allocate_pipeline(boxes, STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
+    """A program's shared memory: items `x` and `w`, results of each group, and barriers. An item is ready after `PRODUCERS` arrivals. For
     tiles there are two times as many places as for items, so that none is needed anew before both groups have seen it."""
     x = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 64], boxes.layout)
     w = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 128, 64], boxes.layout)
     results = gl.allocate_shared_memory(boxes.dtype, [2, 64, 128], boxes.layout)
-    ready, free = barriers(STAGES, FETCHED, 2)
-    turns = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    passed = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
+    ready, free = allocate_barriers(STAGES, PRODUCERS, 2)
+    tile_queue = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
+    store_turn = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES * 2):
-        mbarrier.init(told.index(i), count=1)
-        mbarrier.init(passed.index(i), count=1)
+        mbarrier.init(tile_ready.index(i), count=1)
+        mbarrier.init(store_turn.index(i), count=1)
     fence_async_shared()
-    return x, w, results, ready, free, turns, told, passed
+    return x, w, results, ready, free, tile_queue, tile_ready, store_turn
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "stride", "inner", "across", "steps"])
@@ -330,14 +330,14 @@ def gate_up_kernel(
     FEW_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    shared = prepare(weights, STAGES, 2)
+    shared = allocate_pipeline(weights, STAGES, 2)
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     gl.warp_specialize(
         [
-            (activate, (out, pairs_of, used, shared, num_pairs, across, steps, 0)),
-            (activate, (out, pairs_of, used, shared, num_pairs, across, steps, 1)),
-            (gather, (source, weights, pairs_of, experts_of, used, counts, shared, num_pairs, stride, inner, across, steps, TOP)),
+            (consume_gate_up, (out, pairs_of, used, shared, num_pairs, across, steps, 0)),
+            (consume_gate_up, (out, pairs_of, used, shared, num_pairs, across, steps, 1)),
+            (produce_gate_up, (source, weights, pairs_of, experts_of, used, counts, shared, num_pairs, stride, inner, across, steps, TOP)),
         ],
         [4, 4],
         [REGISTERS, FEW_REGISTERS],
@@ -362,14 +362,14 @@ def down_kernel(
     FEW_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    shared = prepare(weights, STAGES, 1)
+    shared = allocate_pipeline(weights, STAGES, 1)
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     gl.warp_specialize(
         [
-            (weigh, (out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, 0)),
-            (weigh, (out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, 1)),
-            (fetch, (acts, weights, experts_of, used, counts, shared, across, steps)),
+            (consume_down, (out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, 0)),
+            (consume_down, (out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, 1)),
+            (produce_down, (acts, weights, experts_of, used, counts, shared, across, steps)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

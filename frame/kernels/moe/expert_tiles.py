@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One launch of `experts_kernel`: BM rows, BN outputs (of gates and of ups each), BK inputs at a time. `swap`: the weights are the
-    left side of the product; `tma`: they are read by the tensor memory accelerator; `halves`: an expert's last block has half the rows if
-    that is enough; `lasting`: programs stay for one block after the other (the second product, with `tma`); `fetched`: the kernels of
+    left side of the product; `tma`: they are read by the tensor memory accelerator; `half_blocks`: an expert's last block has half the
+    rows if
+    that is enough; `persistent`: programs stay for one block after the other (the second product, with `tma`); `use_gluon`: the kernels of
     `expert_prefill` instead, where they run, whose tiles are their own but for BM."""
 
     bm: int
@@ -22,18 +23,18 @@ class Tile:
     stages: int
     swap: bool = False
     tma: bool = False
-    halves: bool = False
-    lasting: bool = False
-    fetched: bool = False
+    half_blocks: bool = False
+    persistent: bool = False
+    use_gluon: bool = False
 
-    def fitted(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
+    def fit_shared_memory(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
         """The tile for these sizes of a product with `width` weights side by side: no larger than they are, and within the memory."""
         bk = max(16, min(self.bk * 2 // max(2, itemsize), _power(inputs)))
         bn = max(16, min(self.bn, _power(outputs)))
         room = shared_memory - (4 << 10)
         stages = min(self.stages, room // ((self.bm + bn * width) * bk * itemsize))
         if stages < 2 and bk > 16:
-            return replace(self, bk=self.bk // 2).fitted(outputs, inputs, itemsize, width, shared_memory, tma=tma)
+            return replace(self, bk=self.bk // 2).fit_shared_memory(outputs, inputs, itemsize, width, shared_memory, tma=tma)
         return replace(self, bk=bk, bn=bn, stages=max(1, stages), tma=tma)
 
 
@@ -67,7 +68,8 @@ TILES = (  # rows of an expert on average, at most
     (
         float("inf"),
         Tiles(
-            Tile(128, 128, 64, 8, 4, tma=True, halves=True, fetched=True), Tile(128, 256, 64, 8, 4, tma=True, lasting=True, fetched=True)
+            Tile(128, 128, 64, 8, 4, tma=True, half_blocks=True, use_gluon=True),
+            Tile(128, 256, 64, 8, 4, tma=True, persistent=True, use_gluon=True),
         ),
     ),
 )
@@ -92,7 +94,7 @@ def choose_tiles(pairs: int, experts: int, *, float8: bool = False) -> Tiles:
     return next(tiles for limit, tiles in (FLOAT8_TILES if float8 else TILES) if pairs / experts <= limit)
 
 
-def turning_points(top: int, experts: int, chunks: tuple[int, ...], most: int) -> list[int]:
+def list_token_thresholds(top: int, experts: int, chunks: tuple[int, ...], most: int) -> list[int]:
     """Numbers of tokens, up to `most`, that together take every form of every kernel: each limit of the tables, and one more."""
     limits = [limit for limit, *_ in VECTORS]
     limits.append(1 + int(MOST_SHARED * experts) // top)

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 
 from frame import kernels
-from frame.kernels.launch import Prepared, begin, blocks_of, power_of_2, wait_for_previous
+from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 
 MAX_EXPERTS = 1024  # of a row, which one warp holds
 NUMBERS = tl.constexpr(0x1FFF)  # the bits of a float32 that are zero where it was made of a narrow type: room for an expert's number
-NORMED_TOKENS = 16  # up to here `normed_logits` takes less time than a norm and `few_logits`
-FEW_TOKENS = 64  # up to here `few_logits` takes less time than a matrix product (H200: 1.3 µs for one, 4.8 for 64, against 5)
+NORMED_TOKENS = 16  # up to here `compute_normed_logits` takes less time than a norm and `compute_few_logits`
+FEW_TOKENS = 64  # up to here `compute_few_logits` takes less time than a matrix product (H200: 1.3 µs for one, 4.8 for 64, against 5)
 
 
-def route(
+def select_experts(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
     top_k: int,
@@ -40,11 +40,11 @@ def route(
     tokens, experts = logits.shape
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
-    rows = power_of_2(tokens) if kernels.INTERPRETED else 1
+    rows = next_power_of_2(tokens) if kernels.INTERPRETED else 1
     rule = top_k, sigmoid, renormalize, correction is not None, top2
     launch = _prepared_route(experts, groups, top_groups, rule, rows, logits.dtype, logits.stride(0), logits.device)
     tensors = logits, logits if correction is None else correction, ids, weights
-    launch((blocks_of(tokens, rows), 1, 1), tensors, (tokens, logits.stride(0), scale))
+    launch((ceil_div(tokens, rows), 1, 1), tensors, (tokens, logits.stride(0), scale))
     return ids, weights
 
 
@@ -58,35 +58,35 @@ def _prepared_route(
     dtype: torch.dtype,
     stride: int,
     device: torch.device,
-) -> Prepared:
+) -> PreparedLaunch:
     top_k, sigmoid, renormalize, is_corrected, top2 = rule
     size = experts // groups
-    constants = {"SIZE": size, "GROUPS": groups, "BLOCK_SIZE": power_of_2(size), "BLOCK_GROUPS": power_of_2(groups)}
-    constants |= {"TOP_GROUPS": top_groups, "TOP2": top2, "TOP_K": top_k, "BLOCK_K": power_of_2(top_k), "SIGMOID": sigmoid}
+    constants = {"SIZE": size, "GROUPS": groups, "BLOCK_SIZE": next_power_of_2(size), "BLOCK_GROUPS": next_power_of_2(groups)}
+    constants |= {"TOP_GROUPS": top_groups, "TOP2": top2, "TOP_K": top_k, "BLOCK_K": next_power_of_2(top_k), "SIGMOID": sigmoid}
     is_packed = dtype.itemsize == 2 and groups == 1 and not sigmoid and not is_corrected
     constants |= {"RENORMALIZE": renormalize, "CORRECTED": is_corrected, "PACKED": is_packed, "ROWS": rows}
     types = dtype, torch.float32 if is_corrected else dtype, torch.int64, torch.float32, 0, stride, 1.0
-    return Prepared(_route_kernel, types, constants, device, 1)
+    return PreparedLaunch(_route_kernel, types, constants, device, 1)
 
 
-def few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def compute_few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in the weight's type, for `FEW_TOKENS` tokens at most;
     the weight, which no step writes, is read while the kernel ahead still runs."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
-    together = power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
+    together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
     strides = x.stride(0), weight.stride(0)
     launch = _prepared_logits(experts, hidden, together, x.dtype, weight.dtype, strides, x.device)
-    launch((blocks_of(experts, together), tokens, 1), (x, weight, logits), strides)
+    launch((ceil_div(experts, together), tokens, 1), (x, weight, logits), strides)
     return logits
 
 
 @lru_cache(maxsize=64)
 def _prepared_logits(
     experts: int, hidden: int, together: int, dtype: torch.dtype, weight: torch.dtype, strides: tuple[int, int], device: torch.device
-) -> Prepared:
-    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": power_of_2(hidden), "TOGETHER": together}
-    return Prepared(_few_logits_kernel, (dtype, weight, weight, *strides), constants, device, 4)
+) -> PreparedLaunch:
+    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together}
+    return PreparedLaunch(_few_logits_kernel, (dtype, weight, weight, *strides), constants, device, 4)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _few_logits_kernel(
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     columns = tl.arange(0, BLOCK)
     inside = (experts < EXPERTS)[:, None] & (columns < HIDDEN)[None, :]
@@ -114,28 +114,29 @@ def _few_logits_kernel(
     tl.store(logits + token * EXPERTS + experts, total.to(logits.dtype.element_ty), mask=experts < EXPERTS)
 
 
-def normed_logits(
+def compute_normed_logits(
     x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(`few_logits` of the second, norm(x + residual), x + residual) for [tokens, hidden], both sums rounded to the tensors' type; `scale`
+    """(`compute_few_logits` of the second, norm(x + residual), x + residual) for [tokens, hidden], both sums rounded to the tensors' type;
+    `scale`
     [hidden] is the norm's weight. Every program norms a token anew, which for `NORMED_TOKENS` takes less time than a launch of its own."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
     normed, stream = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
-    together = power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
+    together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
     strides = x.stride(0), residual.stride(0), weight.stride(0)
     launch = _prepared_normed(experts, hidden, together, (x.dtype, scale.dtype, weight.dtype), strides, x.device)
-    launch((blocks_of(experts, together), tokens, 1), (x, residual, scale, weight, logits, normed, stream), (*strides, eps))
+    launch((ceil_div(experts, together), tokens, 1), (x, residual, scale, weight, logits, normed, stream), (*strides, eps))
     return logits, normed, stream
 
 
 @lru_cache(maxsize=64)
 def _prepared_normed(
     experts: int, hidden: int, together: int, types: tuple[torch.dtype, ...], strides: tuple[int, ...], device: torch.device
-) -> Prepared:
+) -> PreparedLaunch:
     x, scale, weight = types
-    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": power_of_2(hidden), "TOGETHER": together}
-    return Prepared(_normed_logits_kernel, (x, x, scale, weight, weight, x, x, *strides, 1.0), constants, device, 4)
+    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together}
+    return PreparedLaunch(_normed_logits_kernel, (x, x, scale, weight, weight, x, x, *strides, 1.0), constants, device, 4)
 
 
 @triton.jit
@@ -158,7 +159,7 @@ def _normed_logits_kernel(
     PDL: tl.constexpr,
 ):
     """Grid: (blocks of experts, tokens). The first of a token's programs writes what it normed."""
-    begin(PDL)
+    launch_dependents(PDL)
     experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -180,21 +181,21 @@ def _normed_logits_kernel(
 
 
 @triton.jit
-def _ordered(values):
+def _to_sortable(values):
     """int32 that sort as these float32 do: integers are compared across a warp in one instruction."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _value(key):
-    """The float32 that `_ordered` made a key of, if the bits that number experts were zero in it."""
+def _from_sortable(key):
+    """The float32 that `_to_sortable` made a key of, if the bits that number experts were zero in it."""
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key) & ~NUMBERS
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _open_groups(choice, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
+def _select_groups(choice, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
     """[rows, groups, experts of a group] -> whether each group is open: fewer than TOP_GROUPS others are better."""
     best = tl.max(choice, 2)
     if TOP2:
@@ -230,7 +231,7 @@ def _route_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    launch_dependents(PDL)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(number, tokens - 1).to(tl.int64)
     groups = tl.arange(0, BLOCK_GROUPS)
@@ -253,10 +254,10 @@ def _route_kernel(
         choice += bias
     choice = tl.where(inside, choice, float("-inf"))
     if GROUPS > 1:
-        is_open = _open_groups(choice, ids, GROUPS, TOP_GROUPS, TOP2)
+        is_open = _select_groups(choice, ids, GROUPS, TOP_GROUPS, TOP2)
         choice = tl.where(is_open[:, :, None], choice, float("-inf"))
     LOWEST: tl.constexpr = -0x80000000
-    keys = _ordered(choice)
+    keys = _to_sortable(choice)
     if PACKED:
         keys = (keys & ~NUMBERS) | (NUMBERS - ids)
     keys = tl.reshape(tl.where(inside, keys, LOWEST), [ROWS, BLOCK_GROUPS * BLOCK_SIZE])
@@ -274,7 +275,7 @@ def _route_kernel(
             chosen = tl.where(slots[None, :] == slot, expert[:, None], chosen)
     taken = (slots < TOP_K)[None, :]
     if PACKED:
-        scores = _value(chosen)
+        scores = _from_sortable(chosen)
         chosen = NUMBERS - (chosen & NUMBERS)
     else:
         scores = tl.load(logits + row[:, None] * stride + chosen, mask=taken, other=float("-inf")).to(tl.float32)

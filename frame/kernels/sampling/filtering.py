@@ -15,19 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, blocks_of, options, power_of_2, wait_for_previous
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 from frame.kernels.sampling.sampling import (
     BLOCK,
     INTERPRETED,
-    NEVER,
-    NOWHERE,
-    Survey,
-    crossing,
-    draw,
+    MINUS_INFINITY,
+    NO_COLUMN,
+    BlockStats,
+    compute_block_stats,
+    draw_tokens,
+    find_crossing,
+    load_inverse_temperature,
     load_logits,
-    scale_of,
     store_token,
-    survey,
 )
 
 CANDIDATES = 2048  # of a row, at most
@@ -42,21 +42,21 @@ _WARPS, _SEARCH_WARPS = 4, 32
 
 
 @triton.jit
-def order_of(values, LOW_BITS: tl.constexpr):
+def to_sortable(values, LOW_BITS: tl.constexpr):
     """float32 -> int32 of the same order; equal for equal values."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS
 
 
 @triton.jit
-def value_of(order, LOW_BITS: tl.constexpr):
+def from_sortable(order, LOW_BITS: tl.constexpr):
     """The least float32 of an order."""
     order = order << LOW_BITS
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def wanted_filters(top_k, top_p, temperature, top, row, vocab):
+def load_filters(top_k, top_p, temperature, top, row, vocab):
     """-> (k, 0: off; p, 1.0: off; whether a row that is drawn has one of them)."""
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     k = tl.where(k < vocab, k, 0)
@@ -65,11 +65,11 @@ def wanted_filters(top_k, top_p, temperature, top, row, vocab):
 
 
 @triton.jit
-def whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS: tl.constexpr):
+def sum_block_weights(block_max, block_weight, row, num_blocks, top, scale, BLOCKS: tl.constexpr):
     """float64 sum of a row's weights; the greatest logit's is 1."""
     blocks = tl.arange(0, BLOCKS)
-    heights = tl.load(tops + row * num_blocks + blocks, mask=blocks < num_blocks, other=NEVER)
-    weights = tl.load(masses + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    heights = tl.load(block_max + row * num_blocks + blocks, mask=blocks < num_blocks, other=MINUS_INFINITY)
+    weights = tl.load(block_weight + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
     return tl.sum((weights * tl.exp2((heights - top) * scale)).to(tl.float64), 0)
 
 
@@ -80,36 +80,36 @@ def bound_kernel(
     top_p,  # float32 [rows]
     log_min_p,  # float32 [rows], to base 2; minus infinity: off
     best,  # float32 [rows]
-    tops,
-    masses,
-    peaks,
+    block_max,
+    block_weight,
+    group_max,
     bounds,  # float32 [rows]: columns from here on are candidates; infinity: there are none
     counts,  # int32 [rows], set to 0
     vocab,
     num_blocks,
-    num_peaks,
+    num_groups,
     BLOCKS: tl.constexpr,
-    PEAKS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """From which logit on a row has what its filters keep: surely for top-k and min-p, for top-p if it keeps few columns."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     top = tl.load(best + row)
-    k, p, is_filtered, is_drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    k, p, is_filtered, is_drawn = load_filters(top_k, top_p, temperature, top, row, vocab)
     min_p = tl.load(log_min_p + row)
     bound = float("inf")
-    scale = scale_of(temperature, row)
+    scale = load_inverse_temperature(temperature, row)
     if is_filtered:
-        groups = tl.arange(0, PEAKS)
-        heights = tl.load(peaks + row * num_peaks + groups, mask=groups < num_peaks, other=NEVER)
-        most = 0.75 * num_peaks  # so many groups' columns from their peaks on are, where they lie anywhere, as many again
-        weights, goal = tl.full([PEAKS], 1.0, tl.float32), k.to(tl.float32)
+        groups = tl.arange(0, GROUPS)
+        heights = tl.load(group_max + row * num_groups + groups, mask=groups < num_groups, other=MINUS_INFINITY)
+        most = 0.75 * num_groups  # so many groups' columns from their peaks on are, where they lie anywhere, as many again
+        weights, goal = tl.full([GROUPS], 1.0, tl.float32), k.to(tl.float32)
         if k == 0:
             weights = tl.exp2((heights - top) * scale)
-            goal = p * whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS).to(tl.float32)
+            goal = p * sum_block_weights(block_max, block_weight, row, num_blocks, top, scale, BLOCKS).to(tl.float32)
         low, high = top + LOWEST / scale, top
         for _step in range(STEPS):
             middle = 0.5 * (low + high)
@@ -119,7 +119,7 @@ def bound_kernel(
             low = tl.where(is_enough, middle, low)
             high = tl.where(is_enough, high, middle)
         bound = low
-    elif is_drawn & (min_p > NEVER):
+    elif is_drawn & (min_p > MINUS_INFINITY):
         bound = top + (min_p - 0.001) / scale  # a little less: what is kept is decided by distances
     tl.store(bounds + row, bound)
     tl.store(counts + row, 0)
@@ -129,7 +129,7 @@ def bound_kernel(
 def gather_kernel(
     logits,
     stride,
-    tops,
+    block_max,
     bounds,
     counts,  # int32 [rows]: candidates found, more than there is room for included
     values_out,  # float32 [rows, CANDIDATES]
@@ -142,12 +142,12 @@ def gather_kernel(
     PDL: tl.constexpr,
 ):
     """The candidates of `span` blocks of one row, in whatever order."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     first, row = tl.program_id(0) * span, tl.program_id(1)
     bound = tl.load(bounds + row)
     for block in range(first, tl.minimum(first + span, num_blocks)):
-        if tl.load(tops + row * num_blocks + block) >= bound:
+        if tl.load(block_max + row * num_blocks + block) >= bound:
             columns = block * BLOCK + tl.arange(0, BLOCK)
             values = load_logits(logits, row, stride, columns, vocab)
             taken = values >= bound
@@ -164,7 +164,7 @@ def _add(a1, a2, a3, b1, b2, b3):
 
 
 @triton.jit
-def sums(values1, values2, values3):
+def sum_three(values1, values2, values3):
     """Three sums for little more than the time of one."""
     if INTERPRETED:
         return tl.sum(values1, 0), tl.sum(values2, 0), tl.sum(values3, 0)
@@ -173,18 +173,18 @@ def sums(values1, values2, values3):
 
 
 @triton.jit
-def mean(low, high):
+def midpoint(low, high):
     """Rounded down; cannot overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
-def limit_among(orders, weights, low, high, goal):
+def search_threshold(orders, weights, low, high, goal):
     """The greatest order from which on the weights sum up to the goal; it does for `low` and not for `high`."""
     while low + 1 < high:
-        second = mean(low, high)
-        first, third = mean(low, second), mean(second, high)
-        sum1, sum2, sum3 = sums(
+        second = midpoint(low, high)
+        first, third = midpoint(low, second), midpoint(second, high)
+        sum1, sum2, sum3 = sum_three(
             tl.where(orders >= first, weights, 0), tl.where(orders >= second, weights, 0), tl.where(orders >= third, weights, 0)
         )
         if sum2 >= goal:
@@ -195,20 +195,20 @@ def limit_among(orders, weights, low, high, goal):
 
 
 @triton.jit
-def token_among(
+def choose_token(
     values_in, columns_in, count, bound, top, scale, k, p, min_p, whole, uniform, vocab, ROOM: tl.constexpr, LOW_BITS: tl.constexpr
 ):
     """The token of a row whose `count` candidates have their room; -1 where its filters keep more than these."""
     places = tl.arange(0, ROOM)
     there = places < count
-    values = tl.where(there, tl.load(values_in + places), NEVER)  # without a mask: wide loads
-    columns = tl.where(there, tl.load(columns_in + places), NOWHERE)
+    values = tl.where(there, tl.load(values_in + places), MINUS_INFINITY)  # without a mask: wide loads
+    columns = tl.where(there, tl.load(columns_in + places), NO_COLUMN)
     distances = (values - top) * scale
     weights = (tl.exp2(distances) * UNIT).to(tl.int64)
-    orders = order_of(values, LOW_BITS)
-    low, high = order_of(bound, LOW_BITS), order_of(top, LOW_BITS) + 1
+    orders = to_sortable(values, LOW_BITS)
+    low, high = to_sortable(bound, LOW_BITS), to_sortable(top, LOW_BITS) + 1
     if k > 0:
-        low = limit_among(orders, there.to(tl.int32), low, high, k)
+        low = search_threshold(orders, there.to(tl.int32), low, high, k)
         above = orders > low
         least = tl.max(tl.where(orders == low, weights, 0), 0)
         rest = k - tl.sum(above.to(tl.int32), 0)
@@ -217,12 +217,12 @@ def token_among(
     token = -1
     if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
         if p < 1.0:
-            low = limit_among(orders, weights, low, high, goal)
+            low = search_threshold(orders, weights, low, high, goal)
         weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
         total = tl.sum(weights, 0)
         share = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
         # the running sum in column order passes the share at the greatest column from which on there is as much left
-        token = limit_among(columns, weights, tl.zeros([], tl.int32), vocab + tl.zeros([], tl.int32), total - share)
+        token = search_threshold(columns, weights, tl.zeros([], tl.int32), vocab + tl.zeros([], tl.int32), total - share)
     return token
 
 
@@ -234,8 +234,8 @@ def pick_kernel(
     top_p,
     log_min_p,
     best,
-    tops,
-    masses,
+    block_max,
+    block_weight,
     bounds,
     counts,
     values_in,
@@ -250,35 +250,35 @@ def pick_kernel(
     CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,  # candidates that most rows do not have more than
     LOW_BITS: tl.constexpr,
-    REMEMBERED: tl.constexpr,
+    STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of a row from its candidates."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     top = tl.load(best + row)
-    k, p, is_filtered, is_drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
+    k, p, is_filtered, is_drawn = load_filters(top_k, top_p, temperature, top, row, vocab)
     min_p = tl.load(log_min_p + row)
-    left = (is_filtered | (is_drawn & (min_p > NEVER))).to(tl.int32)
+    left = (is_filtered | (is_drawn & (min_p > MINUS_INFINITY))).to(tl.int32)
     bound, count = tl.load(bounds + row), tl.load(counts + row)
     if (left > 0) & (count <= CANDIDATES):
-        scale = scale_of(temperature, row)
-        whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS) * UNIT
+        scale = load_inverse_temperature(temperature, row)
+        whole = sum_block_weights(block_max, block_weight, row, num_blocks, top, scale, BLOCKS) * UNIT
         share = tl.load(uniform + row).to(tl.float64)
         values, columns = values_in + row * CANDIDATES, columns_in + row * CANDIDATES
         if count <= FEW:
-            token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, FEW, LOW_BITS)
+            token = choose_token(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, FEW, LOW_BITS)
         else:
-            token = token_among(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, CANDIDATES, LOW_BITS)
+            token = choose_token(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, CANDIDATES, LOW_BITS)
         if token >= 0:
-            store_token(token, row, token_ids, table, slots, REMEMBERED)
+            store_token(token, row, token_ids, table, slots, STORE_LAST)
             left = 0
     tl.store(pending + row, left)
 
 
 @triton.jit
-def sums_from(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr):
+def sum_from_thresholds(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr):
     """How much lies at each of three values and above: columns, or their weight."""
     sum1, sum2, sum3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for start in range(0, vocab, TILE):
@@ -289,18 +289,20 @@ def sums_from(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first
         sum1 += tl.where(values >= first, weights, 0.0)
         sum2 += tl.where(values >= second, weights, 0.0)
         sum3 += tl.where(values >= third, weights, 0.0)
-    return sums(sum1, sum2, sum3)
+    return sum_three(sum1, sum2, sum3)
 
 
 @triton.jit
-def between(value, low, high, LOW_BITS: tl.constexpr):
+def clamp_order(value, low, high, LOW_BITS: tl.constexpr):
     """The order of a value, if it is in low … high, else the nearer of these."""
-    return tl.minimum(tl.maximum(order_of(value, LOW_BITS).to(tl.int64), low), high)
+    return tl.minimum(tl.maximum(to_sortable(value, LOW_BITS).to(tl.int64), low), high)
 
 
 @triton.jit
-def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, low, high, goal, TILE: tl.constexpr, LOW_BITS: tl.constexpr):
-    """`limit_among` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64.
+def search_row_threshold(
+    logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, low, high, goal, TILE: tl.constexpr, LOW_BITS: tl.constexpr
+):
+    """`search_threshold` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64.
 
     Wide ranges are cut by value every other time: most orders are of values next to 0.
     """
@@ -309,15 +311,16 @@ def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, lo
         quarter = tl.maximum((high - low) >> 2, 1)
         first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
         if is_by_value & (quarter > 64):
-            least = value_of(low.to(tl.int32), LOW_BITS)
-            step = 0.25 * (value_of((high - 1).to(tl.int32), LOW_BITS) - least)
-            first = between(least + step, low + 1, high - 3, LOW_BITS)
-            second = between(least + 2 * step, first + 1, high - 2, LOW_BITS)
-            third = between(least + 3 * step, second + 1, high - 1, LOW_BITS)
+            least = from_sortable(low.to(tl.int32), LOW_BITS)
+            step = 0.25 * (from_sortable((high - 1).to(tl.int32), LOW_BITS) - least)
+            first = clamp_order(least + step, low + 1, high - 3, LOW_BITS)
+            second = clamp_order(least + 2 * step, first + 1, high - 2, LOW_BITS)
+            third = clamp_order(least + 3 * step, second + 1, high - 1, LOW_BITS)
         is_by_value = not is_by_value
-        sum1, sum2, sum3 = sums_from(
+        sum1, sum2, sum3 = sum_from_thresholds(
             logits, row, stride, vocab, top, scale, COUNT,
-            value_of(first.to(tl.int32), LOW_BITS), value_of(second.to(tl.int32), LOW_BITS), value_of(third.to(tl.int32), LOW_BITS), TILE,
+            from_sortable(first.to(tl.int32), LOW_BITS), from_sortable(second.to(tl.int32), LOW_BITS),
+            from_sortable(third.to(tl.int32), LOW_BITS), TILE,
         )  # fmt: skip
         if sum2 >= goal:
             low, high = tl.where(sum3 >= goal, third, second), tl.where(sum3 >= goal, high, tl.minimum(third, high))
@@ -327,7 +330,7 @@ def limit_of_row(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, lo
 
 
 @triton.jit
-def kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr):
+def load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr):
     """Weights of one tile's columns; 0 where a filter cuts."""
     values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
     distances = (values - top) * scale
@@ -344,8 +347,8 @@ def search_kernel(
     top_p,
     log_min_p,
     best,
-    tops,
-    masses,
+    block_max,
+    block_weight,
     pending,
     token_ids,
     table,
@@ -355,52 +358,52 @@ def search_kernel(
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
     LOW_BITS: tl.constexpr,
-    REMEMBERED: tl.constexpr,
+    STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of a row that is left, by passes over all of its columns."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     if tl.load(pending + row) > 0:
         top = tl.load(best + row)
-        scale = scale_of(temperature, row)
-        k, p, _filtered, _drawn = wanted_filters(top_k, top_p, temperature, top, row, vocab)
-        low = order_of(top + LOWEST / scale, LOW_BITS).to(tl.int64)
-        high = order_of(top, LOW_BITS).to(tl.int64) + 1
-        whole = whole_mass(tops, masses, row, num_blocks, top, scale, BLOCKS)
+        scale = load_inverse_temperature(temperature, row)
+        k, p, _filtered, _drawn = load_filters(top_k, top_p, temperature, top, row, vocab)
+        low = to_sortable(top + LOWEST / scale, LOW_BITS).to(tl.int64)
+        high = to_sortable(top, LOW_BITS).to(tl.int64) + 1
+        whole = sum_block_weights(block_max, block_weight, row, num_blocks, top, scale, BLOCKS)
         if k > 0:
-            low = limit_of_row(logits, row, stride, vocab, top, scale, True, low, high, k, TILE, LOW_BITS)
+            low = search_row_threshold(logits, row, stride, vocab, top, scale, True, low, high, k, TILE, LOW_BITS)
             if p < 1.0:
-                above, at = value_of((low + 1).to(tl.int32), LOW_BITS), value_of(low.to(tl.int32), LOW_BITS)
-                number, number_at, _c = sums_from(logits, row, stride, vocab, top, scale, True, above, at, at, TILE)
-                weight, least, _c = sums_from(logits, row, stride, vocab, top, scale, False, above, at, at, TILE)
+                above, at = from_sortable((low + 1).to(tl.int32), LOW_BITS), from_sortable(low.to(tl.int32), LOW_BITS)
+                number, number_at, _c = sum_from_thresholds(logits, row, stride, vocab, top, scale, True, above, at, at, TILE)
+                weight, least, _c = sum_from_thresholds(logits, row, stride, vocab, top, scale, False, above, at, at, TILE)
                 each = (least - weight) / tl.maximum(number_at - number, 1.0)
                 whole = (weight + (k - number) * each).to(tl.float64)
         if p < 1.0:
             goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0, which nothing at all would do for
             if k == 0:  # all columns together weigh less than what may be cut, if each is as light as this
                 lightest = tl.maximum(tl.log2(((1.0 - p) * whole.to(tl.float32)) / vocab) - 0.01, LOWEST)
-                low = tl.maximum(order_of(top + lightest / scale, LOW_BITS).to(tl.int64), low)
-            low = limit_of_row(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
-        limit, min_p = value_of(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
+                low = tl.maximum(to_sortable(top + lightest / scale, LOW_BITS).to(tl.int64), low)
+            low = search_row_threshold(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
+        limit, min_p = from_sortable(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
         total = tl.zeros([], tl.float64)
         for start in range(0, vocab, TILE):
-            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
+            weights = load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
             total += tl.sum(weights, 0).to(tl.float64)
         goal = total * tl.load(uniform + row).to(tl.float64)
         passed, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
         tile, start = 0, 0
         while (start < vocab) & (passed <= goal):
-            weights = kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
+            weights = load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
             weight = tl.sum(weights, 0).to(tl.float64)
             if weight > 0:  # the goal lies in this tile or behind it
                 tile, before = start, passed
             passed += weight
             start += TILE
-        weights = kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
-        index, _before = crossing(weights.to(tl.float64), goal - before)
-        store_token(tile + index, row, token_ids, table, slots, REMEMBERED)
+        weights = load_kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
+        index, _before = find_crossing(weights.to(tl.float64), goal - before)
+        store_token(tile + index, row, token_ids, table, slots, STORE_LAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,26 +427,27 @@ class Candidates:
     columns: torch.Tensor  # int32 [rows, CANDIDATES]
 
 
-def candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, seen: Survey) -> Candidates:
+def find_candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, stats: BlockStats) -> Candidates:
     """What may pass the rows' filters, of logits [rows, vocab] that were surveyed with their peaks."""
-    if seen.peaks is None:
+    if stats.group_max is None:
         raise ValueError("candidates are looked for among peaks; survey with them")
     rows, vocab = logits.shape
     device = logits.device
-    launch = options(device, _WARPS)
+    launch = launch_options(device, _WARPS)
     bounds = torch.empty(rows, dtype=torch.float32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    num_peaks = seen.peaks.shape[1]
+    num_groups = stats.group_max.shape[1]
     bound_kernel[(rows,)](
-        filters.temperature, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses, seen.peaks, bounds, counts,
-        vocab, seen.num_blocks, num_peaks, power_of_2(seen.num_blocks), power_of_2(num_peaks), _STEPS, **launch,
+        filters.temperature, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
+        stats.group_max, bounds, counts,
+        vocab, stats.num_blocks, num_groups, next_power_of_2(stats.num_blocks), next_power_of_2(num_groups), _STEPS, **launch,
     )  # fmt: skip
     values = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
     columns = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
     span = min(_MOST_BLOCKS, 1 + rows // _ROWS_PER_SPAN)
-    gather_kernel[(blocks_of(seen.num_blocks, span), rows)](
-        logits, logits.stride(0), seen.tops, bounds, counts, values, columns,
-        vocab, seen.num_blocks, span, BLOCK, CANDIDATES, **launch,
+    gather_kernel[(ceil_div(stats.num_blocks, span), rows)](
+        logits, logits.stride(0), stats.block_max, bounds, counts, values, columns,
+        vocab, stats.num_blocks, span, BLOCK, CANDIDATES, **launch,
     )  # fmt: skip
     return Candidates(bounds, counts, values, columns)
 
@@ -451,30 +455,30 @@ def candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, seen:
 def sample_filtered(
     logits: torch.Tensor,
     filters: Filters,
-    simple: tuple[torch.Tensor, torch.Tensor] | None = None,
+    unfiltered: tuple[torch.Tensor, torch.Tensor] | None = None,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_simple` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type.
+    """`sample_unfiltered` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type.
 
-    `simple` is what `sample_simple` gave for the same logits, where that is known; token ids of rows with filters are written over,
+    `unfiltered` is what `sample_unfiltered` gave for the same logits, where that is known; token ids of rows with filters are written over,
     and where both are given the same `last_tokens`, so are those.
     """
     rows, vocab = logits.shape
     device = logits.device
-    seen = survey(logits, filters.temperature, with_peaks=True)
-    token_ids, best = simple or draw(logits, filters.temperature, filters.uniform, seen, last_tokens)
+    stats = compute_block_stats(logits, filters.temperature, with_group_max=True)
+    token_ids, best = unfiltered or draw_tokens(logits, filters.temperature, filters.uniform, stats, last_tokens)
     remembered = last_tokens or (token_ids, token_ids)
-    found = candidates(logits, filters, best, seen)
+    found = find_candidates(logits, filters, best, stats)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
-    blocks, low_bits = power_of_2(seen.num_blocks), _LOW_BITS[logits.dtype]
+    blocks, low_bits = next_power_of_2(stats.num_blocks), _LOW_BITS[logits.dtype]
     pick_kernel[(rows,)](
-        filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, seen.tops, seen.masses,
-        found.bounds, found.counts, found.values, found.columns, pending, token_ids, *remembered, vocab, seen.num_blocks,
-        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, last_tokens is not None, **options(device, _WARPS),
+        filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
+        found.bounds, found.counts, found.values, found.columns, pending, token_ids, *remembered, vocab, stats.num_blocks,
+        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, last_tokens is not None, **launch_options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](
         logits, logits.stride(0), filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best,
-        seen.tops, seen.masses, pending, token_ids, *remembered, vocab, seen.num_blocks,
-        blocks, TILE, low_bits, last_tokens is not None, **options(device, _SEARCH_WARPS),
+        stats.block_max, stats.block_weight, pending, token_ids, *remembered, vocab, stats.num_blocks,
+        blocks, TILE, low_bits, last_tokens is not None, **launch_options(device, _SEARCH_WARPS),
     )  # fmt: skip
     return token_ids, best

@@ -10,16 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, blocks_of, options, wait_for_previous
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, wait_for_previous
 
 _BLOCK = 2048  # columns of one program
 _WARPS = 4
 
 
 @triton.jit
-def ban_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def token_mask_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One block of one masked row: minus infinity where the bit is not set."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     block, place = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + place).to(tl.int64)
@@ -33,7 +33,7 @@ def ban_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.constexpr
 
 
 @triton.jit
-def penalise_kernel(
+def penalties_kernel(
     logits,  # float32 [rows of the step, vocab]
     stride,
     rows,  # int64 [m]
@@ -48,7 +48,7 @@ def penalise_kernel(
     PDL: tl.constexpr,
 ):
     """One block of one row that has penalties."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     block, place = tl.program_id(0), tl.program_id(1)
     row, state = tl.load(rows + place), tl.load(states + place)
@@ -65,16 +65,16 @@ def penalise_kernel(
         tl.store(pointers, scores, mask=seen != 0)
 
 
-def ban(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+def apply_token_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
     """Minus infinity where the mask forbids. logits [any, vocab] of any float type, in place; rows int64 [m]; mask int32
     [m, ceil(vocab / 32)], a set bit is allowed."""
     vocab = logits.shape[1]
-    ban_kernel[(blocks_of(vocab, _BLOCK), len(rows))](
-        logits, logits.stride(0), rows, mask, mask.shape[1], vocab, _BLOCK, **options(logits.device, _WARPS)
+    token_mask_kernel[(ceil_div(vocab, _BLOCK), len(rows))](
+        logits, logits.stride(0), rows, mask, mask.shape[1], vocab, _BLOCK, **launch_options(logits.device, _WARPS)
     )
 
 
-def penalise(
+def apply_penalties(
     logits: torch.Tensor,
     rows: torch.Tensor,
     counts: torch.Tensor,
@@ -88,6 +88,6 @@ def penalise(
     are the rows' places in counts and in `penalties`: frequency, presence, repetition, float32 [n] each.
     """
     vocab = logits.shape[1]
-    penalise_kernel[(blocks_of(vocab, _BLOCK), len(rows))](
-        logits, logits.stride(0), rows, counts, states, *penalties, vocab, output_bits, _BLOCK, **options(logits.device, _WARPS)
+    penalties_kernel[(ceil_div(vocab, _BLOCK), len(rows))](
+        logits, logits.stride(0), rows, counts, states, *penalties, vocab, output_bits, _BLOCK, **launch_options(logits.device, _WARPS)
     )

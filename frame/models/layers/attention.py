@@ -5,18 +5,20 @@ Knows no page and no kernel: it stores through the batch and lets the backend co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.models.layers.kv_scales import KVScales
 from frame.models.layers.linear import HeadLayout, QKVLinear, RowLinear
-from frame.models.layers.parameter import ShardedParameter
+from frame.models.layers.parameter import ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -64,12 +66,12 @@ class Attention(nn.Module):
             context, f"{prefix}.o_proj", model_config.num_heads * model_config.head_dim, model_config.hidden_size, options.out_bias
         )
         self.qk_norm = QKNorm(context, prefix, heads, options.qk_norm) if options.qk_norm is not None else None
-        self.kernel = HeadsKernel(context, self.spec, rotary) if rotary.fused else None
+        self.kernel = FusedQKVKernel(context, self.spec, rotary) if rotary.fused else None
         self.kv_scales = KVScales(prefix)
 
     def finish(self) -> None:
         """Take the cache's scales over."""
-        self.spec = self.kv_scales.put_into(self.spec)
+        self.spec = self.kv_scales.apply_to_spec(self.spec)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` of the rotary table, None where a kernel reads them by position."""
@@ -97,19 +99,19 @@ class Attention(nn.Module):
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
 
 
-class HeadsKernel:
+class FusedQKVKernel:
     """Norm of queries and keys, rotation and cache store of one layer in one kernel. Keys are rotated where they lie."""
 
     def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary) -> None:
-        from frame.kernels.elementwise.rope import Heads, HeadsCache, norm_rope_store
+        from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, norm_rope_store
 
         capabilities = context.attention.capabilities if context.attention is not None else None
         self.run = norm_rope_store
-        self.cache = HeadsCache
+        self.cache = KVCacheTarget
         self.rotary = rotary
-        self.heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved)
+        self.heads = QKVLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved)
         self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd"
-        self.has_fp8 = kernels.converts_fp8(context.device)
+        self.has_fp8 = kernels.supports_fp8(context.device)
 
     def __call__(
         self, spec: AttentionSpec, qkv: torch.Tensor, norm: QKNorm | None, batch: ForwardBatch
@@ -150,3 +152,36 @@ class QKNorm(nn.Module):
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(qk, self.shape, None, self.eps) * self.weight
+
+
+class KVScales(nn.Module):
+    """`k_scale` and `v_scale`, one number each, under the attention layer `prefix` or under its projections; 1.0 where there is none."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.k_scale = ShardedParameter(torch.empty(()), ShardRule(scalar=True), optional=True)
+        self.v_scale = ShardedParameter(torch.empty(()), ShardRule(scalar=True), optional=True)
+        for kind, parameter in (("k", self.k_scale), ("v", self.v_scale)):
+            for place in ("", f"{kind}_proj.", "attn."):
+                parameter.bind(f"{prefix}.{place}{kind}_scale")
+
+    def apply_to_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """The spec with the scales that were loaded. Raises CheckpointError for one that is no positive number."""
+        return replace(spec, k_scale=self._value(self.k_scale), v_scale=self._value(self.v_scale))
+
+    def _value(self, parameter: ShardedParameter) -> float:
+        value = float(parameter) if parameter.loaded else 1.0
+        if not (math.isfinite(value) and value > 0):
+            names = " or ".join(sorted(parameter.loaded))
+            raise CheckpointError(f"{names} is {value}; a scale of the KV cache must be a positive number: is the checkpoint damaged?")
+        return value
+
+
+def get_layer_window(config: Mapping[str, Any], layer: int) -> int | None:
+    """The window of a layer in tokens, its own position included; None when it sees everything."""
+    if not config.get("use_sliding_window", False) or not config.get("sliding_window"):
+        return None
+    kinds = config.get("layer_types")
+    slides = kinds[layer] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
+    return int(config["sliding_window"]) if slides else None

@@ -47,19 +47,19 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         rows: torch.Tensor | None,
         batch: ForwardBatch,
-        wanted: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`wanted`: the tokens to return; of the others only keys and values are of use. int64 [n]; None for all."""
-        x, residual = self.input_norm.add(x, residual)
+        """`selected`: the tokens to return; of the others only keys and values are of use. int64 [n]; None for all."""
+        x, residual = self.input_norm.add_residual(x, residual)
         x = self.attention(x, rows, batch)
-        if wanted is not None:
-            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            if not len(wanted):
+        if selected is not None:
+            x, residual = x.index_select(0, selected), residual.index_select(0, selected)
+            if not len(selected):
                 return x, residual
         if self._joins_norm:
-            joined: tuple[torch.Tensor, torch.Tensor] = self.mlp.behind(self.post_norm, x, residual)  # type: ignore[operator]
+            joined: tuple[torch.Tensor, torch.Tensor] = self.mlp.forward_normed(self.post_norm, x, residual)  # type: ignore[operator]
             return joined
-        x, residual = self.post_norm.add(x, residual)
+        x, residual = self.post_norm.add_residual(x, residual)
         return self.mlp(x), residual
 
 
@@ -81,11 +81,11 @@ class Decoder(CausalLM, nn.Module):
         self.head = self._head()
 
     @abstractmethod
-    def attention(self, layer: int, prefix: str) -> nn.Module:
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
         """The attention of a layer; `prefix` is "model.layers.N.self_attn"."""
 
     @abstractmethod
-    def mlp(self, layer: int, prefix: str) -> nn.Module:
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         """The feed-forward part of a layer; `prefix` is "model.layers.N." and `mlp_name`."""
 
     def build_rotary(self) -> Rotary:
@@ -99,14 +99,14 @@ class Decoder(CausalLM, nn.Module):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         # None: each layer's kernel reads the table by position
-        rows = None if self.rotary.fused and not torch.compiler.is_compiling() else self.rotary.rows(batch.positions)
+        rows = None if self.rotary.fused and not torch.compiler.is_compiling() else self.rotary.gather_rows(batch.positions)
         x, residual = self.embed_tokens(batch.token_ids), None
         *body, last = self.layers
         for layer in body:
             x, residual = layer(x, residual, rows, batch)
-        wanted = batch.get(SelectedTokens)
-        x, residual = last(x, residual, rows, batch, None if wanted is None else wanted.indices)
-        return self.norm.add(x, residual)[0] if len(x) else x
+        selected = batch.get(SelectedTokens)
+        x, residual = last(x, residual, rows, batch, None if selected is None else selected.indices)
+        return self.norm.add_residual(x, residual)[0] if len(x) else x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
@@ -114,9 +114,9 @@ class Decoder(CausalLM, nn.Module):
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self._renamed(weights), self.left_out())
+        return load_parameters(self, self._renamed(weights), self.get_ignored())
 
-    def left_out(self) -> tuple[str, ...]:
+    def get_ignored(self) -> tuple[str, ...]:
         """Patterns of checkpoint names that this model has no use for."""
         method = self.context.quantization
         unused = (*self.ignored, *(method.left_out if method is not None else ()))
@@ -144,7 +144,7 @@ class Decoder(CausalLM, nn.Module):
     def _layer(self, index: int, prefix: str) -> DecoderLayer:
         return DecoderLayer(
             self.build_norm(f"{prefix}.input_layernorm"),
-            self.attention(index, f"{prefix}.self_attn"),
+            self.build_attention(index, f"{prefix}.self_attn"),
             self.build_norm(f"{prefix}.post_attention_layernorm"),
-            self.mlp(index, f"{prefix}.{self.mlp_name}"),
+            self.build_mlp(index, f"{prefix}.{self.mlp_name}"),
         )

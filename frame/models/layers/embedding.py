@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, own_parameters
-from frame.models.layers.product import Product
+from frame.models.layers.plain_matmul import PlainMatmul
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.quantization import LinearMethod
 
 
-def vocabulary_share(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
+def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
     """(rows on every rank, this rank's range): the last ranks may hold padding, so any vocabulary can be cut."""
     rows = -(-vocab_size // context.tp.size)
     start = min(rows * context.tp.rank, vocab_size)
@@ -29,7 +29,7 @@ class VocabEmbedding(nn.Module):
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.tp = context.tp
-        rows, self.range = vocabulary_share(context, vocab_size)
+        rows, self.range = split_vocabulary(context, vocab_size)
         self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype), ShardRule(output=0))
         self.weight.bind(f"{name}.weight", self.range)
 
@@ -52,11 +52,11 @@ class Head(nn.Module):
         self.method: LinearMethod | None = None
         if tied is not None:
             self.weight = tied.weight
-            self.product = Product(self.weight)
+            self.product = PlainMatmul(self.weight)
             return
         if context.quantization is None:
             raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
-        rows, span = vocabulary_share(context, vocab_size)
+        rows, span = split_vocabulary(context, vocab_size)
         self.method = context.quantization.linear(name, "head")
         self.method.create(self, hidden_size, (rows,), context.dtype)
         for key, parameter in own_parameters(self):
@@ -67,7 +67,7 @@ class Head(nn.Module):
         if self.method is not None:
             self.method.finish(self)
         else:
-            self.product = Product(self.weight)
+            self.product = PlainMatmul(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.method.apply(self, hidden) if self.method is not None else self.product(hidden, self.weight)

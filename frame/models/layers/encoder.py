@@ -31,7 +31,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))  # of norms, in checkpoints that were converted from TensorFlow
 
 
-def activation(name: str) -> Activation:
+def get_activation(name: str) -> Activation:
     """The feed-forward part's function by its name in `config.json`. Raises CheckpointError for one that is not known."""
     if name in ("gelu_new", "gelu_pytorch_tanh"):
         return lambda x: F.gelu(x, approximate="tanh")
@@ -41,7 +41,7 @@ def activation(name: str) -> Activation:
     return known[name]
 
 
-class LearntEmbedding(nn.Module):
+class LearnedEmbedding(nn.Module):
     """A small table that every rank holds whole: positions, token types. ids int64 [tokens] -> [tokens, hidden]."""
 
     def __init__(self, context: BuildContext, name: str, rows: int, hidden_size: int) -> None:
@@ -80,7 +80,7 @@ class EncoderLayer(nn.Module):
         self.up_proj = ColumnLinear(context, (f"{prefix}.intermediate.dense",), hidden, (inner,), bias=True)
         self.down_proj = RowLinear(context, f"{prefix}.output.dense", inner, hidden, bias=True)
         self.output_norm = LayerNorm(context, f"{prefix}.output.LayerNorm", hidden, eps)
-        self.activation = activation(config.get("hidden_act", "gelu"))
+        self.activation = get_activation(config.get("hidden_act", "gelu"))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.spec.head_dim)).chunk(3, 1)
@@ -104,9 +104,9 @@ class Encoder(Model, nn.Module):
         self.model_config = model_config
         self.context = context
         self.words = VocabEmbedding(context, "embeddings.word_embeddings", model_config.vocab_size, hidden)
-        self.positions = LearntEmbedding(context, "embeddings.position_embeddings", config["max_position_embeddings"], hidden)
+        self.positions = LearnedEmbedding(context, "embeddings.position_embeddings", config["max_position_embeddings"], hidden)
         self.num_types = int(config.get("type_vocab_size", 2))
-        self.types = LearntEmbedding(context, "embeddings.token_type_embeddings", self.num_types, hidden)
+        self.types = LearnedEmbedding(context, "embeddings.token_type_embeddings", self.num_types, hidden)
         self.norm = LayerNorm(context, "embeddings.LayerNorm", hidden, config.get("layer_norm_eps", 1e-12))
         self.layers = nn.ModuleList(EncoderLayer(model_config, context, index) for index in range(model_config.num_layers))
         self.head = self.build_head() if context.task == "classify" else None

@@ -57,7 +57,7 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
+    def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """SiLU(first half of the outputs) * second half, in one go; None where the method has no such form for these rows."""
         return None if self._apply_gated is None else self._apply_gated(self, x, self.bias)
 
@@ -77,7 +77,7 @@ class ColumnLinear(Linear):
     def __init__(
         self, context: BuildContext, names: Sequence[str], input_size: int, output_sizes: Sequence[int], bias: bool = False
     ) -> None:
-        outputs = [share(context, f"{name} outputs", size) for name, size in zip(names, output_sizes, strict=True)]
+        outputs = [split_range(context, f"{name} outputs", size) for name, size in zip(names, output_sizes, strict=True)]
         super().__init__(context, names, Range.whole(input_size), outputs, bias)
 
 
@@ -88,14 +88,14 @@ class QKVLinear(Linear):
     """
 
     def __init__(self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False) -> None:
-        super().__init__(context, names, Range.whole(input_size), heads.ranges(), bias)
+        super().__init__(context, names, Range.whole(input_size), heads.get_ranges(), bias)
 
 
 class RowLinear(Linear):
     """Inputs cut over the ranks; the result is summed over them."""
 
     def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = False) -> None:
-        super().__init__(context, (name,), share(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
+        super().__init__(context, (name,), split_range(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
         self.tp = context.tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,9 +117,9 @@ class HeadLayout:
         rank, ranks = context.tp.rank, context.tp.size
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim or head_dim
-        self.queries = share(context, "attention heads", num_heads)
+        self.queries = split_range(context, "attention heads", num_heads)
         if num_kv_heads >= ranks:
-            self.keys = share(context, "key-value heads", num_kv_heads)
+            self.keys = split_range(context, "key-value heads", num_kv_heads)
         else:
             if ranks % num_kv_heads:
                 raise ConfigurationError(
@@ -130,12 +130,12 @@ class HeadLayout:
         self.num_heads = self.queries.size
         self.num_kv_heads = self.keys.size
 
-    def ranges(self) -> list[Range]:
+    def get_ranges(self) -> list[Range]:
         """The outputs of the query, key and value layers."""
         return [_times(self.queries, self.head_dim), _times(self.keys, self.head_dim), _times(self.keys, self.v_head_dim)]
 
 
-def share(context: BuildContext, what: str, size: int) -> Range:
+def split_range(context: BuildContext, what: str, size: int) -> Range:
     """This rank's share of `size`. Raises ConfigurationError when the ranks do not divide it."""
     if size % context.tp.size:
         raise ConfigurationError(f"{size} {what} cannot be cut into {context.tp.size} equal parts: set parallel.tp to a divisor of {size}.")

@@ -14,10 +14,10 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
-from frame.models.layers.kv_scales import KVScales
-from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, share
+from frame.models.layers.attention import KVScales
+from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, split_range
 from frame.models.layers.norm import RMSNorm
-from frame.models.layers.packed import can_pack, pack, packed_linear
+from frame.models.layers.packed import can_pack, pack_weight, packed_linear
 from frame.models.layers.parameter import own_parameters
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
         if context.attention is None:
             raise TypeError("a model's context needs an attention backend")
         sizes = LatentSizes.of(model_config)
-        heads = share(context, "attention heads", model_config.num_heads).size
+        heads = split_range(context, "attention heads", model_config.num_heads).size
         self.kv_lora_rank = sizes.kv_lora_rank
         self.qk_nope_head_dim = sizes.nope
         self.qk_rope_head_dim = sizes.rope
@@ -76,12 +76,12 @@ class LatentAttention(nn.Module):
         self.kv_scales = KVScales(prefix)
         self.may_fold = context.tp.size == 1 and not out_bias
         self.folded: FoldedProjections | None = None
-        self.kernel = LatentKernel(context, rotary) if rotary.fused else None
+        self.kernel = FusedLatentKernel(context, rotary) if rotary.fused else None
 
     def finish(self) -> None:
         """Take the cache's scales over, and fold small weights for decoding, once the parts are finished."""
-        self.spec = self.kv_scales.put_into(self.spec)
-        self.folded = fold(self) if self.may_fold else None
+        self.spec = self.kv_scales.apply_to_spec(self.spec)
+        self.folded = fold_projections(self) if self.may_fold else None
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` of the rotary table, None where kernels read them by position."""
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
         if rows is not None:
             q_input, latent, k_rope = self.projections(x)  # [tokens, q_rank], [tokens, rank], [tokens, rope]
         elif self.kernel is not None:
-            q_input, row, is_stored = self.kernel.inputs(self.spec, self.projections, x, batch)
+            q_input, row, is_stored = self.kernel.prepare_inputs(self.spec, self.projections, x, batch)
         else:
             raise TypeError("rows of the rotary table are left out only where kernels read them")
         q = self.projections.q_proj(q_input) if folded is None else packed_linear(q_input, folded.q, None)
@@ -140,7 +140,7 @@ class FoldedProjections:
         return same, same
 
 
-def fold(layer: LatentAttention) -> FoldedProjections | None:
+def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
     """The layer's weights folded, or None where that would cost more than it saves: not on a CPU that packs, or too large."""
     spec, rank, rope = layer.spec, layer.kv_lora_rank, layer.qk_rope_head_dim
     w_uk, w_uv = layer.kv_b_proj.w_uk, layer.kv_b_proj.w_uv
@@ -155,7 +155,7 @@ def fold(layer: LatentAttention) -> FoldedProjections | None:
     out = torch.einsum("dhv,hvr->dhr", out, w_uv.float())
     return FoldedProjections(
         replace(spec, head_dim=rank + rope, v_head_dim=rank), rank, rank, rope,
-        pack(q.flatten(0, 1).to(w_uk.dtype)), pack(out.flatten(1).to(w_uk.dtype)),
+        pack_weight(q.flatten(0, 1).to(w_uk.dtype)), pack_weight(out.flatten(1).to(w_uk.dtype)),
     )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def _dense(linear: nn.Module, inputs: int, like: torch.Tensor) -> torch.Tensor:
     return weight.t().float()
 
 
-class LatentKernel:
+class FusedLatentKernel:
     """Norms, rotations and cache store of one latent layer, in one kernel before the queries' projection and one behind it."""
 
     def __init__(self, context: BuildContext, rotary: Rotary) -> None:
@@ -176,9 +176,9 @@ class LatentKernel:
         self.turn = rotate_
         self.rotary = rotary
         self.stores = capabilities is not None and not capabilities.stores_kv
-        self.has_fp8 = kernels.converts_fp8(context.device)
+        self.has_fp8 = kernels.supports_fp8(context.device)
 
-    def inputs(
+    def prepare_inputs(
         self, spec: AttentionSpec, projections: LatentInputs, x: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The input of the queries' projection, the row of the cache, and whether it is there already."""

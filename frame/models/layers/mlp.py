@@ -21,7 +21,7 @@ _SHORT_ROW = 256
 
 def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The kernel, where there is one for the device."""
-    if not kernels.usable(device):
+    if not kernels.can_use_triton(device):
         return None
     from frame.kernels.elementwise.activation import silu_mul
 
@@ -39,7 +39,7 @@ class GatedMLP(nn.Module):
         self.kernel = _silu_mul(context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.gate_up_proj.gated(x)
+        inner = self.gate_up_proj.apply_gated(x)
         if inner is not None:
             return self.down_proj(inner)
         gate_up = self.gate_up_proj(x)

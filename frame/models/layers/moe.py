@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.models.layers.linear import share
+from frame.models.layers.linear import split_range
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, own_parameters
@@ -52,7 +52,7 @@ class Experts(nn.Module):
         super().__init__()
         if context.quantization is None:
             raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
-        inner = share(context, "inner values of an expert", sizes.inner)
+        inner = split_range(context, "inner values of an expert", sizes.inner)
         self.num_experts = sizes.num_experts
         self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()  # what a method may leave as it is
         self.method = context.quantization.experts(prefix)
@@ -89,11 +89,11 @@ class MoE(nn.Module):
         self._leaves_parts = shared is None and context.tp.size == 1  # others are added to, here or on other ranks
         self._overlaps = context.device.type == "cuda" and context.tp.size == 1  # ranks' reductions have to come in one order
 
-    def behind(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_normed(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what this layer makes of norm(x + residual), x + residual). The first may be [tokens, parts, hidden], for a norm to add up."""
-        joined = self.router.behind(norm, x, residual)
+        joined = self.router.compute_normed_logits(norm, x, residual)
         if joined is None:
-            x, residual = norm.add(x, residual)
+            x, residual = norm.add_residual(x, residual)
             logits = None
         else:
             logits, x, residual = joined
@@ -132,6 +132,6 @@ class GatedSharedExpert(nn.Module):
         return torch.sigmoid(F.linear(x, self.weight)) * self.expert(x)
 
 
-def is_sparse(layer: int, step: int, dense_layers: Sequence[int]) -> bool:
+def is_moe_layer(layer: int, step: int, dense_layers: Sequence[int]) -> bool:
     """Whether a Qwen layer is a mixture: every `step`th, but for those listed as dense."""
     return layer not in dense_layers and (layer + 1) % step == 0

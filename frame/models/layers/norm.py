@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _add_norm(device: torch.device) -> AddNorm | None:
     """The kernel, where there is one for the device."""
-    if not kernels.usable(device):
+    if not kernels.can_use_triton(device):
         return None
     from frame.kernels.elementwise.norm import add_rms_norm
 
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         # PyTorch composes this of a dozen operations; layer_norm is one, and the same where the mean is 0, as that of x and -x together is
         return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), in one kernel where there is one, which writes the sum over `residual`. An `x` of
         [tokens, parts, size] stands for the sum of its parts, in float32 and rounded."""
         if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():

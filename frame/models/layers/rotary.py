@@ -62,7 +62,7 @@ class Rotary(nn.Module):
         self.length = context.limits.max_context + _SPARE
         self.device = context.device
         self.dtype = context.dtype
-        self.fused = kernels.usable(context.device)
+        self.fused = kernels.can_use_triton(context.device)
         with torch.device("cpu"):  # on the meta device torch would import its compiler for this
             frequencies(parameters, dim)  # an unknown scheme is refused before weights are read
 
@@ -78,7 +78,7 @@ class Rotary(nn.Module):
         table = torch.stack((cos, sin), 1).unsqueeze(2)
         self.register_buffer("table", table.to(device=self.device, dtype=self.dtype), persistent=False)
 
-    def rows(self, positions: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """positions int64 [tokens] -> [tokens, 2, 1, dim]."""
         return self.table.index_select(0, positions)
 

@@ -46,7 +46,7 @@ class Router(nn.Module):
     def __init__(self, context: BuildContext, name: str, num_experts: int, hidden_size: int, rule: RoutingRule) -> None:
         super().__init__()
         self.rule = rule
-        self._has_kernels = kernels.usable(context.device)
+        self._has_kernels = kernels.can_use_triton(context.device)
         self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=torch.float32 if rule.precise else context.dtype))
         self.weight.bind(f"{name}.weight")
         if rule.correction:
@@ -56,27 +56,29 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: of `x`, where `behind` has them already."""
         if not self._has_kernels:
-            return self.choose(F.linear(x.to(self.weight.dtype), self.weight).float())
+            return self.choose_experts(F.linear(x.to(self.weight.dtype), self.weight).float())
         return self._use_triton(self._logits(x) if logits is None else logits)
 
-    def behind(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def compute_normed_logits(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits of the second, norm(x + residual), x + residual) by one kernel; None where that is no gain."""
         if not self._has_kernels or norm.scale is None or torch.compiler.is_compiling():
             return None
-        from frame.kernels.moe.router import NORMED_TOKENS, normed_logits
+        from frame.kernels.moe.router import NORMED_TOKENS, compute_normed_logits
 
-        return normed_logits(x, residual, norm.scale, norm.eps, self.weight) if 0 < len(x) <= NORMED_TOKENS else None
+        return compute_normed_logits(x, residual, norm.scale, norm.eps, self.weight) if 0 < len(x) <= NORMED_TOKENS else None
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        from frame.kernels.moe.router import FEW_TOKENS, few_logits
+        from frame.kernels.moe.router import FEW_TOKENS, compute_few_logits
 
-        return few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
+        return compute_few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
 
     def _use_triton(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from frame.kernels.moe.router import route
+        from frame.kernels.moe.router import select_experts
 
         rule = self.rule
-        return route(
+        return select_experts(
             logits,
             self.correction if rule.correction else None,
             rule.top_k,
@@ -88,7 +90,7 @@ class Router(nn.Module):
             top2=rule.group_score == "top2",
         )
 
-    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_experts(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The choice by float32 logits [tokens, experts], in PyTorch operations: what the kernel is compared with."""
         rule = self.rule
         if rule.scoring == "softmax" and rule.renormalize and rule.groups == 1:

@@ -52,11 +52,11 @@ class Penalties(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         state, at = self._state, self._state.rows(slots)
-        if kernels.usable(logits.device):
-            from frame.kernels.sampling.logit_changes import penalise
+        if kernels.can_use_triton(logits.device):
+            from frame.kernels.sampling.logit_changes import apply_penalties
 
             penalties = (state["frequency"], state["presence"], state["repetition"])
-            penalise(logits, rows, state["counts"], at, penalties, _IN_PROMPT - 1)
+            apply_penalties(logits, rows, state["counts"], at, penalties, _IN_PROMPT - 1)
             return
         counts = state["counts"].index_select(0, at)
         frequency, presence, repetition = (state[name][at].unsqueeze(1) for name in ("frequency", "presence", "repetition"))

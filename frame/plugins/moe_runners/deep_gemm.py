@@ -14,8 +14,8 @@ from torch import nn
 from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.linear.fp8_quantize import quantize_groups
-from frame.kernels.moe.align import Alignment, align
-from frame.kernels.moe.expert_products import combine
+from frame.kernels.moe.align import Alignment, align_tokens
+from frame.kernels.moe.grouped_gemm import combine_pairs
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -36,7 +36,7 @@ class DeepGemm(MoERunner):
         top, count = tokens.ids.shape[1], tokens.ids.numel()
         if count == 0:
             return tokens.x.clone()
-        order = align(tokens.ids.contiguous(), len(experts.gate_up), self._block)  # type: ignore[arg-type]
+        order = align_tokens(tokens.ids.contiguous(), len(experts.gate_up), self._block)  # type: ignore[arg-type]
         pairs, owners = _rows(order, count)
         source = pairs.clamp_max(count - 1).div(top, rounding_mode="floor")
         x = tuple(part.index_select(0, source) for part in _operand(tokens.x, experts, "gate_up"))
@@ -44,7 +44,7 @@ class DeepGemm(MoERunner):
         rows = _product(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
         places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last takes rows that pad
         places.index_copy_(0, pairs, torch.arange(len(pairs), device=act.device))
-        return combine(rows, top, (places[:-1], tokens.weights.contiguous()))
+        return combine_pairs(rows, top, (places[:-1], tokens.weights.contiguous()))
 
 
 def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:

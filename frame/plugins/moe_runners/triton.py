@@ -15,9 +15,18 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.moe import Dispatched, MoERunner
 from frame.kernels.linear.fp8_quantize import quantize_groups
-from frame.kernels.moe.align import CHUNKS, align
-from frame.kernels.moe.expert_products import Pairs, Rows, Weights, combine, down, gate_up, vector_down, vector_gate_up
-from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, turning_points
+from frame.kernels.moe.align import CHUNKS, align_tokens
+from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
+from frame.kernels.moe.grouped_gemm import (
+    Pairs,
+    Rows,
+    Weights,
+    combine_pairs,
+    compute_down,
+    compute_down_vector,
+    compute_gate_up,
+    compute_gate_up_vector,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -35,7 +44,7 @@ class Triton(MoERunner):
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        if not kernels.usable(context.device):
+        if not kernels.can_use_triton(context.device):
             raise ValueError("The triton MoE runner needs a GPU; on a CPU it runs only under TRITON_INTERPRET=1: use torch_native there.")
         self._has_tma = context.device.type == "cpu" or torch.cuda.get_device_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
@@ -43,7 +52,7 @@ class Triton(MoERunner):
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         parts = self.run_parts(tokens, experts)
-        return combine(parts.flatten(0, 1), parts.shape[1]) if parts.dim() == 3 else parts
+        return combine_pairs(parts.flatten(0, 1), parts.shape[1]) if parts.dim() == 3 else parts
 
     def run_parts(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         if len(tokens.x) == 0:
@@ -58,7 +67,7 @@ class Triton(MoERunner):
     def _compile(self, tokens: Dispatched, first: Weights, second: Weights) -> None:
         """Run as many tokens as it takes to meet every form of the kernels, so that no later step waits for a compiler."""
         top, experts, most = tokens.ids.shape[1], len(first.values), self.context.limits.max_tokens_per_step
-        for count in turning_points(top, experts, CHUNKS, most):
+        for count in list_token_thresholds(top, experts, CHUNKS, most):
             ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
             self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), first, second)
 
@@ -66,24 +75,24 @@ class Triton(MoERunner):
         is_float8 = first.scale is not None
         vectors = None if is_float8 else choose_vectors(len(x), pairs.ids.shape[1], len(first.values))
         if vectors is not None:
-            return vector_down(vector_gate_up(x, first.values, pairs, vectors[0]), second.values, pairs.ids, vectors[1])
+            return compute_down_vector(compute_gate_up_vector(x, first.values, pairs, vectors[0]), second.values, pairs.ids, vectors[1])
         tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
-        order = align(pairs.ids, len(first.values), tiles.first.bm)
-        tile, dtype = self._fitted(tiles.first, first, 2), x.dtype
+        order = align_tokens(pairs.ids, len(first.values), tiles.first.bm)
+        tile, dtype = self._fit_tile(tiles.first, first, 2), x.dtype
         if not is_float8:
-            act = gate_up(Rows(x), first, pairs, order, tile, dtype)
+            act = compute_gate_up(Rows(x), first, pairs, order, tile, dtype)
         elif tile.bm <= ROUNDED_ROWS:
-            act = gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, torch.float8_e4m3fn)
+            act = compute_gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, torch.float8_e4m3fn)
         else:
-            act = Rows(*quantize_groups(gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, dtype).values))
-        return down(act, second, pairs, order, self._fitted(tiles.second, second, 1), dtype).view(*pairs.ids.shape, -1)
+            act = Rows(*quantize_groups(compute_gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, dtype).values))
+        return compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), dtype).view(*pairs.ids.shape, -1)
 
-    def _fitted(self, tile: Tile, weights: Weights, width: int) -> Tile:
+    def _fit_tile(self, tile: Tile, weights: Weights, width: int) -> Tile:
         """The tile for these weights, on this device."""
         values = weights.values
         _, outputs, inputs = values.shape
         tma = tile.tma and self._has_tma and values.stride(0) == outputs * values.stride(1) and inputs * values.element_size() % 16 == 0
-        return tile.fitted(outputs // width, inputs, values.element_size(), width, self._shared_memory, tma=tma)
+        return tile.fit_shared_memory(outputs // width, inputs, values.element_size(), width, self._shared_memory, tma=tma)
 
 
 def _weights(experts: nn.Module, name: str) -> Weights:

@@ -16,12 +16,12 @@ from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.model import ModelConfig
+from frame.models.layers.attention import get_layer_window
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule, load_parameters
 from frame.models.layers.rotary import Rotary, rope_parameters
 from frame.models.layers.router import Router, RoutingRule
-from frame.models.layers.window import layer_window
 
 CONTEXT = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -66,7 +66,7 @@ def test_rotation_equals_that_of_transformers(scheme: dict[str, Any], spelling: 
     else:
         old = {("type" if key == "rope_type" else key): value for key, value in scheme.items()}
         made = rotary({"rope_theta": theta, "rope_scaling": None if scheme["rope_type"] == "default" else old})
-    torch.testing.assert_close(made.rotate(x, made.rows(positions)), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(made.rotate(x, made.gather_rows(positions)), want, atol=2e-6, rtol=1e-5)
 
 
 def test_dynamic_positions_beyond_the_trained_length_turn_as_in_decoding() -> None:
@@ -78,7 +78,7 @@ def test_dynamic_positions_beyond_the_trained_length_turn_as_in_decoding() -> No
     for position in (130, 200, 255):
         cos, sin = LlamaRotaryEmbedding(config)(x, torch.tensor([[position]]))
         want = apply_rotary_pos_emb(x[None], x[None], cos, sin)[0][0]
-        torch.testing.assert_close(made.rotate(x, made.rows(torch.tensor([position]))), want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(made.rotate(x, made.gather_rows(torch.tensor([position]))), want, atol=1e-4, rtol=1e-4)
 
 
 def test_interleaved_rotation_is_that_of_complex_numbers() -> None:
@@ -86,15 +86,15 @@ def test_interleaved_rotation_is_that_of_complex_numbers() -> None:
     x = torch.randn(3, 2, 16)
     angles = positions[:, None].float() * 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     want = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(torch.ones_like(angles), angles)[:, None])
-    torch.testing.assert_close(made.rotate(x, made.rows(positions)), want.flatten(-2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(made.rotate(x, made.gather_rows(positions)), want.flatten(-2), atol=1e-5, rtol=1e-5)
 
 
 def test_partial_rotation_leaves_the_rest() -> None:
     made, positions = rotary({}, dim=8), torch.tensor([3, 9])
     x = torch.randn(2, 4, 16)
-    out = made.rotate(x, made.rows(positions))
+    out = made.rotate(x, made.gather_rows(positions))
     assert torch.equal(out[..., 8:], x[..., 8:])
-    assert torch.equal(out[..., :8], made.rotate(x[..., :8].contiguous(), made.rows(positions)))
+    assert torch.equal(out[..., :8], made.rotate(x[..., :8].contiguous(), made.gather_rows(positions)))
 
 
 def test_unknown_scheme_is_refused() -> None:
@@ -104,7 +104,7 @@ def test_unknown_scheme_is_refused() -> None:
 
 def test_a_request_may_run_a_step_past_the_limit() -> None:
     made = rotary({})
-    assert made.rows(torch.tensor([256])).isfinite().all()
+    assert made.gather_rows(torch.tensor([256])).isfinite().all()
 
 
 def route(rule: RoutingRule, scores: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,19 +148,19 @@ def test_norm_adds_the_residual() -> None:
     norm = RMSNorm(CONTEXT, "norm", 8, 1e-5)
     norm.weight.data = torch.randn(8)
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
-    out, stream = norm.add(x, residual)
+    out, stream = norm.add_residual(x, residual)
     assert torch.equal(stream, x + residual)
     want = stream / (stream.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(norm(stream), want)
-    assert norm.add(x, None)[1] is x
+    assert norm.add_residual(x, None)[1] is x
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_are_chosen_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole models with them: tests/core/interpreted_greedy.py."""
     plain = RMSNorm(CONTEXT, "norm", 8, 1e-5)
-    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    monkeypatch.setattr(kernels, "can_use_triton", lambda device: True)
     fused = RMSNorm(CONTEXT, "norm", 8, 1e-5)
     fused.finish()
     assert (plain.kernel is not None) == kernels.INTERPRETED
@@ -188,7 +188,7 @@ def test_heads_of_ranks() -> None:
         return HeadLayout(replace(CONTEXT, tp=Rank(rank, size)), heads, kv, 16)
 
     assert [layout(rank, 4, 8, 2).keys.start for rank in range(4)] == [0, 0, 1, 1]
-    assert layout(1, 2, 8, 4).ranges()[1] == Range(64, 32, 32)
+    assert layout(1, 2, 8, 4).get_ranges()[1] == Range(64, 32, 32)
     with pytest.raises(ConfigurationError, match="9 attention heads cannot be cut into 2"):
         layout(0, 2, 9, 3)
     with pytest.raises(ConfigurationError, match="6 key-value heads cannot be cut into 4"):
@@ -218,4 +218,4 @@ def test_foreign_modules_load_by_their_names() -> None:
     ],
 )
 def test_windows(config: dict[str, Any], windows: list[int | None]) -> None:
-    assert [layer_window(config, layer) for layer in range(2)] == windows
+    assert [get_layer_window(config, layer) for layer in range(2)] == windows

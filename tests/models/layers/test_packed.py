@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame.models.layers.packed import can_pack, pack, packed_linear, padded_rows
+from frame.models.layers.packed import can_pack, pack_weight, packed_linear, padded_rows
 
 
 def test_padded_numbers_of_rows_are_few_and_near() -> None:
@@ -24,6 +24,6 @@ def test_a_padded_product_is_the_product(count: int) -> None:
     if not can_pack(weight):
         pytest.skip("this CPU packs nothing")
     x, bias = torch.randn(count, 32).bfloat16(), torch.randn(48).bfloat16()
-    out = packed_linear(x, pack(weight), bias)
+    out = packed_linear(x, pack_weight(weight), bias)
     assert out.shape == (count, 48)
     torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=0.02, atol=0.05)

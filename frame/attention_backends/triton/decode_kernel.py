@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.merge import merge_parts
-from frame.attention_backends.triton.scan import LOG2E, TAIL, load_rows, matched, scan_keys
-from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW
+from frame.attention_backends.triton.merge_kernel import merge_parts
+from frame.attention_backends.triton.online_softmax import LOG2E, TAIL, attend_keys, cast_queries, load_rows
+from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
 
 SHARED_PART = tl.constexpr(1 << 16)  # own parts are counted below it
 
@@ -43,14 +43,14 @@ def arrive_own(arrival, own_count, shared_count, TILE_ROWS: tl.constexpr):
 
 
 @triton.jit
-def scan_item(
+def attend_item(
     q1_pointer,
     q2_pointer,
     row,  # [M]
     head,  # [M]
     valid,
-    top,
-    total,
+    row_max,
+    row_sum,
     begin,
     end,
     scale,
@@ -79,7 +79,7 @@ def scan_item(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    SHARED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     LANES: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -87,15 +87,15 @@ def scan_item(
     """One item's keys -> (result of each lane, logarithm (base 2) of its sum of weights)."""
     row = row.to(tl.int64)
     q1 = load_rows(q1_pointer, row * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
-    q1 = matched(q1, k1_pointer, UPCAST)
+    q1 = cast_queries(q1, k1_pointer, UPCAST)
     q2 = load_rows(q2_pointer, row * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
-    q2 = matched(q2, k1_pointer, UPCAST)
-    top, total, acc = scan_keys(
+    q2 = cast_queries(q2, k1_pointer, UPCAST)
+    row_max, row_sum, acc = attend_keys(
         q1,
         q2,
         row,
-        top,
-        total,
+        row_max,
+        row_sum,
         tl.zeros([LANES, BLOCK_VALUE], tl.float32),
         begin,
         end,
@@ -121,13 +121,13 @@ def scan_item(
         BLOCK_KEYS,
         0,
         SOFT_CAP,
-        SHARED,
+        VALUES_IN_KEYS,
         TAIL,
         False,
         WIDE,
         UPCAST,
     )
-    return acc * (value_scale / total)[:, None], top + tl.log2(total)
+    return acc * (value_scale / row_sum)[:, None], row_max + tl.log2(row_sum)
 
 
 @triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "own_items"])
@@ -180,10 +180,10 @@ def decode_kernel(
     BLOCK_KEYS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    SHARED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
-    MERGES: tl.constexpr,  # False: `merge_kernel` does
+    MERGE_IN_KERNEL: tl.constexpr,  # False: `merge_kernel` does
     PDL: tl.constexpr,
 ):
     """Grid: (kv heads * blocks of `HEADS` query heads, items)."""
@@ -213,16 +213,16 @@ def decode_kernel(
             valid = (in_tile < tl.load(item + 4)) & (in_group < GROUP) & (in_tile < TILE_ROWS)
             head = kv_head * GROUP + in_group
             row = tl.load(order_pointer + which + in_tile, mask=valid, other=0)
-            top = tl.full([TILE_LANES], float("-inf"), tl.float32)
-            total = tl.zeros([TILE_LANES], tl.float32)
-            out, weight = scan_item(
+            row_max = tl.full([TILE_LANES], float("-inf"), tl.float32)
+            row_sum = tl.zeros([TILE_LANES], tl.float32)
+            out, weight = attend_item(
                 q1_pointer,
                 q2_pointer,
                 row,
                 head,
                 valid,
-                top,
-                total,
+                row_max,
+                row_sum,
                 begin,
                 end,
                 scale,
@@ -251,7 +251,7 @@ def decode_kernel(
                 BLOCK_VALUE,
                 TILE_KEYS,
                 SOFT_CAP,
-                SHARED,
+                VALUES_IN_KEYS,
                 TILE_LANES,
                 WIDE,
                 UPCAST,
@@ -260,7 +260,7 @@ def decode_kernel(
             mask = valid[:, None] & (columns < VALUE)[None, :]
             tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
             tl.store(weights_pointer + line, weight, mask=valid)
-            if MERGES:
+            if MERGE_IN_KERNEL:
                 arrive_shared(arrivals + row * tl.num_programs(0) + tl.program_id(0), valid & (lane % HEADS == 0))
     elif index < num_items:
         lane = tl.arange(0, BLOCK_QUERIES)
@@ -274,20 +274,20 @@ def decode_kernel(
         shared_first = tl.load(info + 2)
         shared_count = tl.load(info + 3)
         within = tl.load(info + 4)
-        top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_QUERIES], tl.float32)
+        row_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
         if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation, then a value of the device
             if index - num_shared == own_first:  # the sink belongs to the row, not to each of its parts
-                top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-                total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
-        out, weight = scan_item(
+                row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+                row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
+        out, weight = attend_item(
             q1_pointer,
             q2_pointer,
             row,
             head,
             valid,
-            top,
-            total,
+            row_max,
+            row_sum,
             begin,
             end,
             scale,
@@ -316,7 +316,7 @@ def decode_kernel(
             BLOCK_VALUE,
             BLOCK_KEYS,
             SOFT_CAP,
-            SHARED,
+            VALUES_IN_KEYS,
             BLOCK_QUERIES,
             WIDE,
             UPCAST,
@@ -329,7 +329,7 @@ def decode_kernel(
             line = ((index - num_shared) * NUM_HEADS + head).to(tl.int64)
             tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
             tl.store(weights_pointer + line, weight, mask=valid)
-            if MERGES:
+            if MERGE_IN_KERNEL:
                 few = tl.arange(0, HEAD_LANES)
                 valid_few = (few < HEADS) & (first_head + few < GROUP)
                 head_few = kv_head * GROUP + first_head + few

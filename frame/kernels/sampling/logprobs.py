@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, options, power_of_2, wait_for_previous
-from frame.kernels.sampling.filtering import Filters, candidates, order_of, value_of, whole_mass
-from frame.kernels.sampling.sampling import NOWHERE, load_logits, scale_of, survey
+from frame.kernels.launch import launch_dependents, launch_options, next_power_of_2, wait_for_previous
+from frame.kernels.sampling.filtering import Filters, find_candidates, from_sortable, sum_block_weights, to_sortable
+from frame.kernels.sampling.sampling import NO_COLUMN, compute_block_stats, load_inverse_temperature, load_logits
 
 TILE = 4096  # columns at once where a row is ranked whole
 LEAST = tl.constexpr(-(2**31))
@@ -22,11 +22,11 @@ _WARPS = 4
 
 
 @triton.jit
-def next_after(orders, columns, order, column):
+def find_next(orders, columns, order, column):
     """-> (order, column) of the greatest value behind the given one, of equals the first."""
     behind = (orders < order) | ((orders == order) & (columns > column))
     highest = tl.max(tl.where(behind, orders, LEAST), 0)
-    return highest, tl.min(tl.where(behind & (orders == highest), columns, NOWHERE), 0)
+    return highest, tl.min(tl.where(behind & (orders == highest), columns, NO_COLUMN), 0)
 
 
 @triton.jit(do_not_specialize=["num_top"])
@@ -36,8 +36,8 @@ def rank_kernel(
     temperature,  # float32 [rows], all ln 2
     token_ids,  # int64 [rows]
     best,
-    tops,
-    masses,
+    block_max,
+    block_weight,
     bounds,
     counts,
     values_in,
@@ -55,11 +55,11 @@ def rank_kernel(
     PDL: tl.constexpr,
 ):
     """One row."""
-    begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
     top = tl.load(best + row)
-    whole = whole_mass(tops, masses, row, num_blocks, top, scale_of(temperature, row), BLOCKS)
+    whole = sum_block_weights(block_max, block_weight, row, num_blocks, top, load_inverse_temperature(temperature, row), BLOCKS)
     normaliser = top + tl.log(whole).to(tl.float32)
     token = tl.load(token_ids + row)
     chosen = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
@@ -70,34 +70,34 @@ def rank_kernel(
         is_gathered = (tl.load(bounds + row) < float("inf")) & (count <= CANDIDATES) & (count >= num_top)
         places = tl.arange(0, CANDIDATES)
         there = places < tl.where(is_gathered, count, 0)
-        orders = tl.where(there, order_of(tl.load(values_in + row * CANDIDATES + places), 0), LEAST)
-        columns = tl.where(there, tl.load(columns_in + row * CANDIDATES + places), NOWHERE)
+        orders = tl.where(there, to_sortable(tl.load(values_in + row * CANDIDATES + places), 0), LEAST)
+        columns = tl.where(there, tl.load(columns_in + row * CANDIDATES + places), NO_COLUMN)
         for rank in range(num_top):
             if is_gathered:
-                order, column = next_after(orders, columns, order, column)
+                order, column = find_next(orders, columns, order, column)
             else:
-                highest, first = LEAST + 0 * rank, NOWHERE + 0 * rank
+                highest, first = LEAST + 0 * rank, NO_COLUMN + 0 * rank
                 for start in range(0, vocab, TILE):
                     inside = start + tl.arange(0, TILE)
-                    ranked = order_of(load_logits(logits, row, stride, inside, vocab), 0)
+                    ranked = to_sortable(load_logits(logits, row, stride, inside, vocab), 0)
                     ranked = tl.where(inside < vocab, ranked, LEAST)
-                    candidate, place = next_after(ranked, inside, order, column)
+                    candidate, place = find_next(ranked, inside, order, column)
                     first = tl.where(candidate > highest, place, first)
                     highest = tl.maximum(candidate, highest)
                 order, column = highest, first
             tl.store(top_ids + row * num_top + rank, tl.minimum(column, vocab - 1).to(tl.int64))
-            tl.store(top_logprobs + row * num_top + rank, value_of(order, 0) - normaliser)
+            tl.store(top_logprobs + row * num_top + rank, from_sortable(order, 0) - normaliser)
 
 
-def likelihoods(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top` likeliest, at most all; of equals the
     first) under logits [n, vocab] of any float type. float32 and int64."""
     rows, vocab = logits.shape
     device = logits.device
     num_top = min(num_top, vocab)
     temperature = torch.full((rows,), math.log(2.0), device=device)
-    seen = survey(logits, temperature, with_peaks=num_top > 0)
-    best = seen.tops.amax(dim=1)
+    stats = compute_block_stats(logits, temperature, with_group_max=num_top > 0)
+    best = stats.block_max.amax(dim=1)
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     top_ids = torch.empty(rows, num_top, dtype=torch.int64, device=device)
     top_logprobs = torch.empty(rows, num_top, dtype=torch.float32, device=device)
@@ -105,12 +105,13 @@ def likelihoods(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> 
     if num_top:
         top_k = torch.full_like(token_ids, num_top, dtype=torch.int32)
         wanted = Filters(temperature, best, top_k, torch.ones_like(best), torch.full_like(best, -math.inf))
-        among = candidates(logits, wanted, best, seen)
+        among = find_candidates(logits, wanted, best, stats)
         found = (among.bounds, among.counts, among.values, among.columns)
     room = found[2].shape[1] if num_top else 1
     rank_kernel[(rows,)](
-        logits, logits.stride(0), temperature, token_ids, best, seen.tops, seen.masses, *found, logprobs, top_ids, top_logprobs,
-        vocab, seen.num_blocks, num_top,
-        power_of_2(seen.num_blocks), room, TILE, num_top > 0, **options(device, _WARPS),
+        logits, logits.stride(0), temperature, token_ids, best, stats.block_max, stats.block_weight, *found,
+        logprobs, top_ids, top_logprobs,
+        vocab, stats.num_blocks, num_top,
+        next_power_of_2(stats.num_blocks), room, TILE, num_top > 0, **launch_options(device, _WARPS),
     )  # fmt: skip
     return logprobs, top_ids, top_logprobs

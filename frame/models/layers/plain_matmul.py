@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _TYPES = (torch.bfloat16, torch.float16)
 
 
-class Product:
+class PlainMatmul:
     """[…, inputs] times `weight` [outputs, inputs], transposed, for as long as the weight keeps its size and place.
 
     Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear.linear`); others, and code that is being
@@ -32,16 +32,16 @@ class Product:
         self._programs = 0  # of the kernel for gate and up of many rows; none without it
         self._batches: tuple[int, ...] = ()  # fewer rows that it is for, too
         self._is_compiled = False  # that kernel
-        if kernels.usable(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
+        if kernels.can_use_triton(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
             from frame.kernels.linear.linear import skinny_linear  # loads Triton
-            from frame.kernels.linear.linear_plan import plans
+            from frame.kernels.linear.linear_plan import choose_plans
 
             self._skinny = skinny_linear
             outputs, inputs = weight.shape
-            chip = kernels.shared_memory(weight.device), kernels.streams(weight.device)
-            self._plans = plans(outputs, inputs, False, *chip)
+            chip = kernels.get_shared_memory(weight.device), kernels.supports_tma_streaming(weight.device)
+            self._plans = choose_plans(outputs, inputs, False, *chip)
             if outputs % 2 == 0:
-                self._gated_plans = plans(outputs, inputs, True, *chip)
+                self._gated_plans = choose_plans(outputs, inputs, True, *chip)
                 self._prepare_many(weight)
             self._prepare_streams()
 
@@ -52,7 +52,7 @@ class Product:
             return F.linear(x, weight, bias)
         return self._few(plan, x, weight, bias)
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
         plan = _pick(self._gated_plans, x)
         if plan is not None:
@@ -68,15 +68,15 @@ class Product:
             self._stream = stream_linear
 
     def _prepare_many(self, weight: torch.Tensor) -> None:
-        from frame.kernels.launch import processors
+        from frame.kernels.launch import count_tma_processors
         from frame.kernels.linear import gated_linear
 
-        self._many, self._programs = gated_linear, processors(weight.device)
+        self._many, self._programs = gated_linear, count_tma_processors(weight.device)
         self.multiply_many = gated_linear.gated_linear
-        if kernels.streams(weight.device):
+        if kernels.supports_tma_streaming(weight.device):
             from frame.kernels.linear import gated_prefill
 
-            if gated_prefill.fits(len(weight) // 2, weight.shape[1]):
+            if gated_prefill.can_tile(len(weight) // 2, weight.shape[1]):
                 self.multiply_many, self._batches = gated_prefill.gated_prefill, gated_prefill.BATCHES
 
     def _few(self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Product:
         return self._stream(x, weight, bias, plan, gated)
 
     def _gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        if not self._many.fits(x, weight):
+        if not self._many.can_use_tma(x, weight):
             return None
         if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
             self._is_compiled = True

@@ -6,11 +6,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.schedule import HEADER, ROW
+from frame.attention_backends.triton.split_schedule import HEADER, ROW
 
 
 @triton.jit
-def part_line(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
+def locate_part(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
     """Where a row and head's `part`-th part lies: parts of shared prefixes (by item, row of the tile, head) behind own ones."""
     own = (own_first + part) * NUM_HEADS + head
     if TILE_ROWS > 0:
@@ -41,7 +41,7 @@ def load_part(
     """-> (logarithm of its sum of weights [N], -inf where a row has no such part; 1 or 0 [N]; its result [N, value])."""
     columns = tl.arange(0, BLOCK_VALUE)
     used = valid & (part < own_count + shared_count)
-    line = part_line(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS, NUM_HEADS)
+    line = locate_part(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS, NUM_HEADS)
     # other programs wrote them while this one ran: not from the first-level cache
     weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
     mask = used[:, None] & (columns < VALUE)[None, :]
@@ -50,12 +50,12 @@ def load_part(
 
 
 @triton.jit
-def combine(top, total, acc, other_top, other_total, other_acc):
+def merge_softmax(row_max, row_sum, acc, other_max, other_sum, other_acc):
     """Two running softmaxes as one."""
-    new_top = tl.maximum(top, other_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade, share = tl.exp2(top - base), tl.exp2(other_top - base)
-    return new_top, total * fade + other_total * share, acc * fade[:, None] + other_acc * share[:, None]
+    new_max = tl.maximum(row_max, other_max)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale, other_rescale = tl.exp2(row_max - base), tl.exp2(other_max - base)
+    return new_max, row_sum * rescale + other_sum * other_rescale, acc * rescale[:, None] + other_acc * other_rescale[:, None]
 
 
 @triton.jit
@@ -82,32 +82,32 @@ def merge_parts(
 ):
     """Weighs the parts of rows and heads and writes their result. Four parts are on their way at once, and what is done with them is
     done by the thread that loaded them."""
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
+    row_max = tl.full([LANES], float("-inf"), tl.float32)
+    row_sum = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
     for part in range(0, tl.max(tl.where(valid, own_count + shared_count, 0), 0), 4):
-        top0, total0, acc0 = load_part(
+        max0, sum0, acc0 = load_part(
             parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part,
             own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
         )  # fmt: skip
-        top1, total1, acc1 = load_part(
+        max1, sum1, acc1 = load_part(
             parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 1,
             own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
         )  # fmt: skip
-        top2, total2, acc2 = load_part(
+        max2, sum2, acc2 = load_part(
             parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 2,
             own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
         )  # fmt: skip
-        top3, total3, acc3 = load_part(
+        max3, sum3, acc3 = load_part(
             parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 3,
             own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
         )  # fmt: skip
-        top0, total0, acc0 = combine(top0, total0, acc0, top1, total1, acc1)
-        top2, total2, acc2 = combine(top2, total2, acc2, top3, total3, acc3)
-        top0, total0, acc0 = combine(top0, total0, acc0, top2, total2, acc2)
-        top, total, acc = combine(top, total, acc, top0, total0, acc0)
+        max0, sum0, acc0 = merge_softmax(max0, sum0, acc0, max1, sum1, acc1)
+        max2, sum2, acc2 = merge_softmax(max2, sum2, acc2, max3, sum3, acc3)
+        max0, sum0, acc0 = merge_softmax(max0, sum0, acc0, max2, sum2, acc2)
+        row_max, row_sum, acc = merge_softmax(row_max, row_sum, acc, max0, sum0, acc0)
     columns = tl.arange(0, BLOCK_VALUE)
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
     tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from frame.kernels.launch import power_of_2
+from frame.kernels.launch import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Tile:
     stages: int
     registers: int | None = None  # most of a thread
 
-    def constants(self, group: int) -> dict[str, Any]:
+    def make_constants(self, group: int) -> dict[str, Any]:
         """What a kernel is compiled with for it, but for the warps; `group`: query heads that share keys."""
         return {
             "HEADS": min(group, self.queries),
@@ -37,14 +37,14 @@ class Tile:
 
 def padded(width: int) -> int:
     """The tile width of `width` columns: a power of two that `tl.dot` takes."""
-    return max(16, power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
     """A width as a power of two and a rest, so that 192 costs 128 + 64 instead of 256."""
     if padded(width) == width or width < 32:
         return width, 0
-    largest = power_of_2(width) // 2
+    largest = next_power_of_2(width) // 2
     return largest, width - largest
 
 
@@ -71,19 +71,19 @@ def most_queries(columns: tuple[int, int, int], itemsize: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceLimits:
     """What tile and split sizes depend on."""
 
     processors: int
     shared_memory: int  # bytes that one program may use
 
     @classmethod
-    def of(cls, device: torch.device) -> Device:
+    def of(cls, device: torch.device) -> DeviceLimits:
         if device.type != "cuda":
             return cls(processors=2, shared_memory=128 << 10)
         index = device.index if device.index is not None else torch.cuda.current_device()
-        model_config = triton.runtime.driver.active.utils.get_device_properties(index)
-        return cls(processors=model_config["multiprocessor_count"], shared_memory=model_config["max_shared_mem"])
+        device_limits = triton.runtime.driver.active.utils.get_device_properties(index)
+        return cls(processors=device_limits["multiprocessor_count"], shared_memory=device_limits["max_shared_mem"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class DecodeSizes:
     tile_keys: int  # keys at once that they read
     programs: int  # a processor, about
     min_keys: int  # of one program; shorter runs spend more on their merge than they gain
-    merges_apart: bool = False  # in a kernel of their own
+    merge_separately: bool = False  # in a kernel of their own
 
 
 def choose_extend(group: int, longest: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
     """Sizes for rows of at most `longest` queries; `gathers`: some keys are read from the cache, page by page."""
-    wanted = power_of_2(longest * group)
+    wanted = next_power_of_2(longest * group)
     if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
         return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a processor
     if columns[1] and not gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
@@ -111,14 +111,14 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
 def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
     """Sizes for `group` heads that share keys of these padded widths."""
     most = most_queries(columns, itemsize)
-    queries = max(16, min(most, power_of_2(group)))
+    queries = max(16, min(most, next_power_of_2(group)))
     tile = choose_tile(queries, columns, itemsize, shared_memory)
     value = columns[2] or columns[0]
     if value > 256:
         programs = 1
         if queries <= 32 and (queries + 3 * 32) * sum(columns) * itemsize <= shared_memory:
             tile, programs = Tile(queries, 32, 4, 3), 2
-        return DecodeSizes(tile, 32, 32, programs, min_keys=128, merges_apart=True)
+        return DecodeSizes(tile, 32, 32, programs, min_keys=128, merge_separately=True)
     return DecodeSizes(
         tile,
         tile_lanes=most,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 
-from frame.attention_backends.shared import key_places
+from frame.attention_backends.shared import locate_keys
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -22,7 +22,7 @@ EXPANDED_KEYS = 1 << 15  # keys of latents that are expanded at once; a longer r
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowRange:
     """Consecutive rows of a step, counted from their own first; int32 on the device but for the Python numbers."""
 
     tokens: slice
@@ -42,60 +42,60 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExpandedChunk:
     """Extends whose latents are expanded together."""
 
-    part: Part
+    part: RowRange
     places: torch.Tensor | None  # int64 [keys] in the cache, rows side by side; None: the keys are this step's own
 
 
 @dataclass(frozen=True, slots=True)
-class TablePlan:
+class PageTablePlan:
     """A step's decodes and extends; None where there are none."""
 
-    decodes: Part | None
-    extends: Part | None
-    pieces: list[Piece]  # the extends again, in pieces, where latents are expanded
+    decodes: RowRange | None
+    extends: RowRange | None
+    chunks: list[ExpandedChunk]  # the extends again, in pieces, where latents are expanded
 
 
-class TableBackend(AttentionBackend):
-    """A backend whose kernels take tables of pages. `plan` is a `TablePlan`."""
+class PageTableBackend(AttentionBackend):
+    """A backend whose kernels take tables of pages. `plan` is a `PageTablePlan`."""
 
-    table_keys = 1  # a row's table holds pages for a multiple of so many tokens
-    expands = False  # whether extends run over expanded latents
+    table_multiple = 1  # a row's table holds pages for a multiple of so many tokens
+    expands_latents = False  # whether extends run over expanded latents
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._tables: torch.Tensor | None = None  # of captured decodes
 
-    def plan(self, batch: ForwardBatch) -> TablePlan:
+    def plan(self, batch: ForwardBatch) -> PageTablePlan:
         first, rows = batch.num_decodes, batch.num_rows
-        decodes = self._part(batch, 0, first) if first else None
-        extends = self._part(batch, first, rows) if first < rows else None
-        pieces = list(self._pieces(batch)) if extends is not None and self.expands else []
-        return TablePlan(decodes, extends, pieces)
+        decodes = self._make_range(batch, 0, first) if first else None
+        extends = self._make_range(batch, first, rows) if first < rows else None
+        chunks = list(self._make_chunks(batch)) if extends is not None and self.expands_latents else []
+        return PageTablePlan(decodes, extends, chunks)
 
-    def capture_plan(self, batch: ForwardBatch) -> TablePlan:
+    def capture_plan(self, batch: ForwardBatch) -> PageTablePlan:
         limits, rows = self.context.limits, batch.num_rows
         if self._tables is None:
             width = self._width(batch, batch.page_table.shape[1])
             self._tables = torch.zeros(limits.max_running_requests, width, dtype=torch.int32, device=self.context.device)
-        part = Part(slice(0, rows), self._tables[:rows], batch.seq_lens, batch.query_starts, 1, limits.max_context)
-        plan = TablePlan(part, None, [])
+        part = RowRange(slice(0, rows), self._tables[:rows], batch.seq_lens, batch.query_starts, 1, limits.max_context)
+        plan = PageTablePlan(part, None, [])
         self.replay_plan(plan, batch)
         return plan
 
-    def replay_plan(self, plan: TablePlan, batch: ForwardBatch) -> None:
+    def replay_plan(self, plan: PageTablePlan, batch: ForwardBatch) -> None:
         if plan.decodes is not None:
             plan.decodes.table[:, : batch.page_table.shape[1]].copy_(batch.page_table.index_select(0, batch.request_slots))
 
-    def _part(self, batch: ForwardBatch, first: int, last: int) -> Part:
+    def _make_range(self, batch: ForwardBatch, first: int, last: int) -> RowRange:
         host = batch.host
         start = int(host.query_lens[:first].sum())
         queries, keys = host.query_lens[first:last], host.seq_lens[first:last]
         width = self._width(batch, -(-int(keys.max()) // batch.kv.page_size))
         table = batch.page_table[:, :width].index_select(0, batch.request_slots[first:last])
-        return Part(
+        return RowRange(
             tokens=slice(start, start + int(queries.sum())),
             table=F.pad(table, (0, width - table.shape[1])) if table.shape[1] < width else table,
             seq_lens=batch.seq_lens[first:last],
@@ -105,22 +105,22 @@ class TableBackend(AttentionBackend):
         )
 
     def _width(self, batch: ForwardBatch, pages: int) -> int:
-        multiple = max(1, self.table_keys // batch.kv.page_size)
+        multiple = max(1, self.table_multiple // batch.kv.page_size)
         return -(-pages // multiple) * multiple
 
-    def _pieces(self, batch: ForwardBatch) -> Iterator[Piece]:
+    def _make_chunks(self, batch: ForwardBatch) -> Iterator[ExpandedChunk]:
         first, keys = batch.num_decodes, batch.host.seq_lens.astype(np.int64)
         while first < batch.num_rows:
             fits = int(np.searchsorted(np.cumsum(keys[first:]), EXPANDED_KEYS, side="right"))
             last = first + max(1, fits)
-            part = self._part(batch, first, last)
+            part = self._make_range(batch, first, last)
             is_fresh = bool((keys[first:last] == batch.host.query_lens[first:last]).all())
-            yield Piece(part, None if is_fresh else key_places(batch, first, int(keys[first:last].sum()), last))
+            yield ExpandedChunk(part, None if is_fresh else locate_keys(batch, first, int(keys[first:last].sum()), last))
             first = last
 
 
-def latents_of(piece: Piece, latent: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+def gather_latents(chunk: ExpandedChunk, latent: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
     """The piece's latents side by side: this step's own, or those of the cache [pages, page_size, width]."""
-    if piece.places is None:
-        return latent[piece.part.tokens]
-    return cached.view(-1, cached.shape[-1]).index_select(0, piece.places)
+    if chunk.places is None:
+        return latent[chunk.part.tokens]
+    return cached.view(-1, cached.shape[-1]).index_select(0, chunk.places)

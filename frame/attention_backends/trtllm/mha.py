@@ -13,22 +13,22 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends.libraries import TRTLLM_MHA, WorkspaceOptions
+from frame.attention_backends.page_tables import PageTableBackend, PageTablePlan, RowRange
 from frame.attention_backends.shared import dense
-from frame.attention_backends.tables import Part, TableBackend, TablePlan
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
-class HeadKernels:
+class MHAKernels:
     """The library's functions."""
 
     decode: Callable[..., Any]  # trtllm_batch_decode_with_kv_cache
     context: Callable[..., Any]  # trtllm_batch_context_with_kv_cache
 
     @classmethod
-    def load(cls) -> HeadKernels:
+    def load(cls) -> MHAKernels:
         """Imports the library. Raises ImportError with what it lacks."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache
@@ -36,20 +36,20 @@ class HeadKernels:
         return cls(trtllm_batch_decode_with_kv_cache, trtllm_batch_context_with_kv_cache)
 
 
-class TrtllmHeadsBackend(TableBackend):
+class TrtllmMHABackend(PageTableBackend):
     """Decodes by the generation kernels, extends by the context kernels."""
 
     capabilities: ClassVar[AttentionCapabilities] = TRTLLM_MHA
-    table_keys = 128
+    table_multiple = 128
 
-    def __init__(self, context: BuildContext, options: BaseModel | None = None, kernels: HeadKernels | None = None) -> None:
+    def __init__(self, context: BuildContext, options: BaseModel | None = None, kernels: MHAKernels | None = None) -> None:
         super().__init__(context, options)
-        self._kernels = kernels or HeadKernels.load()
+        self._kernels = kernels or MHAKernels.load()
         size = (options if isinstance(options, WorkspaceOptions) else WorkspaceOptions()).workspace_mib << 20
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)  # the kernels' counters begin at zero
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        plan: TablePlan = batch.plan
+        plan: PageTablePlan = batch.plan
         q = dense(q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         cache = batch.kv.layer(spec.layer)
@@ -68,7 +68,7 @@ class TrtllmHeadsBackend(TableBackend):
         return out
 
     def _arguments(
-        self, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...], out: torch.Tensor, part: Part
+        self, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...], out: torch.Tensor, part: RowRange
     ) -> dict[str, Any]:
         return {
             "query": q[part.tokens],

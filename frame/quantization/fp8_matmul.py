@@ -23,7 +23,7 @@ _MULTIPLE = 16  # of both sizes, for PyTorch's products
 _FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
 
-class Fp8Product:
+class Fp8Matmul:
     """[…, inputs] times a weight [outputs, inputs], transposed, for as long as the weight and its scales keep their sizes and places."""
 
     def __init__(self, weight: torch.Tensor, scales: Scales) -> None:
@@ -31,11 +31,11 @@ class Fp8Product:
 
         outputs, inputs = weight.shape
         device = weight.device
-        self._narrow, self._few = fp8_linear.narrow_linear, fp8_linear.MOST_ROWS
-        each, room = range(self._few + 1), kernels.shared_memory(device)
+        self._narrow, self._few = fp8_linear.skinny_fp8_linear, fp8_linear.MAX_ROWS
+        each, room = range(self._few + 1), kernels.get_shared_memory(device)
         sizes = (outputs, inputs, scales.columns)
-        self._plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fitted(room) for rows in each]
-        self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fitted(room, 2) for rows in each]
+        self._plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fit_shared_memory(room) for rows in each]
+        self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
         self._can_gate = outputs % (2 * max(scales.rows, 1)) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
         self._quantize = fp8_quantize.quantize_groups if scales.columns else fp8_quantize.quantize_rows
@@ -44,16 +44,16 @@ class Fp8Product:
         # rows a multiple of four scales long, as cuBLAS wants them
         self._scales = F.pad(scales.values, (0, -scales.values.shape[1] % 4)) if scales.columns else scales.values
         self._one = torch.ones((), device=device)
-        self._pdl = kernels.pdl(device)
+        self._pdl = kernels.supports_pdl(device)
         self._multiplies_many = device.type == "cuda" and (
             not scales.columns or torch.cuda.get_device_capability(device) == (9, 0)  # which cuBLAS has products of blocks for
         )
 
     @classmethod
-    def find(cls, weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> Fp8Product | None:
+    def create(cls, weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> Fp8Matmul | None:
         """None where no kernel multiplies this weight on its device, or with activations of this type."""
         device = weight.device
-        if not (kernels.usable(device) and kernels.converts_fp8(device)) or (dtype not in _TYPES and device.type == "cuda"):
+        if not (kernels.can_use_triton(device) and kernels.supports_fp8(device)) or (dtype not in _TYPES and device.type == "cuda"):
             return None
         is_whole = not any(size % _MULTIPLE for size in weight.shape)
         if scales.columns:
@@ -71,7 +71,7 @@ class Fp8Product:
                 out += bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """SiLU of the first half of the outputs times the second, […, outputs / 2]; None for more rows than few."""
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         rows = flat.shape[0]

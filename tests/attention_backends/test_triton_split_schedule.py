@@ -15,13 +15,13 @@ pytestmark = [
 ]
 
 
-def items_of(lengths, cut, groups=()):  # type: ignore[no-untyped-def]
+def items_of(lengths, config, groups=()):  # type: ignore[no-untyped-def]
     """(items [n, 8], shared items, rows [n, 8]) of a schedule; `groups` of (rows, shared keys) from the first row on."""
-    from frame.attention_backends.triton.prefixes import FIELDS
-    from frame.attention_backends.triton.schedule import HEADER, ITEM, ROW, make_schedule
+    from frame.attention_backends.triton.shared_prefixes import FIELDS
+    from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW, make_schedule
 
     rows = len(lengths)
-    prefixes = torch.zeros(FIELDS, cut.capacity, dtype=torch.int32)
+    prefixes = torch.zeros(FIELDS, config.capacity, dtype=torch.int32)
     at = 0
     for size, shared in groups:
         there = torch.arange(at, at + size, dtype=torch.int32)
@@ -32,18 +32,18 @@ def items_of(lengths, cut, groups=()):  # type: ignore[no-untyped-def]
         prefixes[4, at : at + size] = there
         at += size
     slots = torch.arange(rows) + 5
-    found = make_schedule(cut, rows, torch.tensor(lengths, dtype=torch.int32), slots, prefixes, pdl=False).numpy()
-    info = found[HEADER.value :][: cut.capacity * ROW.value].reshape(-1, ROW.value)[:rows]
-    items = found[HEADER.value + cut.capacity * ROW.value :][: cut.items(cut.capacity) * ITEM.value].reshape(-1, ITEM.value)
-    assert found[0] <= cut.items(rows), "more items than the grid has room for"
-    assert (found[len(found) - cut.capacity * cut.blocks :][: rows * cut.blocks] == 0).all()
+    found = make_schedule(config, rows, torch.tensor(lengths, dtype=torch.int32), slots, prefixes, pdl=False).numpy()
+    info = found[HEADER.value :][: config.capacity * ROW.value].reshape(-1, ROW.value)[:rows]
+    items = found[HEADER.value + config.capacity * ROW.value :][: config.count_items(config.capacity) * ITEM.value].reshape(-1, ITEM.value)
+    assert found[0] <= config.count_items(rows), "more items than the grid has room for"
+    assert (found[len(found) - config.capacity * config.blocks :][: rows * config.blocks] == 0).all()
     return items[: found[0]], int(found[1]), info
 
 
-def cut_of(**values):  # type: ignore[no-untyped-def]
-    from frame.attention_backends.triton.schedule import Cut
+def make_config(**values):  # type: ignore[no-untyped-def]
+    from frame.attention_backends.triton.split_schedule import SplitConfig
 
-    return Cut(
+    return SplitConfig(
         **{"capacity": 300, "heads": 4, "blocks": 4, "target": 33, "min_keys": 64, "block_keys": 64, "window": 0, "tile_rows": 0, **values}
     )
 
@@ -51,7 +51,7 @@ def cut_of(**values):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("lengths", [[1], [512], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])
 @pytest.mark.parametrize("window", [0, 128])
 def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
-    items, shared, info = items_of(lengths, cut_of(window=window))
+    items, shared, info = items_of(lengths, make_config(window=window))
     assert shared == 0
     longest = 0
     for row, length in enumerate(lengths):
@@ -70,25 +70,25 @@ def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_few_rows_take_one_round_of_programs(rows: int) -> None:
-    cut = cut_of()
-    items, _, _ = items_of([16_000 + row for row in range(rows)], cut)
-    assert cut.items(rows) == cut.target
-    assert 0.45 * cut.target < len(items) <= cut.target
+    config = make_config()
+    items, _, _ = items_of([16_000 + row for row in range(rows)], config)
+    assert config.count_items(rows) == config.target
+    assert 0.45 * config.target < len(items) <= config.target
 
 
 def test_many_rows_alike_stay_whole() -> None:
-    items, _, _ = items_of([1000 + row for row in range(64)], cut_of())
+    items, _, _ = items_of([1000 + row for row in range(64)], make_config())
     assert len(items) == 64
 
 
 def test_a_long_row_takes_the_whole_device() -> None:
-    items, _, _ = items_of([50_000, *[10] * 100], cut_of())
+    items, _, _ = items_of([50_000, *[10] * 100], make_config())
     assert len(items) >= 100 + 26
 
 
 def test_shared_items_hold_a_prefix_once_for_each_tile_of_rows() -> None:
     lengths = [700, 650, 641, 900, 660, 20, 3000, 2100, 2049]
-    items, shared, info = items_of(lengths, cut_of(tile_rows=2, target=9), groups=((5, 640), (1, 0), (3, 2048)))
+    items, shared, info = items_of(lengths, make_config(tile_rows=2, target=9), groups=((5, 640), (1, 0), (3, 2048)))
     for row, (prefix, tile, within, rows) in enumerate(
         [
             (640, 0, 0, 2),

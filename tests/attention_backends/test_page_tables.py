@@ -11,31 +11,31 @@ from typing import Any
 import pytest
 import torch
 
-from frame.attention_backends import tables
+from frame.attention_backends import page_tables
 from frame.attention_backends.fa3 import FlashAttention3Backend
 from frame.attention_backends.flashmla import FlashMLABackend, FlashMLAKernels
 from frame.attention_backends.libraries import FA3, FLASHMLA, TRTLLM_MHA, TRTLLM_MLA, WorkspaceOptions
-from frame.attention_backends.tables import TableBackend
-from frame.attention_backends.trtllm.heads import HeadKernels, TrtllmHeadsBackend
-from frame.attention_backends.trtllm.latent import LatentKernels, TrtllmLatentBackend
+from frame.attention_backends.page_tables import PageTableBackend
+from frame.attention_backends.trtllm.mha import MHAKernels, TrtllmMHABackend
+from frame.attention_backends.trtllm.mla import MLAKernels, TrtllmMLABackend
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.plugins.loader import load_registry
 from frame.testing import attention_cases
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_batch import Rows, build_context
-from tests.attention_backends import fake_tables as fake
+from tests.attention_backends import fake_page_tables as fake
 
 Case = attention_cases.Case
 
 
-def make(name: str, case: Case) -> TableBackend:
+def make(name: str, case: Case) -> PageTableBackend:
     context = build_context(case.device, case.dtype, case.page_size)
     if name == "trtllm_mha":
-        kernels = HeadKernels(fake.trtllm_batch_decode_with_kv_cache, fake.trtllm_batch_context_with_kv_cache)
-        return TrtllmHeadsBackend(context, WorkspaceOptions(), kernels)
+        kernels = MHAKernels(fake.trtllm_batch_decode_with_kv_cache, fake.trtllm_batch_context_with_kv_cache)
+        return TrtllmMHABackend(context, WorkspaceOptions(), kernels)
     if name == "trtllm_mla":
-        latent = LatentKernels(fake.trtllm_batch_decode_with_kv_cache_mla, fake.trtllm_ragged_attention_deepseek)
-        return TrtllmLatentBackend(context, WorkspaceOptions(), latent)
+        latent = MLAKernels(fake.trtllm_batch_decode_with_kv_cache_mla, fake.trtllm_ragged_attention_deepseek)
+        return TrtllmMLABackend(context, WorkspaceOptions(), latent)
     if name == "fa3":
         return FlashAttention3Backend(context, attend=fake.flash_attn_with_kvcache)
     return FlashMLABackend(context, kernels=FlashMLAKernels(fake.flash_mla_with_kvcache, fake.get_mla_metadata))
@@ -65,7 +65,7 @@ def test_calls_compute_attention(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("keys", [1, 40, 10_000])
 def test_latents_are_expanded_in_pieces(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
-    monkeypatch.setattr(tables, "EXPANDED_KEYS", keys)
+    monkeypatch.setattr(page_tables, "EXPANDED_KEYS", keys)
     rows = Rows.of([40], [(0, 21), (34, 9), (0, 30), (0, 2)])
     suite.check_case(lambda found: make("trtllm_mla", found), Case(rows, **attention_cases.LATENT))
 

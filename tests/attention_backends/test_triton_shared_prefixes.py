@@ -23,7 +23,7 @@ def host_of(lengths: list[int], groups: tuple[tuple[int, int], ...], seed: int =
 
 def found_groups(lengths: list[int], groups: tuple[tuple[int, int], ...]) -> dict[int, set[int]] | None:
     """Rows by keys that they share."""
-    from frame.attention_backends.triton.prefixes import group_prefixes
+    from frame.attention_backends.triton.shared_prefixes import group_prefixes
 
     found = group_prefixes(host_of(lengths, groups), len(lengths), PAGE)
     if found is None:
@@ -55,7 +55,7 @@ def test_groups_of_different_lengths() -> None:
 
 def test_deeper_groups_win_where_they_save_more() -> None:
     """All rows have 20 pages in common, and two halves 250 each."""
-    from frame.attention_backends.triton.prefixes import group_prefixes
+    from frame.attention_backends.triton.shared_prefixes import group_prefixes
 
     host = host_of([5000] * 16, ((8, 250), (8, 250)))
     host.page_table[host.slots[8:], :20] = host.page_table[host.slots[0], :20]
@@ -66,12 +66,12 @@ def test_deeper_groups_win_where_they_save_more() -> None:
 
 
 def test_what_was_found_is_kept_while_the_same_rows_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from frame.attention_backends.triton import prefixes
+    from frame.attention_backends.triton import shared_prefixes
 
     calls = []
-    real = prefixes.group_prefixes
-    monkeypatch.setattr(prefixes, "group_prefixes", lambda *given: calls.append(0) or real(*given))
-    shared = prefixes.SharedPrefixes(torch.device("cpu"), 64)
+    real = shared_prefixes.group_prefixes
+    monkeypatch.setattr(shared_prefixes, "group_prefixes", lambda *given: calls.append(0) or real(*given))
+    shared = shared_prefixes.SharedPrefixes(torch.device("cpu"), 64)
     host = host_of([1900, 1910, 2000, 1890], ((4, 100),))
 
     def update(grown: int, rows: int = 4) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.scan import LOG2E, load_rows, scan_causal
+from frame.attention_backends.triton.online_softmax import LOG2E, attend_causal, load_rows
 
 
 @triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
@@ -20,9 +20,9 @@ def extend_kernel(
     k1_pointer,  # of the cache, if `PAGED`
     k2_pointer,
     v_pointer,
-    own1,  # of keys side by side, if `BESIDE`: pointers, or descriptors if `DESCRIBED`
-    own2,
-    own_v,
+    ragged1,  # of keys side by side, if `HAS_RAGGED`: pointers, or descriptors if `USE_TMA`
+    ragged2,
+    ragged_v,
     out_pointer,
     sinks_pointer,
     tiles,  # int32 [2, num_tiles]: extend row of each tile, its first query within the row
@@ -30,7 +30,7 @@ def extend_kernel(
     seq_lens,  # int32 [rows]
     request_slots,  # int64 [rows]
     page_table,
-    key_starts,  # int32 [extend rows]: where each row's keys begin, if all of them lie side by side (`WHOLE`)
+    key_starts,  # int32 [extend rows]: where each row's keys begin, if all of them lie side by side (`RAGGED_HAS_ALL`)
     num_tiles,
     first_row,  # of the extends among all rows
     table_stride,
@@ -46,12 +46,12 @@ def extend_kernel(
     K2_HEAD: tl.constexpr,
     V_STRIDE: tl.constexpr,
     V_HEAD: tl.constexpr,
-    OWN1_STRIDE: tl.constexpr,
-    OWN1_HEAD: tl.constexpr,
-    OWN2_STRIDE: tl.constexpr,
-    OWN2_HEAD: tl.constexpr,
-    OWN_V_STRIDE: tl.constexpr,
-    OWN_V_HEAD: tl.constexpr,
+    RAGGED1_STRIDE: tl.constexpr,
+    RAGGED1_HEAD: tl.constexpr,
+    RAGGED2_STRIDE: tl.constexpr,
+    RAGGED2_HEAD: tl.constexpr,
+    RAGGED_V_STRIDE: tl.constexpr,
+    RAGGED_V_HEAD: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share keys
@@ -68,11 +68,11 @@ def extend_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    SHARED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     PAGED: tl.constexpr,  # some keys are read from the cache
-    BESIDE: tl.constexpr,  # some keys lie side by side: this step's own, or all
-    WHOLE: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    HAS_RAGGED: tl.constexpr,  # some keys lie side by side: this step's own, or all
+    RAGGED_HAS_ALL: tl.constexpr,
+    USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -104,11 +104,11 @@ def extend_kernel(
     q1 = load_rows(q1_pointer, token * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
     q2 = load_rows(q2_pointer, token * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
     if HAS_SINKS:  # one more logit without a value
-        top = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-        total = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
+        row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
     else:
-        top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_QUERIES], tl.float32)
+        row_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
 
     last = tl.minimum(seq_len, prefix + first_query + per_tile)
@@ -116,15 +116,15 @@ def extend_kernel(
     seen = prefix + first_query + 1  # keys that all queries of the tile see, if there is no window
     begin = 0  # of the keys side by side
     if PAGED:
-        stop = prefix if BESIDE else last
+        stop = prefix if HAS_RAGGED else last
         first = window_start // BLOCK_KEYS * BLOCK_KEYS
         whole = tl.minimum(stop, seen) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
-        top, total, acc = scan_causal(
+        row_max, row_sum, acc = attend_causal(
             q1,
             q2,
             prefix + query,
-            top,
-            total,
+            row_max,
+            row_sum,
             acc,
             first,
             whole,
@@ -151,24 +151,24 @@ def extend_kernel(
             BLOCK_KEYS,
             WINDOW,
             SOFT_CAP,
-            SHARED,
+            VALUES_IN_KEYS,
             False,
             WIDE,
             UPCAST,
         )
         begin = prefix
-    if BESIDE:
-        start = tl.load(key_starts + extend) if WHOLE else token_start - prefix
-        if not WHOLE:
+    if HAS_RAGGED:
+        start = tl.load(key_starts + extend) if RAGGED_HAS_ALL else token_start - prefix
+        if not RAGGED_HAS_ALL:
             begin = prefix
         first = begin + tl.maximum(0, window_start - begin) // BLOCK_KEYS * BLOCK_KEYS
         whole = begin + (tl.minimum(last, seen) - begin) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
-        top, total, acc = scan_causal(
+        row_max, row_sum, acc = attend_causal(
             q1,
             q2,
             prefix + query,
-            top,
-            total,
+            row_max,
+            row_sum,
             acc,
             first,
             whole,
@@ -176,15 +176,15 @@ def extend_kernel(
             scale,
             table,
             start,
-            own1,
-            own2,
-            own_v,
-            kv_head * OWN1_HEAD,
-            kv_head * OWN2_HEAD,
-            kv_head * OWN_V_HEAD,
-            OWN1_STRIDE,
-            OWN2_STRIDE,
-            OWN_V_STRIDE,
+            ragged1,
+            ragged2,
+            ragged_v,
+            kv_head * RAGGED1_HEAD,
+            kv_head * RAGGED2_HEAD,
+            kv_head * RAGGED_V_HEAD,
+            RAGGED1_STRIDE,
+            RAGGED2_STRIDE,
+            RAGGED_V_STRIDE,
             0,
             WIDTH1,
             WIDTH2,
@@ -195,12 +195,12 @@ def extend_kernel(
             BLOCK_KEYS,
             WINDOW,
             SOFT_CAP,
-            SHARED,
-            DESCRIBED,
+            VALUES_IN_KEYS,
+            USE_TMA,
             WIDE,
             UPCAST,
         )
     columns = tl.arange(0, BLOCK_VALUE)
-    out = acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
+    out = acc * (value_scale / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
     places = (token * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
     tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])

@@ -19,18 +19,18 @@ def view(buffer, place, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, FETCHERS: gl.constexpr, USERS: gl.constexpr):
+def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
     """Two a stage: that its item is there, after so many arrivals, and that so many are done with it."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=FETCHERS)
-        mbarrier.init(free.index(i), count=USERS)
+        mbarrier.init(ready.index(i), count=PRODUCERS)
+        mbarrier.init(free.index(i), count=CONSUMERS)
     return ready, free
 
 
 @gluon.jit
-def products(x, w, ready, free, item, steps, PART: gl.constexpr):
+def multiply_items(x, w, ready, free, item, steps, PART: gl.constexpr):
     """The sums [64, 256] of so many items from `item` on, of their 64 rows number `PART` and all of their weights."""
     STAGES: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])

@@ -36,7 +36,7 @@ def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASK
 
 
 @triton.jit
-def matched(queries, keys_pointer, UPCAST: tl.constexpr):
+def cast_queries(queries, keys_pointer, UPCAST: tl.constexpr):
     """Queries as keys of this type are multiplied with: bfloat16 ones become float16 for an fp8 cache, whose numbers become that in one
     instruction, and bfloat16 in several."""
     if keys_pointer.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype.primitive_bitwidth == 16 and not UPCAST:
@@ -54,11 +54,11 @@ def load_keys(
     STRIDE: tl.constexpr,
     columns,
     WIDTH: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """[keys, columns] of keys or values from `column` on: a box of consecutive rows from `row` on, or rows at any places."""
-    if DESCRIBED:
+    if USE_TMA:
         tile = source.load([row, column])
         if UPCAST:
             tile = tile.to(tl.float32)
@@ -68,18 +68,18 @@ def load_keys(
 
 
 @triton.jit
-def soft_capped(scores, SOFT_CAP: tl.constexpr):
+def apply_soft_cap(scores, SOFT_CAP: tl.constexpr):
     """cap * tanh(scores / cap), by an exponential that cannot overflow to NaN."""
     return SOFT_CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / SOFT_CAP)) + 1.0))
 
 
 @triton.jit
-def scan_keys(
+def attend_keys(
     q1,
     q2,
     query_at,  # [M] position of each query, for MASK == CAUSAL
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     first,  # keys first … last - 1 are read
     last,
@@ -105,9 +105,9 @@ def scan_keys(
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    SHARED: tl.constexpr,  # the values are the first part of the keys
+    VALUES_IN_KEYS: tl.constexpr,  # the values are the first part of the keys
     MASK: tl.constexpr,  # NONE, TAIL or CAUSAL
-    DESCRIBED: tl.constexpr,  # keys lie side by side and k1, k2 and v are descriptors; else pointers
+    USE_TMA: tl.constexpr,  # keys lie side by side and k1, k2 and v are descriptors; else pointers
     WIDE: tl.constexpr,  # the cache has more numbers than an int32 counts
     UPCAST: tl.constexpr,
 ):
@@ -131,13 +131,13 @@ def scan_keys(
         if WIDE:
             places = places.to(tl.int64)
         row = key_start + start
-        keys1 = load_keys(k1, k1_column, row, places, K1_STRIDE, columns1, WIDTH1, DESCRIBED, UPCAST).to(q1.dtype)
+        keys1 = load_keys(k1, k1_column, row, places, K1_STRIDE, columns1, WIDTH1, USE_TMA, UPCAST).to(q1.dtype)
         scores = tl.dot(q1, tl.trans(keys1), input_precision=PRECISION)
         if WIDTH2 > 0:
-            keys2 = load_keys(k2, k2_column, row, places, K2_STRIDE, columns2, WIDTH2, DESCRIBED, UPCAST).to(q1.dtype)
+            keys2 = load_keys(k2, k2_column, row, places, K2_STRIDE, columns2, WIDTH2, USE_TMA, UPCAST).to(q1.dtype)
             scores = tl.dot(q2, tl.trans(keys2), scores, input_precision=PRECISION)
         if SOFT_CAP > 0:
-            scores = soft_capped(scores * scale, SOFT_CAP)
+            scores = apply_soft_cap(scores * scale, SOFT_CAP)
         if MASK == TAIL:
             scores = tl.where((keys < last)[None, :], scores, float("-inf"))
         elif MASK == CAUSAL:
@@ -146,31 +146,31 @@ def scan_keys(
                 seen &= keys[None, :] > query_at[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
         unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E  # one multiplication, fused with the subtraction in the exponent
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        base = new_top
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
+        base = new_max
         if MASK == CAUSAL:
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query that has seen no key yet
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a query that has seen no key yet
         weights = tl.exp2(scores * unit - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
-        if SHARED:
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        if VALUES_IN_KEYS:
             values = keys1
         else:
-            values = load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, DESCRIBED, UPCAST).to(q1.dtype)
-            if DESCRIBED and MASK != NONE:  # a box may reach into another row's values, which may be anything
+            values = load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, USE_TMA, UPCAST).to(q1.dtype)
+            if USE_TMA and MASK != NONE:  # a box may reach into another row's values, which may be anything
                 values = tl.where((keys < last)[:, None], values, 0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
-    return top, total, acc
+        acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def scan_causal(
+def attend_causal(
     q1,
     q2,
     query_at,
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     first,
     whole,
@@ -197,18 +197,18 @@ def scan_causal(
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    SHARED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """`scan_keys` in two parts: keys first … whole - 1, in whole blocks, are seen by all queries and need no mask; the rest does."""
-    top, total, acc = scan_keys(
+    """`attend_keys` in two parts: keys first … whole - 1, in whole blocks, are seen by all queries and need no mask; the rest does."""
+    row_max, row_sum, acc = attend_keys(
         q1,
         q2,
         query_at,
-        top,
-        total,
+        row_max,
+        row_sum,
         acc,
         first,
         whole,
@@ -234,18 +234,18 @@ def scan_causal(
         BLOCK_KEYS,
         WINDOW,
         SOFT_CAP,
-        SHARED,
+        VALUES_IN_KEYS,
         NONE,
-        DESCRIBED,
+        USE_TMA,
         WIDE,
         UPCAST,
     )
-    top, total, acc = scan_keys(
+    row_max, row_sum, acc = attend_keys(
         q1,
         q2,
         query_at,
-        top,
-        total,
+        row_max,
+        row_sum,
         acc,
         whole,
         last,
@@ -271,10 +271,10 @@ def scan_causal(
         BLOCK_KEYS,
         WINDOW,
         SOFT_CAP,
-        SHARED,
+        VALUES_IN_KEYS,
         CAUSAL,
-        DESCRIBED,
+        USE_TMA,
         WIDE,
         UPCAST,
     )
-    return top, total, acc
+    return row_max, row_sum, acc

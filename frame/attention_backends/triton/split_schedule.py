@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.prefixes import MIN_ROWS
+from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 
 # A schedule is one int32 tensor:
 #     header      items, shared items
@@ -26,7 +26,7 @@ CLASSES = tl.constexpr(8)  # of pieces by their length
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitConfig:
     """What a schedule depends on besides the batch: how one layer shape's decodes are cut."""
 
     capacity: int  # most rows; parts of the tensor lie where they would for as many
@@ -38,33 +38,33 @@ class Cut:
     window: int
     tile_rows: int  # rows that one tile of a shared prefix takes; 0: prefixes are not shared
 
-    def tiles(self, rows: int) -> int:
+    def count_tiles(self, rows: int) -> int:
         """Most tiles of rows that share a prefix."""
         return rows // self.tile_rows + rows // MIN_ROWS if self.tile_rows else 0
 
-    def pieces(self, rows: int) -> tuple[int, int, int]:
+    def count_pieces(self, rows: int) -> tuple[int, int, int]:
         """Into how many pieces the keys of all rows are cut, about, and into how many where tiles of rows share prefixes, which work longer
         on each key; and most items besides one a row. Few rows get the places of one round of programs: a second round would not be
         full. More rows are cut so finely that little is left at the end."""
         if 2 * rows <= self.target:
             return self.target - rows, self.target - rows, self.target - rows
-        return 2 * self.target, self.target, max(2 * self.target, self.tiles(rows) + self.target)
+        return 2 * self.target, self.target, max(2 * self.target, self.count_tiles(rows) + self.target)
 
-    def items(self, rows: int) -> int:
+    def count_items(self, rows: int) -> int:
         """Most items: every row has one, and each tile and each piece beyond takes a share of the rest."""
-        return rows + self.pieces(rows)[2]
+        return rows + self.count_pieces(rows)[2]
 
     @property
-    def own_items(self) -> int:
+    def max_own_items(self) -> int:
         return self.capacity + 2 * self.target
 
     @property
-    def shared_items(self) -> int:
-        return self.tiles(self.capacity) + 2 * self.target if self.tile_rows else 0
+    def max_shared_items(self) -> int:
+        return self.count_tiles(self.capacity) + 2 * self.target if self.tile_rows else 0
 
 
 @triton.jit
-def pieces_of(keys, split, BLOCK_KEYS: tl.constexpr):
+def split_keys(keys, split, BLOCK_KEYS: tl.constexpr):
     """-> (pieces, keys of each but the last). A piece may be a quarter longer than `split` rather than leave a short one over."""
     pieces = tl.maximum(1, tl.cdiv(keys - split // 4, split))
     length = tl.maximum(1, tl.cdiv(tl.cdiv(keys, pieces), BLOCK_KEYS)) * BLOCK_KEYS
@@ -122,7 +122,7 @@ def schedule_kernel(
         if num_tiles > 0:
             pieces = tl.minimum(tiled_pieces, most_pieces - num_tiles)
         split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
-        count, length = pieces_of(begin, split, BLOCK_KEYS)
+        count, length = split_keys(begin, split, BLOCK_KEYS)
         counts = tl.where(leads, count, 0)
         first = tl.cumsum(counts, 0) - counts
         num_shared = tl.sum(counts, 0)
@@ -143,7 +143,7 @@ def schedule_kernel(
             tl.store(item + 4, tl.minimum(group - position, TILE_ROWS), mask=used)
     else:
         tl.store(row_part + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
-    count, length = pieces_of(own, split, BLOCK_KEYS)
+    count, length = split_keys(own, split, BLOCK_KEYS)
     count = tl.where(valid, count, 0)
     # long pieces begin first, so that short ones fill the gaps at the end
     piece = tl.minimum(own, length)
@@ -171,11 +171,11 @@ def schedule_kernel(
 
 
 def make_schedule(
-    cut: Cut, rows: int, seq_lens: torch.Tensor, request_slots: torch.Tensor, prefixes: torch.Tensor, pdl: bool
+    config: SplitConfig, rows: int, seq_lens: torch.Tensor, request_slots: torch.Tensor, prefixes: torch.Tensor, pdl: bool
 ) -> torch.Tensor:
     """The schedule of the first `rows` rows. seq_lens int32, request_slots int64, prefixes int32 [5, capacity]."""
-    most = cut.items(cut.capacity)
-    size = HEADER.value + cut.capacity * (ROW.value + cut.blocks) + most * ITEM.value
+    most = config.count_items(config.capacity)
+    size = HEADER.value + config.capacity * (ROW.value + config.blocks) + most * ITEM.value
     schedule = torch.empty(size, dtype=torch.int32, device=seq_lens.device)
     schedule_kernel[(1,)](
         schedule,
@@ -183,15 +183,15 @@ def make_schedule(
         request_slots,
         prefixes,
         rows,
-        cut.capacity,
+        config.capacity,
         most,
-        *cut.pieces(rows),
+        *config.count_pieces(rows),
         BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
-        BLOCKS=cut.blocks,
-        MIN_KEYS=cut.min_keys,
-        BLOCK_KEYS=cut.block_keys,
-        WINDOW=cut.window,
-        TILE_ROWS=cut.tile_rows,
+        BLOCKS=config.blocks,
+        MIN_KEYS=config.min_keys,
+        BLOCK_KEYS=config.block_keys,
+        WINDOW=config.window,
+        TILE_ROWS=config.tile_rows,
         BLOCK_ARRIVALS=1024,
         PDL=pdl,
         launch_pdl=pdl,

@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import begin, wait_for_previous
-from frame.kernels.linear.fp8_quantize import rounded
+from frame.kernels.launch import launch_dependents, wait_for_previous
+from frame.kernels.linear.fp8_quantize import round_to_fp8
 
 SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
 
 
 @triton.jit
-def _weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):
+def _load_weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):
     """[BN, BK] of one expert's weights: row `first` on of a descriptor, or `rows` from a pointer."""
     if TMA:
         tile = w.load([first, k])
@@ -34,7 +34,7 @@ def _weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl
 
 
 @triton.jit
-def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr):
+def _multiply_accumulate(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr):
     """acc + x times tile, [BM, BN], or [BN, BM] if `SWAP`: then few rows are no waste, as the weights fill the tall side."""
     if SWAP:
         left, right = tile, tl.trans(x)
@@ -50,7 +50,7 @@ def _product(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.conste
 
 
 @triton.jit
-def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr):
+def _load_scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr):
     """Of the weights, of the ups, and of the rows [BM], for one block of inputs; numbers without meaning where there are none."""
     scale, up_scale, row_scale = 1.0, 1.0, 0.0
     if SCALED:
@@ -63,14 +63,14 @@ def _scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexp
 
 
 @triton.jit
-def _by_output(acc, scales, rows, SWAP: tl.constexpr):
+def _scale_outputs(acc, scales, rows, SWAP: tl.constexpr):
     """A product [BM, BN], or [BN, BM] if `SWAP`, times the scales of its outputs."""
     scale = tl.load(scales + rows)
     return acc * (scale[:, None] if SWAP else scale[None, :])
 
 
 @triton.jit
-def _scaled(values, places, column, out_scale, stride):
+def _quantize_tile(values, places, column, out_scale, stride):
     """[BM, BN] by a scale a row, which is stored: all BN columns share it."""
     step = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, 1e-12)
     tl.store(out_scale + column * stride + places, step)
@@ -78,7 +78,7 @@ def _scaled(values, places, column, out_scale, stride):
 
 
 @triton.jit
-def _block(
+def _compute_tile(
     x,
     w,
     out,
@@ -132,10 +132,10 @@ def _block(
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     acc = tl.zeros(shape, tl.float32)
     up_acc = tl.zeros(shape, tl.float32)
-    scale, up_scale, row_scale = _scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
+    scale, up_scale, row_scale = _load_scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
     for k in range(0, K, BK):
         ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK  # scales are read a step early: nothing else hides how long that takes
-        following = _scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
+        following = _load_scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
         inputs = k + tl.arange(0, BK)
         if K % BK == 0:
             tile = tl.load(x_rows + inputs[None, :])
@@ -143,18 +143,18 @@ def _block(
             tile = tl.load(x_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0.0)
         if UPCAST:
             tile = tile.to(tl.float32)
-        weights = _weights(w, row, k, rows, w_row, K, BN, BK, TMA, UPCAST)
-        acc = _product(tile, weights, acc, row_scale, scale, SWAP, SCALED)
+        weights = _load_weights(w, row, k, rows, w_row, K, BN, BK, TMA, UPCAST)
+        acc = _multiply_accumulate(tile, weights, acc, row_scale, scale, SWAP, SCALED)
         if GATED:
-            weights = _weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
-            up_acc = _product(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED)
+            weights = _load_weights(ups, row + N, k, rows, w_row, K, BN, BK, TMA, UPCAST)
+            up_acc = _multiply_accumulate(tile, weights, up_acc, row_scale, up_scale, SWAP, SCALED)
         scale, up_scale, row_scale = following
     inside = (columns < N)[None, :]
     if BY_OUTPUT:
         output_scales = w_scale + expert.to(tl.int64) * WEIGHT_ROWS
-        acc = _by_output(acc, output_scales, rows, SWAP)
+        acc = _scale_outputs(acc, output_scales, rows, SWAP)
         if GATED:
-            up_acc = _by_output(up_acc, output_scales + N, rows, SWAP)
+            up_acc = _scale_outputs(up_acc, output_scales + N, rows, SWAP)
     if GATED:
         acc = acc * tl.sigmoid(acc) * up_acc
     else:
@@ -165,7 +165,7 @@ def _block(
     if SWAP:
         acc = tl.trans(acc)
     if GATED and SCALED and out.dtype.element_ty == tl.float8e4nv:
-        result = rounded(_scaled(acc, places, first // SCALE_BLOCK, out_scale, out_scale_stride), UPCAST)
+        result = round_to_fp8(_quantize_tile(acc, places, first // SCALE_BLOCK, out_scale, out_scale_stride), UPCAST)
     else:
         result = acc.to(out.dtype.element_ty)
     tl.store(out + places.to(tl.int64)[:, None] * N + columns[None, :], result, mask=inside)
@@ -200,13 +200,13 @@ def experts_kernel(
     BK: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
-    HALVES: tl.constexpr,  # an expert's last block is half as large if that is enough
+    HALF_BLOCKS: tl.constexpr,  # an expert's last block is half as large if that is enough
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Grid: blocks of rows times blocks of N, the latter fastest."""
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     blocks: tl.constexpr = (N + BN - 1) // BN
     block = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BN
@@ -215,22 +215,22 @@ def experts_kernel(
     expert = tl.load(experts_of + block)
     start = block * BM
     is_half = False
-    if HALVES:
+    if HALF_BLOCKS:
         is_half = tl.load(pairs_of + start + BM // 2) >= num_pairs
     if is_half:
-        _block(
+        _compute_tile(
             x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
             out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
     else:
-        _block(
+        _compute_tile(
             x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
             out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def lasting_down_kernel(
+def persistent_down_kernel(
     x,  # a descriptor of [rows, K]
     w,  # a descriptor of [experts * N, K]
     out,  # [pairs, N]
@@ -252,7 +252,7 @@ def lasting_down_kernel(
     read while the last one's results are written: with K as short as here that is much of the time. Nothing may be carried from block to
     block: of two loops that it makes one, Triton 3.6 gives the inner steps of this block what was meant for the next one."""
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     blocks: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(used) * blocks
     for number in tl.range(tl.program_id(0), total, PROGRAMS, flatten=True):
@@ -290,7 +290,7 @@ def combine_kernel(
 ):
     """[rows, N] -> [tokens, N]: sums over each token's pairs, in float32."""
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (token < tokens)[:, None] & (columns < N)[None, :]
@@ -306,7 +306,7 @@ def combine_kernel(
 
 
 @triton.jit
-def _partial(tile, row, LANES: tl.constexpr):
+def _partial_sums(tile, row, LANES: tl.constexpr):
     """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over what a thread holds of a row."""
     products = tile.to(tl.float32) * row[None, :]
     return tl.sum(tl.reshape(products, [tile.shape[0], tile.shape[1] // LANES, LANES]), 2)
@@ -332,7 +332,7 @@ def vector_gate_up_kernel(
     """Grid: (blocks of INNER, pairs)."""
     LANES: tl.constexpr = 8
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     pair = tl.program_id(1)
     first = tl.program_id(0) * BN
     expert = tl.load(ids + pair)
@@ -347,15 +347,15 @@ def vector_gate_up_kernel(
         gate_tile = tl.load(gates + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
         up_tile = tl.load(gates + INNER * w_row + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
         row = tl.load(x + inputs, mask=mask, other=0.0).to(tl.float32)
-        up += _partial(up_tile, row, LANES)
-        gate += _partial(gate_tile, row, LANES)
+        up += _partial_sums(up_tile, row, LANES)
+        gate += _partial_sums(gate_tile, row, LANES)
     gate_sum = tl.sum(gate, 1)
     result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1) * tl.load(pair_weights + pair)
     tl.store(act + pair * INNER + columns, result.to(act.dtype.element_ty), mask=columns < INNER)
 
 
 @triton.jit
-def _expert_rows(w, ids, place, k, rows, w_expert, INNER: tl.constexpr, PLACES: tl.constexpr, BK: tl.constexpr):
+def _load_expert_rows(w, ids, place, k, rows, w_expert, INNER: tl.constexpr, PLACES: tl.constexpr, BK: tl.constexpr):
     """[PLACES, BN, BK]: inner values k on, of `rows`, of PLACES experts of a token."""
     expert = tl.load(ids + place + tl.arange(0, PLACES), cache_modifier=".cg")
     inputs = (k + tl.arange(0, BK))[None, None, :]
@@ -390,14 +390,14 @@ def vector_down_kernel(
     columns = first + tl.arange(0, BN)
     rows = tl.minimum(columns, HIDDEN - 1) * w_row
     ids += token * TOP
-    following = _expert_rows(w, ids, 0, 0, rows, w_expert, INNER, PLACES, BK)
+    following = _load_expert_rows(w, ids, 0, 0, rows, w_expert, INNER, PLACES, BK)
     wait_for_previous(PDL)
-    begin(PDL)
+    launch_dependents(PDL)
     acc = tl.zeros([PLACES, BN, BK // LANES], tl.float32)
     for step in tl.static_range(TOP // PLACES * STEPS):
         tile = following
         if step + 1 < TOP // PLACES * STEPS:
-            following = _expert_rows(w, ids, (step + 1) // STEPS * PLACES, (step + 1) % STEPS * BK, rows, w_expert, INNER, PLACES, BK)
+            following = _load_expert_rows(w, ids, (step + 1) // STEPS * PLACES, (step + 1) % STEPS * BK, rows, w_expert, INNER, PLACES, BK)
         places = step // STEPS * PLACES + tl.arange(0, PLACES)
         inputs = (step % STEPS * BK + tl.arange(0, BK))[None, None, :]
         row = tl.load(act + ((token * TOP + places) * INNER)[:, None, None] + inputs, mask=inputs < INNER, other=0.0).to(tl.float32)

@@ -14,22 +14,22 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends.libraries import TRTLLM_MLA, WorkspaceOptions
-from frame.attention_backends.shared import expand
-from frame.attention_backends.tables import Part, Piece, TableBackend, TablePlan, latents_of
+from frame.attention_backends.page_tables import ExpandedChunk, PageTableBackend, PageTablePlan, RowRange, gather_latents
+from frame.attention_backends.shared import expand_latents
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
-class LatentKernels:
+class MLAKernels:
     """The library's functions."""
 
     decode: Callable[..., Any]  # trtllm_batch_decode_with_kv_cache_mla
     ragged: Callable[..., Any]  # trtllm_ragged_attention_deepseek
 
     @classmethod
-    def load(cls) -> LatentKernels:
+    def load(cls) -> MLAKernels:
         """Imports the library. Raises ImportError with what it lacks."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
         from flashinfer.prefill import trtllm_ragged_attention_deepseek
@@ -37,16 +37,16 @@ class LatentKernels:
         return cls(trtllm_batch_decode_with_kv_cache_mla, trtllm_ragged_attention_deepseek)
 
 
-class TrtllmLatentBackend(TableBackend):
+class TrtllmMLABackend(PageTableBackend):
     """Absorbed decodes, expanded extends."""
 
     capabilities: ClassVar[AttentionCapabilities] = TRTLLM_MLA
-    table_keys = 128
-    expands = True
+    table_multiple = 128
+    expands_latents = True
 
-    def __init__(self, context: BuildContext, options: BaseModel | None = None, kernels: LatentKernels | None = None) -> None:
+    def __init__(self, context: BuildContext, options: BaseModel | None = None, kernels: MLAKernels | None = None) -> None:
         super().__init__(context, options)
-        self._kernels = kernels or LatentKernels.load()
+        self._kernels = kernels or MLAKernels.load()
         size = (options if isinstance(options, WorkspaceOptions) else WorkspaceOptions()).workspace_mib << 20
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)  # the kernels' counters begin at zero
 
@@ -56,23 +56,23 @@ class TrtllmLatentBackend(TableBackend):
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        plan: TablePlan = batch.plan
+        plan: PageTablePlan = batch.plan
         (cached,) = batch.kv.layer(layer.spec.layer)
         decoded = None
         if plan.decodes is not None:
             decoded = self._decode(layer, q_nope[plan.decodes.tokens], q_rope[plan.decodes.tokens], cached, plan.decodes)
-            if not plan.pieces:
+            if not plan.chunks:
                 return decoded
         out = q_nope.new_empty(q_nope.shape[0], layer.spec.num_heads, layer.spec.v_head_dim)
         if decoded is not None:
             out[: decoded.shape[0]] = decoded
-        for piece in plan.pieces:
-            q = torch.cat((q_nope[piece.part.tokens], q_rope[piece.part.tokens]), dim=-1)
-            self._extend(layer, q, latents_of(piece, latent, cached), piece, out[piece.part.tokens])
+        for chunk in plan.chunks:
+            q = torch.cat((q_nope[chunk.part.tokens], q_rope[chunk.part.tokens]), dim=-1)
+            self._extend(layer, q, gather_latents(chunk, latent, cached), chunk, out[chunk.part.tokens])
         return out
 
     def _decode(
-        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, part: Part
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, part: RowRange
     ) -> torch.Tensor:
         query = torch.cat((layer.absorb(q_nope), q_rope), dim=-1)[:, None]
         out = query.new_empty(*query.shape[:3], layer.kv_lora_rank)
@@ -93,9 +93,9 @@ class TrtllmLatentBackend(TableBackend):
         )
         return layer.unabsorb(out[:, 0])
 
-    def _extend(self, layer: LatentProjections, q: torch.Tensor, latents: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
-        part = piece.part
-        key, value = expand(layer, latents)
+    def _extend(self, layer: LatentProjections, q: torch.Tensor, latents: torch.Tensor, chunk: ExpandedChunk, out: torch.Tensor) -> None:
+        part = chunk.part
+        key, value = expand_latents(layer, latents)
         self._kernels.ragged(
             query=q,
             key=key,

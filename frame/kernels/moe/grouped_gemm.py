@@ -15,10 +15,16 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame import kernels
-from frame.kernels.launch import Prepared, blocks_of, power_of_2
+from frame.kernels.launch import PreparedLaunch, ceil_div, next_power_of_2
 from frame.kernels.moe.align import Alignment
+from frame.kernels.moe.expert_kernels import (
+    combine_kernel,
+    experts_kernel,
+    persistent_down_kernel,
+    vector_down_kernel,
+    vector_gate_up_kernel,
+)
 from frame.kernels.moe.expert_tiles import Tile, Vector
-from frame.kernels.moe.experts import combine_kernel, experts_kernel, lasting_down_kernel, vector_down_kernel, vector_gate_up_kernel
 
 _NARROW = torch.bfloat16, torch.float16
 _PIECE = 16  # bytes of a copy
@@ -52,11 +58,11 @@ class Pairs:
         return self.ids.numel()
 
 
-def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> Rows:
+def compute_gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> Rows:
     """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner] in `dtype`; in float8 with scales, for a tile
     of BN 128."""
-    if tile.fetched and _are_fetched(x, weights, dtype):
-        return Rows(_prefill().gate_up(x.values, weights.values, pairs.count, pairs.ids.shape[1], order))
+    if tile.use_gluon and _can_use_gluon(x, weights, dtype):
+        return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, pairs.ids.shape[1], order))
     rows, inner, device = len(order.pairs), weights.values.shape[1] // 2, x.values.device
     act = Rows(torch.empty((rows, inner), dtype=dtype, device=device))
     if dtype == torch.float8_e4m3fn:
@@ -65,61 +71,61 @@ def gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Til
     return act
 
 
-def down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
-    if tile.fetched and _are_fetched(act, weights, dtype):
-        return _prefill().down(act.values, weights.values, pairs.weights, order)
+    if tile.use_gluon and _can_use_gluon(act, weights, dtype):
+        return _prefill().compute_down(act.values, weights.values, pairs.weights, order)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
-    if tile.lasting and tile.tma and weights.scale is None:
-        _launch_lasting(act.values, weights.values, rows, pairs, order, tile)
+    if tile.persistent and tile.tma and weights.scale is None:
+        _launch_persistent(act.values, weights.values, rows, pairs, order, tile)
     else:
         _launch(act, weights, Rows(rows), pairs, order, tile, gated=False)
     return rows
 
 
-def combine(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+def combine_pairs(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs. `placed`, where rows are in another order and not yet
     weighed: the row of each pair (int64) and the pairs' weights (float32), both [tokens * top]."""
     places, weights = placed if placed is not None else (rows, rows)
     tokens, hidden = (len(rows) if placed is None else places.numel()) // top, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
-    bm = power_of_2(tokens) if kernels.INTERPRETED else 1
-    bn = min(1024, power_of_2(hidden))
+    bm = next_power_of_2(tokens) if kernels.INTERPRETED else 1
+    bn = min(1024, next_power_of_2(hidden))
     launch = _prepared_combine(hidden, top, placed is not None, bm, bn, rows.dtype, rows.device)
-    launch((blocks_of(tokens, bm), blocks_of(hidden, bn), 1), (rows, out, places, weights), (tokens,))
+    launch((ceil_div(tokens, bm), ceil_div(hidden, bn), 1), (rows, out, places, weights), (tokens,))
     return out
 
 
-def vector_gate_up(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs, size: Vector) -> torch.Tensor:
+def compute_gate_up_vector(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs, size: Vector) -> torch.Tensor:
     """`gate_up` for a token or a few, times the pairs' weights: each pair reads its expert by itself."""
     inner, hidden = weights.shape[1] // 2, weights.shape[2]
     act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
     strides = x.stride(0), weights.stride(0), weights.stride(1)
     launch = _prepared_vector(True, inner, hidden, pairs.ids.shape[1], size, (x.dtype, weights.dtype), strides, x.device)
-    launch((blocks_of(inner, size.bn), pairs.count, 1), (x, weights, act, pairs.ids, pairs.weights), strides)
+    launch((ceil_div(inner, size.bn), pairs.count, 1), (x, weights, act, pairs.ids, pairs.weights), strides)
     return act
 
 
-def vector_down(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, size: Vector) -> torch.Tensor:
+def compute_down_vector(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, size: Vector) -> torch.Tensor:
     """What `vector_gate_up` gave -> [tokens, hidden], the sum over each token's experts."""
     (tokens, top), (hidden, inner) = ids.shape, weights.shape[1:]
     out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
     strides = weights.stride(0), weights.stride(1)
     launch = _prepared_vector(False, inner, hidden, top, size, (act.dtype, weights.dtype), strides, act.device)
-    launch((blocks_of(hidden, size.bn), tokens, 1), (act, weights, out, ids), strides)
+    launch((ceil_div(hidden, size.bn), tokens, 1), (act, weights, out, ids), strides)
     return out
 
 
-def _are_fetched(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
+def _can_use_gluon(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
     """Whether the kernels of `expert_prefill` take both: plain ones, from which boxes and pieces of 16 bytes can be cut."""
     x, values = rows.values, weights.values
-    if dtype not in _NARROW or not x.dtype == values.dtype == dtype or not (values.is_contiguous() and _streams(x.device)):
+    if dtype not in _NARROW or not x.dtype == values.dtype == dtype or not (values.is_contiguous() and _supports_tma_streaming(x.device)):
         return False
     starts = x.data_ptr() | values.data_ptr() | x.stride(0) * x.element_size()
-    return starts % _PIECE == 0 and x.stride(1) == 1 and _prefill().fits(values.shape[1], values.shape[2])
+    return starts % _PIECE == 0 and x.stride(1) == 1 and _prefill().can_tile(values.shape[1], values.shape[2])
 
 
-_streams = cache(kernels.streams)
+_supports_tma_streaming = cache(kernels.supports_tma_streaming)
 
 
 @cache
@@ -142,14 +148,14 @@ def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignm
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
     tensors = x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale
     numbers = pairs.count, x_scale.stride(1), out_scale.stride(1), *strides
-    launch((len(order.experts) * blocks_of(outputs, tile.bn), 1, 1), tensors, numbers)
+    launch((len(order.experts) * ceil_div(outputs, tile.bn), 1, 1), tensors, numbers)
 
 
-def _launch_lasting(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor, pairs: Pairs, order: Alignment, tile: Tile) -> None:
+def _launch_persistent(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor, pairs: Pairs, order: Alignment, tile: Tile) -> None:
     outputs, inputs = values.shape[1:]
     rows = TensorDescriptor(x, [len(x), inputs], [x.stride(0), 1], [tile.bm, tile.bk])
     w = TensorDescriptor(values, [values.shape[0] * outputs, inputs], [values.stride(1), 1], [tile.bn, tile.bk])
-    launch = _prepared_lasting(outputs, inputs, tile, (x.dtype, values.dtype, out.dtype), x.device)
+    launch = _prepared_persistent(outputs, inputs, tile, (x.dtype, values.dtype, out.dtype), x.device)
     tensors = rows, w, out, pairs.weights, order.pairs, order.experts, order.used
     launch((launch.constants["PROGRAMS"], 1, 1), tensors, (pairs.count,))
 
@@ -170,24 +176,24 @@ def _prepared_experts(
     types: tuple[torch.dtype, ...],
     strides: tuple[int, ...],
     device: torch.device,
-) -> Prepared:
+) -> PreparedLaunch:
     x, w, out, x_scale, w_scale, out_scale = types
     weights = _descriptor(w, tile.bn, tile.bk, device) if tile.tma else w
     example = x, weights, out, torch.float32, torch.int32, torch.int32, torch.int32, x_scale, w_scale, out_scale, 0, 0, 0, *strides
     constants = {"N": outputs, "K": inputs, "TOP": top, "GATED": gated, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
-    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "TMA": tile.tma, "SWAP": tile.swap, "HALVES": tile.halves}
+    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "TMA": tile.tma, "SWAP": tile.swap, "HALF_BLOCKS": tile.half_blocks}
     constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
-    return Prepared(experts_kernel, example, constants, device, tile.warps)
+    return PreparedLaunch(experts_kernel, example, constants, device, tile.warps)
 
 
 @lru_cache(maxsize=64)
-def _prepared_lasting(outputs: int, inputs: int, tile: Tile, types: tuple[torch.dtype, ...], device: torch.device) -> Prepared:
+def _prepared_persistent(outputs: int, inputs: int, tile: Tile, types: tuple[torch.dtype, ...], device: torch.device) -> PreparedLaunch:
     x, w, out = types
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     example = _descriptor(x, tile.bm, tile.bk, device), _descriptor(w, tile.bn, tile.bk, device), out, torch.float32, *[torch.int32] * 3, 0
     constants = {"N": outputs, "K": inputs, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PROGRAMS": programs}
     constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
-    return Prepared(lasting_down_kernel, example, constants, device, tile.warps)
+    return PreparedLaunch(persistent_down_kernel, example, constants, device, tile.warps)
 
 
 def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.device) -> Any:
@@ -196,9 +202,9 @@ def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.devic
 
 
 @lru_cache(maxsize=64)
-def _prepared_combine(hidden: int, top: int, placed: bool, bm: int, bn: int, dtype: torch.dtype, device: torch.device) -> Prepared:
+def _prepared_combine(hidden: int, top: int, placed: bool, bm: int, bn: int, dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
     example = dtype, dtype, *((torch.int64, torch.float32) if placed else (dtype, dtype)), 0
-    return Prepared(combine_kernel, example, {"N": hidden, "TOP": top, "PLACED": placed, "BM": bm, "BN": bn}, device, 4)
+    return PreparedLaunch(combine_kernel, example, {"N": hidden, "TOP": top, "PLACED": placed, "BM": bm, "BN": bn}, device, 4)
 
 
 @lru_cache(maxsize=64)
@@ -211,10 +217,16 @@ def _prepared_vector(
     types: tuple[torch.dtype, torch.dtype],
     strides: tuple[int, ...],
     device: torch.device,
-) -> Prepared:
+) -> PreparedLaunch:
     x, w = types
-    constants = {"INNER": inner, "HIDDEN": hidden, "TOP": top, "BN": size.bn, "BK": min(size.bk, power_of_2(hidden if gated else inner))}
+    constants = {
+        "INNER": inner,
+        "HIDDEN": hidden,
+        "TOP": top,
+        "BN": size.bn,
+        "BK": min(size.bk, next_power_of_2(hidden if gated else inner)),
+    }
     if gated:
-        return Prepared(vector_gate_up_kernel, (x, w, x, torch.int64, torch.float32, *strides), constants, device, size.warps)
+        return PreparedLaunch(vector_gate_up_kernel, (x, w, x, torch.int64, torch.float32, *strides), constants, device, size.warps)
     constants["PLACES"] = min(size.places, top & -top)
-    return Prepared(vector_down_kernel, (x, w, x, torch.int64, *strides), constants, device, size.warps)
+    return PreparedLaunch(vector_down_kernel, (x, w, x, torch.int64, *strides), constants, device, size.warps)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch
-from frame.kernels import usable
+from frame.kernels import can_use_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def list_pages(batch: ForwardBatch, first: int, last: int, buffers: PageBuffers 
 def _write(batch: ForwardBatch, rows: slice, starts: torch.Tensor, last_page: torch.Tensor, pages: torch.Tensor) -> None:
     """Lists of pages from the batch's tensors: by a kernel, or in PyTorch where kernels do not run."""
     slots, lengths, page_size = batch.request_slots[rows], batch.seq_lens[rows], batch.kv.page_size
-    if usable(lengths.device):
-        from frame.attention_backends.flashinfer.page_kernel import write_page_lists
+    if can_use_triton(lengths.device):
+        from frame.attention_backends.flashinfer.page_list_kernel import write_page_lists
 
         write_page_lists(batch.page_table, slots, lengths, starts, last_page, pages, page_size)
         return
@@ -102,7 +102,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 def _on_host(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """The arrays as host tensors, in one pinned piece where the device is a GPU: from other memory a copy would wait."""
     sizes = [len(array) for array in arrays]
-    piece = torch.from_numpy(np.concatenate(arrays))
+    chunk = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
-        piece = piece.pin_memory()
-    return list(piece.split(sizes))
+        chunk = chunk.pin_memory()
+    return list(chunk.split(sizes))

@@ -1,0 +1,124 @@
+"""The decode rows of a step: cuts, launches and the space for parts, made once for a layer's shape. Knows no request and no cascade."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frame.attention_backends.triton.decode_kernel import decode_kernel
+from frame.attention_backends.triton.merge_kernel import merge_kernel
+from frame.attention_backends.triton.operands import Operands, attention_scales, or_unused
+from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
+from frame.attention_backends.triton.split_schedule import SplitConfig
+from frame.attention_backends.triton.tile_sizes import DecodeSizes, DeviceLimits, choose_decode
+from frame.core.interfaces.attention import AttentionSpec
+from frame.kernels import supports_pdl
+from frame.kernels.launch import PreparedLaunch, next_power_of_2
+
+if TYPE_CHECKING:
+    from frame.attention_backends.triton.plan import StepPlan
+    from frame.core.interfaces.batch import ForwardBatch
+
+MERGE_WARPS = 4
+SHARING_ROWS = 2 * MIN_ROWS  # smaller batches are not compiled for shared prefixes
+
+
+@dataclass(slots=True)
+class DecodeVariant:
+    """Layers that are alike, and what their decodes need besides their tensors."""
+
+    sizes: DecodeSizes
+    split: SplitConfig
+    parts: torch.Tensor  # float32 [lines, value]
+    weights: torch.Tensor  # float32 [lines]
+    launch: PreparedLaunch | None = None  # made by the first launch
+    merge: PreparedLaunch | None = None  # if the decode kernel does not merge
+
+
+class DecodeLauncher:
+    """Launches the decode kernel. `capacity`: most rows of a step; `shares`: whether rows read a common prefix together."""
+
+    def __init__(self, device: torch.device, device_limits: DeviceLimits, capacity: int, shares: bool) -> None:
+        self._device, self._limits, self._capacity, self._shares = device, device_limits, capacity, shares
+        self._pdl = supports_pdl(device)
+        self._variants: dict[tuple[Any, ...], DecodeVariant] = {}
+        self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, DecodeVariant, tuple[float, float]]] = {}  # by layer and strides
+        self._space: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by lines and width, used by one layer after another
+
+    def run(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, plan: StepPlan) -> None:
+        """All decode rows: row r is token r of queries and `out` [tokens, heads, value width]."""
+        rows = plan.num_decodes
+        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None
+        key = (spec.layer, shares, operands.layout)
+        found = self._layers.get(key)
+        if found is None or found[0] is not spec:
+            found = spec, self._find_variant(spec, operands, out, shares), attention_scales(spec, operands)
+            self._layers[key] = found
+        variant = found[1]
+        split, parts, weights = variant.split, variant.parts, variant.weights
+        schedule = plan.get_schedule(split, batch, self._pdl)
+        sinks = or_unused(spec.sinks, out)
+        tensors = (*operands.get_tensors(), out, parts, weights, sinks, schedule, plan.prefixes.order, batch.page_table)
+        numbers = (batch.page_table.stride(0), split.capacity, split.count_items(split.capacity), split.max_own_items, *found[2])
+        if variant.launch is None:
+            self._prepare(variant, spec, operands, (*tensors, *numbers))
+            assert variant.launch is not None
+        variant.launch((split.blocks, split.count_items(rows), 1), tensors, numbers)
+        if variant.merge is not None:
+            variant.merge((split.heads, rows, 1), (parts, weights, out, schedule), (split.max_own_items,))
+
+    def _find_variant(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool) -> DecodeVariant:
+        """Of a layer that was not met before: that of the layers like it."""
+        constants = operands.make_constants(spec, out)
+        heads, kv_heads = operands.q1.shape[1], operands.k1.shape[1]
+        key = (shares, spec.sliding_window, heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
+        found = self._variants.get(key)
+        if found is not None:
+            return found
+        group = operands.group
+        sizes = choose_decode(group, operands.loaded_widths, operands.q1.element_size(), self._limits.shared_memory)
+        taken = min(group, sizes.tile.queries)
+        blocks = kv_heads * -(-group // taken)
+        tile_rows = sizes.tile_lanes // taken
+        split = SplitConfig(
+            capacity=self._capacity,
+            heads=heads,
+            blocks=blocks,
+            target=max(1, self._limits.processors * sizes.programs // blocks),
+            min_keys=sizes.min_keys,
+            block_keys=sizes.tile.keys,
+            window=spec.sliding_window or 0,
+            tile_rows=tile_rows if shares and tile_rows > 1 else 0,
+        )
+        self._variants[key] = DecodeVariant(sizes, split, *self._space_for(split, operands.value_width, out.device))
+        return self._variants[key]
+
+    def _prepare(self, variant: DecodeVariant, spec: AttentionSpec, operands: Operands, example: tuple[Any, ...]) -> None:
+        sizes, tile, group, out = variant.sizes, variant.sizes.tile, operands.group, example[5]
+        constants = {
+            **operands.make_constants(spec, out),
+            **tile.make_constants(group),
+            "TILE_ROWS": variant.split.tile_rows,
+            "TILE_LANES": sizes.tile_lanes,
+            "TILE_KEYS": sizes.tile_keys,
+            "HEAD_LANES": next_power_of_2(min(group, tile.queries)),
+            "NUM_HEADS": variant.split.heads,
+            "MERGE_IN_KERNEL": not sizes.merge_separately,
+        }
+        if sizes.merge_separately:
+            names = ("NUM_HEADS", "VALUE", "BLOCK_VALUE", "TILE_ROWS", "OUT_STRIDE", "OUT_HEAD")
+            wide = {name: constants[name] for name in names}
+            variant.merge = PreparedLaunch(
+                merge_kernel, (*example[6:8], out, example[9], variant.split.max_own_items), wide, self._device, MERGE_WARPS
+            )
+        variant.launch = PreparedLaunch(decode_kernel, example, constants, self._device, tile.warps)
+
+    def _space_for(self, split: SplitConfig, value: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        lines = (split.max_own_items + split.max_shared_items * split.tile_rows) * split.heads
+        found = self._space.get((lines, value))
+        if found is None:
+            found = torch.empty(lines, value, device=device), torch.empty(lines, device=device)
+            self._space[lines, value] = found
+        return found

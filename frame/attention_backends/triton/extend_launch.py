@@ -1,0 +1,158 @@
+"""The extend rows of a step: tile sizes and launches, kept from one step to the next. Knows no request.
+
+The host launches these one by one, so what layers that are alike have in common is found once: their kind for good, and what a step's
+rows add to it once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from frame.attention_backends.triton.extend_kernel import extend_kernel
+from frame.attention_backends.triton.operands import Operands, attention_scales, or_unused
+from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
+from frame.core.interfaces.attention import AttentionSpec
+from frame.kernels import INTERPRETED
+from frame.kernels.launch import PreparedLaunch
+
+if TYPE_CHECKING:
+    from frame.attention_backends.triton.plan import StepPlan
+    from frame.core.interfaces.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtendVariant:
+    """Layers that are alike, and where their keys lie."""
+
+    constants: dict[str, Any]  # but for those of a tile
+    group: int  # query heads that share keys
+    kv_heads: int
+    loaded_widths: tuple[int, int, int]
+    itemsize: int
+    gathers: bool  # some keys are read from the cache
+    can_use_tma: bool
+    launches: dict[tuple[Tile, bool], PreparedLaunch] = field(default_factory=dict)  # by tile, and whether keys are described
+
+
+@dataclass(slots=True)
+class ExtendStep:
+    """What the layers of a kind share in one step."""
+
+    tile: Tile
+    launch: PreparedLaunch | None
+    grid: tuple[int, int, int]
+    descriptors: tuple[TensorDescriptor | None, ...] | None  # for own keys and values; each layer puts its own tensors under them
+    tensors: tuple[torch.Tensor, ...]  # those that follow the sinks
+    numbers: tuple[int, ...]  # those before the scales
+
+
+class ExtendLauncher:
+    """Launches the extend kernel."""
+
+    def __init__(self, device: torch.device, device_limits: DeviceLimits) -> None:
+        self._limits, self._device = device_limits, device
+        # from compute capability 9.0 on, boxes of consecutive rows are copied by a unit of their own
+        self._has_tma = INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+        self._variants: dict[tuple[Any, ...], ExtendVariant] = {}
+        self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, ExtendVariant, tuple[float, float]]] = {}  # by layer and strides
+
+    def run(
+        self,
+        spec: AttentionSpec,
+        cached: Operands | None,
+        ragged: Operands | None,
+        out: torch.Tensor,
+        batch: ForwardBatch,
+        plan: StepPlan,
+        key_starts: torch.Tensor | None = None,
+    ) -> None:
+        """All extend rows. Queries, `out` and `ragged`, this step's keys and values, are indexed by the step's tokens; without `ragged`
+        those are read from the cache as well. With `key_starts`, `ragged` has all keys of a row, from there on."""
+        if ragged is not None and not plan.has_prefixes:
+            cached = None
+        cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
+        assert cached_or_ragged is not None
+        assert ragged_or_cached is not None
+        key = (spec.layer, cached is None, ragged_or_cached.layout)  # the cache's strides are always the same
+        found = self._layers.get(key)
+        if found is None or found[0] is not spec:
+            found = spec, self._find_variant(spec, cached, ragged, out), attention_scales(spec, cached_or_ragged)
+            self._layers[key] = found
+        variant = found[1]
+        use_tma = ragged is not None and variant.can_use_tma and ragged.is_aligned
+        step: ExtendStep | None = plan.launch_state.get((variant, use_tma))
+        if step is None:
+            step = self._make_step(variant, ragged if use_tma else None, batch, plan, key_starts)
+            plan.launch_state[variant, use_tma] = step
+        if step.descriptors is None:
+            keys: tuple[Any, ...] = ragged_or_cached.get_tensors()[2:]
+        else:
+            keys = tuple(
+                [_retarget(box, part, ragged_or_cached.k1) for box, part in zip(step.descriptors, ragged_or_cached[2:5], strict=True)]
+            )
+        tensors = (*cached_or_ragged.get_tensors(), *keys, out, or_unused(spec.sinks, out), *step.tensors)
+        numbers = (*step.numbers, *found[2])
+        if step.launch is None:
+            step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))
+        step.launch(step.grid, tensors, numbers)
+
+    def _find_variant(self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor) -> ExtendVariant:
+        """Of a layer that was not met before: that of the layers like it."""
+        cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
+        assert cached_or_ragged is not None
+        assert ragged_or_cached is not None
+        names = [f"{part}_{what}" for part in ("RAGGED1", "RAGGED2", "RAGGED_V") for what in ("STRIDE", "HEAD")]
+        constants = {
+            **cached_or_ragged.make_constants(spec, out),
+            **dict(zip(names, ragged_or_cached.get_strides()[4:], strict=True)),
+            "WINDOW": spec.sliding_window or 0,
+            "PAGED": cached is not None,
+            "HAS_RAGGED": ragged is not None,
+            "RAGGED_HAS_ALL": ragged is not None and ragged.has_all_keys,
+        }
+        variant = ExtendVariant(
+            constants,
+            group=cached_or_ragged.group,
+            kv_heads=cached_or_ragged.k1.shape[1],
+            loaded_widths=cached_or_ragged.loaded_widths,
+            itemsize=cached_or_ragged.q1.element_size(),
+            gathers=cached is not None,
+            can_use_tma=ragged is not None and self._has_tma and ragged.can_use_tma,
+        )
+        types = cached_or_ragged.q1.dtype, cached_or_ragged.k1.dtype, ragged_or_cached.k1.dtype
+        return self._variants.setdefault((*types, variant.kv_heads, *constants.values()), variant)
+
+    def _make_step(
+        self, variant: ExtendVariant, use_tma: Operands | None, batch: ForwardBatch, plan: StepPlan, key_starts: torch.Tensor | None
+    ) -> ExtendStep:
+        tile = choose_extend(
+            variant.group, plan.longest_query, variant.loaded_widths, variant.itemsize, self._limits.shared_memory, gathers=variant.gathers
+        )
+        heads = min(variant.group, tile.queries)
+        tiles = plan.get_tiles(tile.queries // heads)
+        return ExtendStep(
+            tile,
+            variant.launches.get((tile, use_tma is not None)),
+            (variant.kv_heads * -(-variant.group // heads), tiles.shape[1], 1),
+            None if use_tma is None else use_tma.make_descriptors(tile.keys),
+            (tiles, batch.query_starts, batch.seq_lens, batch.request_slots, batch.page_table, or_unused(key_starts, batch.seq_lens)),
+            (tiles.shape[1], plan.num_decodes, batch.page_table.stride(0)),
+        )
+
+    def _prepare(self, variant: ExtendVariant, tile: Tile, use_tma: bool, example: tuple[Any, ...]) -> PreparedLaunch:
+        constants = variant.constants | tile.make_constants(variant.group) | {"USE_TMA": use_tma}
+        launch = PreparedLaunch(extend_kernel, example, constants, self._device, tile.warps)
+        variant.launches[tile, use_tma] = launch
+        return launch
+
+
+def _retarget(box: TensorDescriptor | None, part: torch.Tensor | None, instead: torch.Tensor) -> TensorDescriptor | torch.Tensor:
+    """The box over another tensor of the same shape and strides; where there is no such part, a pointer that no kernel uses."""
+    if box is None:
+        return instead
+    box.base = part
+    return box
