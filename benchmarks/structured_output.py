@@ -2,8 +2,8 @@
 
 `structured_throughput.py` tells what it costs an engine.
 
-masks: microseconds of CPU for one token of one of 32 requests: its mask (`GrammarCalls`) and the sampled token (`advance`), on a random
-walk through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
+masks: microseconds of CPU for one token of one of 32 requests: its mask (`GrammarCalls`) and the sampled token (`accept_token`), on a
+random walk through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
 every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
 first: milliseconds of CPU for the first mask of a state, backend `automata` (package frame-automata), on a random walk of one request.
 jump: CPU microseconds an output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by requests.
@@ -25,7 +25,7 @@ import numpy as np
 from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
-from frame.core.grammars.grammar_masks import GrammarCalls, advance, state_of
+from frame.core.grammars.grammar_masks import GrammarCalls, accept_token, get_grammar_state
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.scheduling.request import Request
@@ -105,26 +105,25 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
     for step in range(steps):
         count = list(fillers)[step % len(fillers)]
         began, busy = time.perf_counter(), time.process_time()
-        mask = fillers[count].fill(table, slots)
+        mask = fillers[count].fill_masks(table, slots)
         waiting[count].append(time.perf_counter() - began)
         filling.append(time.process_time() - busy)
         assert mask is not None
         for request in fillers[count].take_stopped():  # an engine would go on without it
-            call = state_of(request).call
+            call = get_grammar_state(request).call
             while call is not None and not call.is_finished:
                 time.sleep(0.001)
             assert call is not None
             mask[requests.index(request)] = call.mask
         bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
         drawn = [int(numbers.choice(np.flatnonzero(row))) for row in bits]
-        grammars = [request.grammar for request in requests]
         began = time.thread_time()
-        outcomes = [advance(grammar, token) for grammar, token in zip(grammars, drawn, strict=True) if grammar is not None]
+        ends = [accept_token(each.grammar, token, each.params) for each, token in zip(requests, drawn, strict=True)]
         taking.append(time.thread_time() - began)
-        for request, (is_finished, error) in zip(requests, outcomes, strict=True):
-            assert not error, error
+        for request, end in zip(requests, ends, strict=True):
+            assert end is None or end.reason == "stop", end
             request.grammar_state = None  # what it keeps of the call just timed
-            if is_finished or request.grammar is None:
+            if end is not None:
                 request.grammar = compiled.start()
     for filler in fillers.values():
         filler.close()

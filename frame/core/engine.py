@@ -154,22 +154,22 @@ class Engine:
                 if isinstance(message, Generate):
                     self._refuse(message, Finish("error", error=f"the request could not be started: {_sentence(error)}"))
         if self.grammars is not None:
-            for request, grammar, arrival in self.grammars.ready():
+            for request, grammar, arrival in self.grammars.take_ready():
                 self._add(request, grammar, arrival)
         if not messages and (timeout != 0.0 or self._audit is not None) and not self._settled and self.scheduler.is_idle:
             self._settle()
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Generate):
-            if self.grammars is None or not self.grammars.hold(message):
+            if self.grammars is None or not self.grammars.hold_request(message):
                 self._add(message)
         elif isinstance(message, Abort):
             if self.grammars is not None:
-                self._send(self.grammars.drop(message.rids, message.reason))
+                self._send(self.grammars.abort_requests(message.rids, message.reason))
             self.scheduler.abort(message.rids, message.reason)
         elif isinstance(message, AbortAll):
             if self.grammars is not None:
-                self._send(self.grammars.drop_all(message.reason))
+                self._send(self.grammars.abort_all(message.reason))
             self.scheduler.abort_all(message.reason)
         elif isinstance(message, Control):
             self.transport.send(self._control(message))

@@ -15,7 +15,7 @@ import pytest
 from frame.core.config.hardware import Hardware
 from frame.core.config.schema import FrameConfig
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.grammars.jump_forward import ForeseeingGrammar
+from frame.core.grammars.jump_forward import LookaheadGrammar
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
 from frame.core.messages import Finish, Generate
@@ -92,9 +92,9 @@ class Attack:
     def ask(self, rid: str, kind: str, text: str, patience: float = 2 * (SECONDS + GRACE) + 90) -> Grammar | Finish:
         """What becomes of it. The patience includes another process's start."""
         given: Any = {"choice": lambda: tuple(json.loads(text)), "json_object": lambda: True}.get(kind, lambda: text)()
-        assert self.compiler.hold(Generate(rid=rid, token_ids=[5], params=SamplingParams(**{kind: given})))
+        assert self.compiler.hold_request(Generate(rid=rid, token_ids=[5], params=SamplingParams(**{kind: given})))
         deadline = time.monotonic() + patience
-        while not (ready := self.compiler.ready()):
+        while not (ready := self.compiler.take_ready()):
             assert time.monotonic() < deadline, ("no answer", kind, text)
             time.sleep(0.0005)
         return ready[0][1]
@@ -108,7 +108,7 @@ class Attack:
             assert (outcome.code, outcome.param) == ("invalid_grammar", kind), outcome
             check(outcome.error or "", kind, text)
             return "slow" if "takes longer" in str(outcome.error) else "ended" if "ends its compiler" in str(outcome.error) else "refused"
-        return self.draw(rng, ForeseeingGrammar(outcome), kind, text)
+        return self.draw(rng, LookaheadGrammar(outcome), kind, text)
 
     def draw(self, rng: random.Random, grammar: Grammar, kind: str, text: str) -> str:
         mask = np.empty(self.words, np.int32)

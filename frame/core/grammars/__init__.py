@@ -1,1 +1,1 @@
-"""Grammars of running requests: compiled off the engine's loop, called in threads of their own, and their forced tokens."""
+"""Structured output: grammar compilation, masks of running requests, and jump-forward decoding."""

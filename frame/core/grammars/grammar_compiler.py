@@ -1,7 +1,6 @@
-"""`GrammarCompiler`: compiles requests' grammars off the engine's loop; a request waits here until its grammar is ready.
+"""Compiles requests' grammars in threads; a request waits here until its grammar is ready.
 
-A grammar that does not compile, or not within the limits, ends its own request and nothing else. Knows no scheduler; masks are
-filled there.
+A grammar that does not compile within its limits ends its own request only. Used by the engine. Must not know the scheduler.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ Key = tuple[str, str]  # kind, source
 
 
 class CompilerProcess(Protocol):
-    """A process that compiles, one grammar at a time. `cpu_seconds`: CPU that the last one took."""
+    """A process that compiles one grammar at a time. `cpu_seconds`: CPU time of the last one."""
 
     cpu_seconds: float
 
     def compile(self, kind: str, source: str) -> bytes:
-        """What `GrammarBackend.dump` made of it. Raises ValueError, one sentence, also when a limit ended the process, TooLongError when
-        that of time did."""
+        """Return what `GrammarBackend.dump` made of the compiled grammar. Raises ValueError, one sentence, for an invalid grammar and
+        when a limit ended the process; CompileTimeoutError when it was the time limit."""
         ...
 
     def close(self) -> None: ...
@@ -41,28 +40,26 @@ class CompilerProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSettings:
-    """`kinds` that the backend compiles; `patience`: most seconds that a grammar waits behind others that
-    took all the time they may; `cache_bytes` of compiled grammars are kept; `workers` compile at a time; `budget`: CPU seconds of one
-    request's grammar, compiled and at work; `request_timeout`: the deadline in seconds of a request without one of its own."""
+    """Limits and sizes of the compiler."""
 
-    kinds: tuple[str, ...] = GRAMMAR_KINDS
-    workers: int = 1
-    patience: float = 10.0
-    cache_bytes: int = 256 * 1024 * 1024
-    budget: float = math.inf
-    request_timeout: float = 600.0
+    kinds: tuple[str, ...] = GRAMMAR_KINDS  # that the backend compiles
+    workers: int = 1  # threads that compile
+    queue_timeout: float = 10.0  # seconds that a grammar waits behind others that ran into their time limit
+    cache_bytes: int = 256 * 1024 * 1024  # of compiled grammars
+    budget: float = math.inf  # CPU seconds of one request's grammar: compilation, masks and accepted tokens
+    request_timeout: float = 600.0  # seconds; the deadline of a request that sets none
 
 
-class TooBusyError(RuntimeError):
-    """A grammar waited too long for its turn."""
+class QueueTimeoutError(RuntimeError):
+    """A grammar waited too long in the queue of the compilers."""
 
 
-class TooLongError(ValueError):
-    """A grammar took longer than it may."""
+class CompileTimeoutError(ValueError):
+    """A grammar exceeded the time limit of one compilation."""
 
 
 class GrammarCache:
-    """Compiled grammars, and the reasons why others are none, by kind and source: the most recently used, up to a number of bytes."""
+    """LRU cache of compiled grammars, and of the errors of invalid ones, by kind and source. `limit` in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -88,16 +85,16 @@ class GrammarCache:
 
 @dataclass(slots=True)
 class _Compilation:
-    """One grammar under way, for all requests that want it."""
+    """One grammar being compiled, and the requests that wait for it."""
 
     key: Key
-    future: Future[tuple[CompiledGrammar, float]]  # and the CPU seconds that it took
+    future: Future[tuple[CompiledGrammar, float]]  # and its CPU seconds
     rids: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request and where its grammar comes from. `arrival` in seconds of the clock."""
+    """A waiting request and the source of its grammar. `arrival`: seconds of the clock."""
 
     message: Generate
     source: _Compilation | CompiledGrammar | ValueError
@@ -105,11 +102,11 @@ class _Waiting:
 
 
 class GrammarCompiler:
-    """A few threads compile, in order of arrival, each by a process of its own where `start_process` is given, else by the backend
-    itself. `len` is the number of requests that wait.
+    """Compiles in threads, in order of arrival. With `start_process` each thread compiles in its own process, else with the backend.
+    `len` is the number of waiting requests.
 
-    `make` gives the backend; it is called in such a thread for the first grammar, because a backend may take seconds to load and most
-    servers never need it. All but `_compile` and what it calls runs in the engine's thread.
+    `make` returns the backend. A thread calls it for the first grammar: a backend may take seconds to load, and most servers never
+    need it. All methods but `_compile` and `_load_backend` run in the engine's thread.
     """
 
     def __init__(
@@ -123,21 +120,21 @@ class GrammarCompiler:
         self._settings = settings or GrammarSettings()
         self._start_process = start_process
         self._backend: GrammarBackend | None = None
-        self._lock = threading.Lock()  # while the backend is made
+        self._lock = threading.Lock()  # guards `_backend`
         self._pool = ThreadPoolExecutor(self._settings.workers, thread_name_prefix="grammar")
         self._processes: list[CompilerProcess] = []
         self._cache = GrammarCache(self._settings.cache_bytes)
         self._compiling: dict[Key, _Compilation] = {}
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
-        self._own = threading.local()  # a thread's process
-        self._held_up_at = 0.0  # when a grammar last took all the time that it may
+        self._thread = threading.local()  # `process` of each thread
+        self._last_timeout_at = 0.0  # when a compilation last timed out, monotonic seconds
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def hold(self, message: Generate) -> bool:
-        """Whether the request has a grammar; if so it comes back from `ready`, with its grammar or the reason why there is none."""
+    def hold_request(self, message: Generate) -> bool:
+        """Return whether the request has a grammar. If so, `take_ready` returns it later with the grammar or an error."""
         key = message.params.grammar
         if key is None:
             return False
@@ -156,37 +153,37 @@ class GrammarCompiler:
         self._compiling[key].rids.add(rid)
         return self._compiling[key]
 
-    def ready(self) -> list[tuple[Generate, Grammar | Finish, float]]:
-        """Requests whose grammar is there, or why it is not: also those whose deadline has passed meanwhile. The last is when each
-        arrived, on the clock: their deadlines run from there."""
+    def take_ready(self) -> list[tuple[Generate, Grammar | Finish, float]]:
+        """Remove and return the requests whose grammar is compiled or failed, or whose deadline has passed. Each with its grammar, or
+        how it ends, and with its arrival in seconds of the clock, from which its deadline counts."""
         for key in [key for key, compilation in self._compiling.items() if compilation.future.done()]:
             error = self._compiling[key].future.exception()
-            if error is None or isinstance(error, ValueError):  # others may pass
-                # the sentence alone: an error as it was raised keeps the frames that it went through
+            if error is None or isinstance(error, ValueError):  # other errors may be temporary
+                # only the sentence: a raised error keeps the frames of its traceback alive
                 self._cache.put(key, self._compiling[key].future.result()[0] if error is None else ValueError(str(error)))
             del self._compiling[key]
         now = self._clock()
         outcomes = [(each, self._outcome(each, now)) for each in self._waiting.values()]
         found = [(each.message, outcome, each.arrival) for each, outcome in outcomes if outcome is not None]
         for message, _, _ in found:
-            self._forget(message.rid)
+            self._remove(message.rid)
         return found
 
-    def drop(self, rids: Sequence[str], reason: FinishReason) -> StepTokens | None:
-        """End those of these requests that wait here; returns their ends."""
+    def abort_requests(self, rids: Sequence[str], reason: FinishReason) -> StepTokens | None:
+        """End those of `rids` that wait here. None: none does."""
         gone = [rid for rid in rids if rid in self._waiting]
         for rid in gone:
-            self._forget(rid)
+            self._remove(rid)
         if not gone:
             return None
         return StepTokens(rids=gone, token_ids=[[] for _ in gone], finishes={i: Finish(reason) for i in range(len(gone))})
 
-    def drop_all(self, reason: FinishReason) -> StepTokens | None:
-        """End every request that waits here; returns their ends."""
-        return self.drop(list(self._waiting), reason)
+    def abort_all(self, reason: FinishReason) -> StepTokens | None:
+        """End every request that waits here. None: none does."""
+        return self.abort_requests(list(self._waiting), reason)
 
     def close(self) -> None:
-        """Stop the processes; what is being compiled is given up."""
+        """Stop the processes. Compilations in progress are abandoned."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
@@ -195,34 +192,34 @@ class GrammarCompiler:
         deadline = self._settings.request_timeout if waiting.message.deadline is None else waiting.message.deadline
         return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting, self._settings.budget)
 
-    def _forget(self, rid: str) -> None:
-        """Let a request go; a compilation that has not begun and that no other request wants is cancelled."""
+    def _remove(self, rid: str) -> None:
+        """Remove a request. Its compilation is cancelled if it has not started and no other request waits for it."""
         source = self._waiting.pop(rid).source
         if isinstance(source, _Compilation):
             source.rids.discard(rid)
             if not source.rids and source.future.cancel():
                 self._compiling.pop(source.key, None)
 
-    # in the threads -----------------------------------------------------------------------------------------------------
+    # ---- in the compiling threads ----
 
     def _compile(self, key: Key, since: float) -> tuple[CompiledGrammar, float]:
-        if time.monotonic() - since > self._settings.patience and self._held_up_at > since:  # a long queue alone is no fault
-            raise TooBusyError("other grammars keep the compilers busy")
-        backend = self._loaded()
+        if time.monotonic() - since > self._settings.queue_timeout and self._last_timeout_at > since:  # a long queue alone is not an error
+            raise QueueTimeoutError("other grammars keep the compilers busy")
+        backend = self._load_backend()
         began = time.thread_time()
         if self._start_process is None:
             return backend.compile(*key), time.thread_time() - began
-        if not hasattr(self._own, "process"):
-            self._own.process = self._start_process()
-            self._processes.append(self._own.process)
+        if not hasattr(self._thread, "process"):
+            self._thread.process = self._start_process()
+            self._processes.append(self._thread.process)
         try:
-            loaded = backend.load(*key, self._own.process.compile(*key))
-            return loaded, time.thread_time() - began + self._own.process.cpu_seconds
-        except TooLongError:
-            self._held_up_at = time.monotonic()
+            loaded = backend.load(*key, self._thread.process.compile(*key))
+            return loaded, time.thread_time() - began + self._thread.process.cpu_seconds
+        except CompileTimeoutError:
+            self._last_timeout_at = time.monotonic()
             raise
 
-    def _loaded(self) -> GrammarBackend:
+    def _load_backend(self) -> GrammarBackend:
         with self._lock:
             if self._backend is None:
                 self._backend = self._make()
@@ -230,14 +227,14 @@ class GrammarCompiler:
 
 
 def _outcome(waiting: _Waiting, budget: float) -> Grammar | Finish | None:
-    """A grammar to start with, or how the request ends without one; None: not yet."""
+    """The request's grammar, or how the request ends without one. None: not compiled yet."""
     source, params = waiting.source, waiting.message.params
     error: BaseException | None = source if isinstance(source, ValueError) else None
     if isinstance(source, _Compilation):
         if not source.future.done():
             return None
         error = source.future.exception()
-    if isinstance(error, TooBusyError):
+    if isinstance(error, QueueTimeoutError):
         return queue_full(str(error))
     if error is not None:
         return grammar_error(error, params)

@@ -1,5 +1,7 @@
-"""What running requests' grammars do in a step: they take the drawn tokens in, and say what may come next. Calls run in threads, and
-no step waits for a slow one: its request is held until the call is done. Used by the scheduler. Knows no compiler.
+"""Grammars of running requests in a step: accepts sampled tokens and fills token masks.
+
+Calls run in threads. A step does not wait for a slow call: its request is held until the call ends. Used by the scheduler. Must not
+know the compiler.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ if TYPE_CHECKING:
 BROKEN_GRAMMAR = Finish(
     "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
 )
-MOST_THREADS = 8
-SHARE = 250e-6  # CPU seconds of a step's calls for each thread that makes them; to call one costs about 50 microseconds
-SLOW = 0.002  # CPU seconds of a call; the next one of that request runs beside the steps
-CROWDED = 0.004  # CPU seconds of a step's calls, from which on a quarter of that is slow
+MAX_THREADS = 8
+SECONDS_PER_THREAD = 250e-6  # CPU seconds of a step's calls per thread; using a thread costs about 50 microseconds
+SLOW_SECONDS = 0.002  # CPU seconds of a call, after which the request's next call runs beside the steps
+CROWDED_SECONDS = 0.004  # CPU seconds of a step's calls, above which a quarter of `SLOW_SECONDS` counts as slow
 TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
-PATIENCE = 10.0  # seconds that a request waits for a thread while other grammars keep all of them
+THREAD_TIMEOUT = 10.0  # seconds that a request waits for a thread
 
 
 def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
-    """How a request ends whose grammar raised `error`: a ValueError means that the grammar is invalid, any other error is the backend's."""
+    """How a request ends whose grammar raised `error`. ValueError: the grammar is invalid; other errors are faults of the backend."""
     if isinstance(error, ValueError):
         kind = params.grammar[0] if params.grammar is not None else None
         return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
@@ -42,7 +44,7 @@ def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
 
 
 class GrammarMeter:
-    """The CPU seconds that a request's grammar has taken, and may take: `budget` and a little more for each token."""
+    """CPU seconds of a request's grammar: used, and allowed (`budget` plus `TOKEN_ALLOWANCE` for each token)."""
 
     def __init__(self, budget: float, spent: float = 0.0) -> None:
         self.spent = spent
@@ -50,12 +52,12 @@ class GrammarMeter:
         self._budget = budget
 
     def charge(self, seconds: float) -> None:
-        """Raise ValueError when the budget is spent."""
+        """Add CPU seconds. Raises ValueError when the budget is exceeded."""
         self.spent += seconds
         self.check()
 
     def check(self, more: float = 0.0) -> None:
-        """Raise ValueError when the budget would be spent with so many seconds more."""
+        """Raise ValueError when `more` seconds would exceed the budget."""
         if self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens:
             raise ValueError(
                 f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
@@ -64,7 +66,7 @@ class GrammarMeter:
 
 
 class MeteredGrammar:
-    """A `Grammar` that is charged for its calls. It raises ValueError when its budget is spent."""
+    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is exceeded."""
 
     def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
         self.meter = meter
@@ -91,8 +93,8 @@ class MeteredGrammar:
 
 
 class GrammarCall(ThreadedCall):
-    """Accepts a token (None: there is none) and fills the next mask, int32 [words]. `end`: how the token ends the request, if it does;
-    `mask_error`: how the request ends because there is no next mask."""
+    """Accepts a token (None: none) and fills the next mask, int32 [words]. `end`: how the token ends the request, if it does;
+    `mask_error`: how the request ends when the mask could not be filled."""
 
     def __init__(self, request: Request, token: int | None, words: int) -> None:
         super().__init__()
@@ -105,21 +107,21 @@ class GrammarCall(ThreadedCall):
         self._meter: GrammarMeter | None = meter
         self._spent = 0.0 if meter is None else meter.spent
 
-    def over_budget(self) -> Finish | None:
-        """How the request ends because this call, which still runs, has spent its budget. None: it has not."""
+    def check_budget(self) -> Finish | None:
+        """How the request ends when this running call has exceeded the budget. None: it has not."""
         if self._meter is None:
             return None
         try:
-            self._meter.check(self._spent + self.cpu_seconds() - self._meter.spent)  # what it has charged already counts once
+            self._meter.check(self._spent + self.cpu_seconds() - self._meter.spent)  # avoids counting twice what it has charged
         except ValueError as error:
             return grammar_error(error, self.request.params)
         return None
 
-    def call(self) -> None:
+    def execute(self) -> None:
         grammar = self.request.grammar
         assert grammar is not None
         if self.token is not None:
-            self.end = advance(grammar, self.token, self.request.params)
+            self.end = accept_token(grammar, self.token, self.request.params)
         if self.end is not None:
             return
         try:
@@ -130,76 +132,76 @@ class GrammarCall(ThreadedCall):
 
 
 class GrammarCalls:
-    """The calls of a scheduler's steps. Requests that must leave the device are in `take_stopped` after each; those that wait for a call
-    come back from `settle`. What a mask is does not depend on the thread that made it."""
+    """Makes the grammar calls of a scheduler's steps. After each step `take_stopped` returns the requests that must leave the device
+    because of a slow call, and `take_settled` those whose slow call has ended. Masks do not depend on the thread that computes them."""
 
     def __init__(self, vocab_size: int, threads: int | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._words = -(-vocab_size // 32)
-        self._quick = GrammarThreads(threads or min(MOST_THREADS, cores))
+        self._quick = GrammarThreads(threads or min(MAX_THREADS, cores))
         self._slow = GrammarThreads(2, NICENESS)
         self._held: dict[str, GrammarCall] = {}
         self._stopped: list[Request] = []
 
     def __len__(self) -> int:
-        """Requests that are held."""
+        """The number of held requests."""
         return len(self._held)
 
-    def accept(self, drawn: Sequence[tuple[Request, int]]) -> list[Finish | None]:
-        """Accept sampled tokens. -> of each: how it ends its request; None: the request goes on."""
-        calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if state_of(each[0]).error is None}
+    def accept_tokens(self, drawn: Sequence[tuple[Request, int]]) -> list[Finish | None]:
+        """Accept sampled tokens. Returns for each how it ends its request. None: the request continues."""
+        calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if get_grammar_state(each[0]).error is None}
         self._run(list(calls.values()))
         return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
 
-    def fill(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
-        """The allowed tokens of the slots as bits, int32 [slots, words]; rows without a grammar allow everything. None when no slot has
-        a grammar."""
+    def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
+        """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a grammar allow all tokens. None: no slot
+        has a grammar."""
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
         mask = np.full((len(slots), self._words), -1, np.int32)
         calls: dict[int, GrammarCall] = {}
         for i in constrained.tolist():
-            request = table.requests[int(slots[i])]  # None: it has ended
+            request = table.requests[int(slots[i])]  # None: it has finished
             if request is None or request.grammar is None:
                 continue
-            state = state_of(request)
+            state = get_grammar_state(request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
             elif state.error is None:
                 calls[i] = GrammarCall(request, None, self._words)
         self._run(list(calls.values()))
         for i, call in calls.items():
-            state = state_of(call.request)
+            state = get_grammar_state(call.request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
         return mask
 
     def take_stopped(self) -> list[Request]:
-        """Requests that must leave the device and be held, since a call of theirs is slow."""
+        """Remove and return the requests that must leave the device because of a slow call."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
-    def hold(self, request: Request) -> None:
-        """Keep a request that has left the device."""
-        call = state_of(request).call
+    def hold_request(self, request: Request) -> None:
+        """Hold a request that has left the device."""
+        call = get_grammar_state(request).call
         assert isinstance(call, GrammarCall)
         self._held[request.rid] = call
 
-    def settle(self) -> list[tuple[Request, Finish | None]]:
-        """Held requests that need be held no longer, with their end, or None: they go on."""
+    def take_settled(self) -> list[tuple[Request, Finish | None]]:
+        """Remove and return the held requests whose call has ended, each with how it ends. None: it continues."""
         found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
         for request, _ in found:
-            self.drop(request)
+            self.release_request(request)
         return [(request, outcome if isinstance(outcome, Finish) else None) for request, outcome in found]
 
-    def drop(self, request: Request) -> bool:
-        """Hold a request no longer; whether it was held. What its call does is not waited for."""
+    def release_request(self, request: Request) -> bool:
+        """Release a held request and abandon its call. Returns whether it was held."""
         call = self._held.pop(request.rid, None)
         if call is None:
             return False
-        self._slow.leave(call)  # one that the other threads left already knows it
-        state_of(request).call = None
+        self._slow.abandon(call)  # no effect on a call that was abandoned before
+        get_grammar_state(request).call = None
         return True
 
     def close(self) -> None:
@@ -208,68 +210,69 @@ class GrammarCalls:
         self._slow.close()
 
     def _run(self, calls: list[GrammarCall]) -> None:
-        """Run calls, and wait for those that are likely to be quick."""
+        """Run calls, and wait for those that were quick last time."""
         quick = []
         for call in calls:
-            state = state_of(call.request)
+            state = get_grammar_state(call.request)
             if state.is_slow:
-                self._slow.begin([call])
+                self._slow.submit([call])
                 self._stop(call)
             else:
                 quick.append(call)
         if not quick:
             return
-        self._quick.wait(self._quick.begin(quick, 1 + int(sum(state_of(call.request).seconds for call in quick) / SHARE)))
-        is_crowded = sum(call.cpu_seconds() for call in quick) > CROWDED
+        seconds = sum(get_grammar_state(call.request).seconds for call in quick)
+        self._quick.wait(self._quick.submit(quick, 1 + int(seconds / SECONDS_PER_THREAD)))
+        is_crowded = sum(call.cpu_seconds() for call in quick) > CROWDED_SECONDS
         for call in quick:
             if call.is_finished:
-                self._note(call, SLOW / 4 if is_crowded else SLOW)
+                self._note(call, SLOW_SECONDS / 4 if is_crowded else SLOW_SECONDS)
             else:
                 self._stop(call if call.thread is not None else self._begin_slow(call))
 
     def _begin_slow(self, call: GrammarCall) -> GrammarCall:
-        """A call in place of one that never begins, since all threads are busy: it runs when there is one."""
+        """Replace a call that did not start because all threads are busy; the new one runs when a thread is free."""
         again = GrammarCall(call.request, call.token, self._words)
-        self._slow.begin([again])
+        self._slow.submit([again])
         return again
 
     def _stop(self, call: GrammarCall) -> None:
-        state_of(call.request).call = call
+        get_grammar_state(call.request).call = call
         self._stopped.append(call.request)
 
     def _note(self, call: GrammarCall, slow: float) -> None:
-        state = state_of(call.request)
+        state = get_grammar_state(call.request)
         state.seconds, state.is_slow = call.seconds, call.seconds > slow
         state.error = call.mask_error
         state.mask = call.mask if call.end is None and call.mask_error is None else None
 
     def _outcome(self, call: GrammarCall) -> Finish | bool | None:
-        """Of a held request: its end; true: it goes on; None: it is held."""
+        """How a held request ends. True: it continues; None: it stays held."""
         if call.is_finished:
-            self._note(call, SLOW)
+            self._note(call, SLOW_SECONDS)
             return call.end or call.mask_error or True
-        if (finish := call.over_budget()) is not None:  # it may be a call that never ends
+        if (finish := call.check_budget()) is not None:  # the call may never end
             return finish
-        if call.thread is None and time.monotonic() - call.queued_at > PATIENCE:
+        if call.thread is None and time.monotonic() - call.queued_at > THREAD_TIMEOUT:
             return queue_full("other grammars keep the threads busy")
         return None
 
 
 def _result(call: GrammarCall | None, request: Request) -> Finish | None:
     if call is None:
-        return state_of(request).error
+        return get_grammar_state(request).error
     return call.end if call.is_finished else None
 
 
-def state_of(request: Request) -> GrammarState:
-    """Made when it is asked for first: most requests have no grammar."""
+def get_grammar_state(request: Request) -> GrammarState:
+    """The state of a request's grammar, created on first use: most requests have no grammar."""
     if request.grammar_state is None:
         request.grammar_state = GrammarState()
     return request.grammar_state
 
 
-def advance(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:
-    """Accept a sampled token. -> how it ends the request (reason "stop" where nothing may follow); None: the request goes on."""
+def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:
+    """Accept a sampled token. Returns how it ends the request (reason "stop" where only the end may follow). None: it continues."""
     try:
         if not grammar.accept(token):
             return BROKEN_GRAMMAR
@@ -278,8 +281,8 @@ def advance(grammar: Grammar, token: int, params: SamplingParams) -> Finish | No
         return grammar_error(error, params)
 
 
-def replay(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
-    """Accept the output of a recovered request, from the grammar's start. -> how the request ends where that fails; None: it goes on."""
+def replay_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
+    """Accept the output of a recovered request from the grammar's start. Returns how the request ends on failure, else None."""
     try:
         return None if all(grammar.accept(token) for token in tokens) else BROKEN_GRAMMAR
     except Exception as error:  # noqa: BLE001 - as above

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frame.core.grammars.grammar_masks import replay
+from frame.core.grammars.grammar_masks import replay_tokens
 from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import ParamProblem
@@ -114,7 +114,7 @@ class Admission:
             is_reported=message.output_len > 0,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())
-        if grammar is not None and (refusal := replay(grammar, request.output, params)) is not None:
+        if grammar is not None and (refusal := replay_tokens(grammar, request.output, params)) is not None:
             return refusal
         self._arrived += 1
         return request

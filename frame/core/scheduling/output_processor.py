@@ -138,7 +138,7 @@ class OutputProcessor:
                 request.unsent = []
             if request.grammar is not None and i not in sampled.finishes and is_fresh:
                 drawn.append((i, request, token))
-        for (i, _, _), finish in zip(drawn, self._grammars.accept([each[1:] for each in drawn]), strict=True):
+        for (i, _, _), finish in zip(drawn, self._grammars.accept_tokens([each[1:] for each in drawn]), strict=True):
             if finish is not None:
                 sampled.finishes[i] = finish
                 if finish.reason == "error":

@@ -83,7 +83,8 @@ class Scheduler:
             return Finish("error", error=f"request id {message.rid} is in use; choose another", code="invalid_request", param="rid")
         if len(self._queue) >= self.config.max_queued:
             return queue_full(f"{len(self._queue)} requests are waiting")
-        request = self._admission.accept(message, self._clock() if arrival is None else arrival, self._jumps.watch(grammar, message.params))
+        grammar = self._jumps.wrap_grammar(grammar, message.params)
+        request = self._admission.accept(message, self._clock() if arrival is None else arrival, grammar)
         if isinstance(request, Finish):
             return request
         self._requests[request.rid] = request
@@ -266,8 +267,8 @@ class Scheduler:
         table = self._running.table
         if not table.num_grammars:
             return None
-        mask = self._grammars.fill(table, slots)
-        self._jumps.apply(slots)
+        mask = self._grammars.fill_masks(table, slots)
+        self._jumps.apply_jumps(slots)
         return mask
 
     def _stop_grammars(self) -> None:
@@ -276,11 +277,11 @@ class Scheduler:
         for request in self._grammars.take_stopped():
             if request.state == RequestStatus.RUNNING:
                 self._running.leave(request, keep=True, state=RequestStatus.WAITING)
-                self._grammars.hold(request)
+                self._grammars.hold_request(request)
 
     def _settle_grammars(self) -> None:
         """Let held requests go on, or end."""
-        for request, finish in self._grammars.settle():
+        for request, finish in self._grammars.take_settled():
             self._queue.push_front(request)
             if finish is not None:
                 self._end(request, finish)
@@ -288,7 +289,7 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""
         if request.state == RequestStatus.WAITING:
-            if not self._grammars.drop(request):
+            if not self._grammars.release_request(request):
                 self._queue.remove(request)
             request.state = RequestStatus.FINISHED
             self._forget(request, finish)

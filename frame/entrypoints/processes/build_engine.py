@@ -125,7 +125,7 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
     settings = GrammarSettings(
         kinds=capabilities.kinds if isinstance(capabilities, GrammarCapabilities) else GRAMMAR_KINDS,
         workers=max(1, sampling.grammar_workers),
-        patience=sampling.grammar_timeout,
+        queue_timeout=sampling.grammar_timeout,
         cache_bytes=sampling.grammar_cache,
         budget=sampling.grammar_budget,
         request_timeout=resolved.user.scheduler.request_timeout,

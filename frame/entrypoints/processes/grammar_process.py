@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frame.core.config.resolved import Resolved
-from frame.core.grammars.grammar_compiler import TooLongError
+from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.entrypoints.processes.deployment import PARENTS_SIGNALS, die_with
 
@@ -91,7 +91,7 @@ class GrammarProcess:
         if self._closed:
             return RuntimeError("the engine stops")
         if code in (-signal.SIGALRM, -signal.SIGKILL):
-            return TooLongError(f"{kind} takes longer than {self._seconds:g} s to compile; simplify it")
+            return CompileTimeoutError(f"{kind} takes longer than {self._seconds:g} s to compile; simplify it")
         return ValueError(f"{kind} ends its compiler (out of memory, or a fault of the compiler); simplify it")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from frame.core.grammars.grammar_compiler import GrammarCache, GrammarCompiler, GrammarSettings, TooLongError
+from frame.core.grammars.grammar_compiler import CompileTimeoutError, GrammarCache, GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate
@@ -62,7 +62,7 @@ def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish
     found: dict[str, Grammar | Finish] = {}
     ready = threading.Event()
     for _ in range(2000):
-        found |= {message.rid: outcome for message, outcome, _ in compiler.ready()}
+        found |= {message.rid: outcome for message, outcome, _ in compiler.take_ready()}
         if len(found) >= count:
             return found
         ready.wait(0.005)
@@ -73,15 +73,15 @@ def test_a_grammar_is_compiled_once_for_all() -> None:
     backend = Counting()
     backend.gate.clear()
     compiler = GrammarCompiler(lambda: backend)
-    assert not compiler.hold(ask("plain"))
+    assert not compiler.hold_request(ask("plain"))
     for i in range(5):
-        assert compiler.hold(ask(str(i), regex="x"))
-    assert compiler.ready() == [] and len(compiler) == 5
+        assert compiler.hold_request(ask(str(i), regex="x"))
+    assert compiler.take_ready() == [] and len(compiler) == 5
     backend.gate.set()
     found = collect(compiler, 5)
     assert len({id(grammar) for grammar in found.values()}) == 5  # each its own state
-    assert compiler.hold(ask("again", regex="x"))
-    assert [message.rid for message, *_ in compiler.ready()] == ["again"]  # at once
+    assert compiler.hold_request(ask("again", regex="x"))
+    assert [message.rid for message, *_ in compiler.take_ready()] == ["again"]  # at once
     assert backend.sources == ["x"] and len(compiler) == 0
     compiler.close()
 
@@ -90,7 +90,7 @@ def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
     backend = Counting()
     compiler = GrammarCompiler(lambda: backend)
     for source in ("bad", "bad", "fault", "fault"):
-        compiler.hold(ask("r", regex=source))
+        compiler.hold_request(ask("r", regex=source))
         finish = collect(compiler, 1)["r"]
         assert isinstance(finish, Finish) and finish.reason == "error"
         assert finish.error in ("invalid grammar: it is bad", "the grammar backend failed: RuntimeError: the disk is full")
@@ -103,7 +103,7 @@ def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
 def test_a_kind_that_the_backend_has_not_is_refused() -> None:
     backend = Counting()
     compiler = GrammarCompiler(lambda: backend, GrammarSettings(kinds=("regex", "choice")))
-    compiler.hold(ask("r", structural_tag="{}"))
+    compiler.hold_request(ask("r", structural_tag="{}"))
     finish = collect(compiler, 1)["r"]
     assert isinstance(finish, Finish) and finish.error is not None
     assert finish.error.startswith("invalid grammar: ") and "no structural_tag; use one of regex, choice" in finish.error
@@ -118,20 +118,20 @@ def test_who_waits_behind_grammars_that_take_too_long_is_told_to_come_back() -> 
         def compile(self, kind: str, source: str) -> bytes:
             assert backend.gate.wait(20)
             if source == "bomb":
-                raise TooLongError("it takes too long")
+                raise CompileTimeoutError("it takes too long")
             return b""
 
         def close(self) -> None:
             pass
 
     backend = Counting()
-    compiler = GrammarCompiler(lambda: backend, GrammarSettings(patience=0.0), Slow)
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(queue_timeout=0.0), Slow)
     for source in "abc":  # a queue alone is no reason
-        compiler.hold(ask(source, regex=source))
+        compiler.hold_request(ask(source, regex=source))
     assert not any(isinstance(outcome, Finish) for outcome in collect(compiler, 3).values())
     backend.gate.clear()
     for source in ("bomb", "x"):
-        compiler.hold(ask(source, regex=source))
+        compiler.hold_request(ask(source, regex=source))
     backend.gate.set()
     found = collect(compiler, 2)
     errors = [finish.error for finish in (found["bomb"], found["x"]) if isinstance(finish, Finish)]
@@ -144,13 +144,13 @@ def test_requests_that_leave_take_their_grammar_along() -> None:
     backend.gate.clear()
     compiler = GrammarCompiler(lambda: backend)
     for rid, source in (("a", "first"), ("b", "second"), ("c", "second"), ("d", "third")):
-        compiler.hold(ask(rid, regex=source))
-    gone = compiler.drop(["b", "d", "unknown"], "abort")
+        compiler.hold_request(ask(rid, regex=source))
+    gone = compiler.abort_requests(["b", "d", "unknown"], "abort")
     assert gone is not None and gone.rids == ["b", "d"]
     backend.gate.set()
     assert set(collect(compiler, 2)) == {"a", "c"}
     assert "third" not in backend.sources
-    assert compiler.drop_all("abort") is None
+    assert compiler.abort_all("abort") is None
     compiler.close()
 
 
@@ -159,18 +159,18 @@ def test_deadlines_run_while_a_grammar_compiles() -> None:
     backend.gate.clear()
     compiler = GrammarCompiler(lambda: backend, GrammarSettings(request_timeout=50.0), clock=lambda: now[0])
     message = ask("mine", regex="x")
-    compiler.hold(ask("default", regex="x"))
-    compiler.hold(msgspec.structs.replace(message, deadline=2.0))
-    compiler.hold(msgspec.structs.replace(message, rid="patient", deadline=1000.0))
+    compiler.hold_request(ask("default", regex="x"))
+    compiler.hold_request(msgspec.structs.replace(message, deadline=2.0))
+    compiler.hold_request(msgspec.structs.replace(message, rid="patient", deadline=1000.0))
     now[0] = 101.9
-    assert compiler.ready() == []
+    assert compiler.take_ready() == []
     for late, rid, deadline in ((102.1, "mine", "2 s"), (150.1, "default", "50 s")):
         now[0] = late
-        ((ended, finish, _),) = compiler.ready()
+        ((ended, finish, _),) = compiler.take_ready()
         assert ended.rid == rid and isinstance(finish, Finish)
         assert finish.error == f"deadline exceeded: the request took longer than its {deadline}; allow it more time"
     backend.gate.set()
-    while not (ready := compiler.ready()):
+    while not (ready := compiler.take_ready()):
         threading.Event().wait(0.005)
     assert [(found.rid, arrival) for found, _, arrival in ready] == [("patient", 100.0)]
     compiler.close()
@@ -206,7 +206,7 @@ def test_processes_compile_and_the_backend_loads() -> None:
     backend = Loading()
     start: Callable[[], Process] = Process
     compiler = GrammarCompiler(lambda: backend, start_process=start)
-    compiler.hold(ask("r", regex="x"))
+    compiler.hold_request(ask("r", regex="x"))
     collect(compiler, 1)
     assert backend.sources == ["X"]
     compiler.close()

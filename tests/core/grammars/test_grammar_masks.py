@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.grammars.grammar_masks import BROKEN_GRAMMAR, GrammarCalls, GrammarMeter, MeteredGrammar, advance, replay
-from frame.core.grammars.grammar_threads import MOST_LEFT
+from frame.core.grammars.grammar_masks import BROKEN_GRAMMAR, GrammarCalls, GrammarMeter, MeteredGrammar, accept_token, replay_tokens
+from frame.core.grammars.grammar_threads import MAX_ABANDONED
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate
@@ -68,10 +68,10 @@ def burning(where: str, after: int, until: threading.Event) -> Callable[[], Burn
     return lambda: Burning(next(places), after, until)
 
 
-def test_replay_and_advance() -> None:
+def test_tokens_are_accepted_and_replayed() -> None:
     params = SamplingParams(regex="x")
-    assert replay(Free(), [1, 2], params) is None and replay(Free(), [7], params) == BROKEN_GRAMMAR
-    assert advance(Free(), 3, params) is None and advance(Free(), 7, params) == BROKEN_GRAMMAR
+    assert replay_tokens(Free(), [1, 2], params) is None and replay_tokens(Free(), [7], params) == BROKEN_GRAMMAR
+    assert accept_token(Free(), 3, params) is None and accept_token(Free(), 7, params) == BROKEN_GRAMMAR
 
 
 def rows_of(grammars: list[Grammar]) -> tuple[RequestTable, list[Request], np.ndarray]:
@@ -113,7 +113,7 @@ def test_several_threads_make_the_masks_that_one_makes() -> None:
             for request in requests:  # a row that was slow is held, else
                 if request.grammar_state is not None:
                     request.grammar_state.is_slow = False
-            mask = calls.fill(table, slots)
+            mask = calls.fill_masks(table, slots)
             assert calls.take_stopped() == []
             assert mask is not None and (mask[:12, 0] == 1 << np.arange(12)).all() and (mask[12] == -1).all()
         calls.close()
@@ -131,9 +131,9 @@ def test_a_grammar_that_raises_ends_its_request_alone(error: Exception) -> None:
         expected = Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar")
     table, requests, slots = rows_of([Numbered(0, fail), Numbered(1, int)])
     calls = GrammarCalls(40, 2)
-    mask = calls.fill(table, slots)
+    mask = calls.fill_masks(table, slots)
     assert mask is not None and mask[:, 0].tolist() == [-1, 2, -1]
-    assert calls.accept([(requests[0], 3), (requests[1], 1)]) == [expected, None]
+    assert calls.accept_tokens([(requests[0], 3), (requests[1], 1)]) == [expected, None]
     calls.close()
 
 
@@ -149,8 +149,8 @@ def test_a_backend_that_cannot_start_a_grammar() -> None:
             return Unstartable()
 
     compiler = GrammarCompiler(lambda: Backend(None, 40))
-    compiler.hold(Generate(rid="r", token_ids=[1], params=SamplingParams(regex="x")))
-    while not (ready := compiler.ready()):
+    compiler.hold_request(Generate(rid="r", token_ids=[1], params=SamplingParams(regex="x")))
+    while not (ready := compiler.take_ready()):
         time.sleep(0.001)
     assert ready[0][1].error == "the grammar backend failed: RuntimeError: no room"  # type: ignore[union-attr]
     compiler.close()
@@ -218,10 +218,10 @@ def test_held_requests_are_aborted_and_have_deadlines() -> None:
 
 def test_threads_that_are_left_are_replaced_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of them busy for good, further grammars are told so, and requests without one are served."""
-    monkeypatch.setattr("frame.core.grammars.grammar_masks.PATIENCE", 0.2)
+    monkeypatch.setattr("frame.core.grammars.grammar_masks.THREAD_TIMEOUT", 0.2)
     until, before = threading.Event(), threading.active_count()
-    made = rig(max_running=MOST_LEFT + 8)
-    asked = [made.add([1, i], GREEDY, grammar=burning("fill", 1, until)) for i in range(2 * MOST_LEFT + 6)]
+    made = rig(max_running=MAX_ABANDONED + 8)
+    asked = [made.add([1, i], GREEDY, grammar=burning("fill", 1, until)) for i in range(2 * MAX_ABANDONED + 6)]
     try:
         step_until(made, lambda: len(made.scheduler._grammars) + sum(bool(made.requests[rid].finish) for rid in asked) == len(asked))
         plain = made.add([5], GREEDY)
@@ -230,7 +230,7 @@ def test_threads_that_are_left_are_replaced_up_to_a_number(monkeypatch: pytest.M
         step_until(made, lambda: made.requests[last].finish is not None)
         finish = made.requests[last].finish
         assert finish is not None and finish.error is not None and finish.error.startswith("queue full: other grammars keep")
-        assert threading.active_count() - before < 4 * MOST_LEFT
+        assert threading.active_count() - before < 4 * MAX_ABANDONED
     finally:
         until.set()
 
@@ -273,8 +273,8 @@ def test_a_compilation_over_the_budget_is_refused() -> None:
             return Compiled()
 
     compiler = GrammarCompiler(lambda: Backend(None, 40), GrammarSettings(budget=2.0), Process)
-    compiler.hold(Generate(rid="r", token_ids=[1], params=SamplingParams(regex="x")))
-    while not (ready := compiler.ready()):
+    compiler.hold_request(Generate(rid="r", token_ids=[1], params=SamplingParams(regex="x")))
+    while not (ready := compiler.take_ready()):
         time.sleep(0.001)
     error = ready[0][1].error  # type: ignore[union-attr]
     assert error is not None and error.startswith("invalid grammar: the grammar takes more CPU time than its budget of 2 s")

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from frame.core.grammars.grammar_masks import advance
-from frame.core.grammars.jump_forward import ForeseeingGrammar, only_token
+from frame.core.grammars.grammar_masks import accept_token
+from frame.core.grammars.jump_forward import LookaheadGrammar, find_only_token
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.core.scheduling.scheduler import SchedulerConfig
@@ -136,7 +136,7 @@ def test_looking_ahead_shows_the_grammar_as_it_is() -> None:
     rng = random.Random(0)
     for _ in range(30):
         widths = [rng.choice((1, 1, 2, 5)) for _ in range(rng.randint(1, 20))]
-        plain, ahead = Script(widths, VOCAB), ForeseeingGrammar(Script(widths, VOCAB))
+        plain, ahead = Script(widths, VOCAB), LookaheadGrammar(Script(widths, VOCAB))
         masks = np.zeros((2, 2), np.int32)
         is_finished = False
         while not is_finished:
@@ -144,14 +144,14 @@ def test_looking_ahead_shows_the_grammar_as_it_is() -> None:
                 assert plain.fill(masks[0]) and ahead.fill(masks[1])
                 assert (masks[0] == masks[1]).all()
             if rng.random() < 0.3:
-                for token in ahead.take(2, rng.randint(2, 9), ()):
-                    assert plain.fill(masks[0]) and only_token(masks[0]) == token and plain.accept(token) and not plain.is_finished()
+                for token in ahead.take_forced(2, rng.randint(2, 9), ()):
+                    assert plain.fill(masks[0]) and find_only_token(masks[0]) == token and plain.accept(token) and not plain.is_finished()
                 continue
             token = rng.choice(plain.allowed())
-            finish = advance(ahead, token, FREE)
+            finish = accept_token(ahead, token, FREE)
             is_finished = finish is not None
-            assert finish in (None, Finish("stop")) and advance(plain, token, FREE) == finish
-    assert ForeseeingGrammar(Script([1, 2], VOCAB)).is_finished() is False
+            assert finish in (None, Finish("stop")) and accept_token(plain, token, FREE) == finish
+    assert LookaheadGrammar(Script([1, 2], VOCAB)).is_finished() is False
 
 
 def test_a_fault_ahead_comes_in_its_turn() -> None:
@@ -161,16 +161,16 @@ def test_a_fault_ahead_comes_in_its_turn() -> None:
                 raise ValueError("too much work")
             return super().fill(mask)
 
-    grammar, mask = ForeseeingGrammar(Broken([1] * 9, VOCAB)), np.zeros(2, np.int32)
+    grammar, mask = LookaheadGrammar(Broken([1] * 9, VOCAB)), np.zeros(2, np.int32)
     for _ in range(3):
         assert grammar.fill(mask)
-        token = only_token(mask)
-        assert token is not None and not grammar.accept(token + 1) and advance(grammar, token, FREE) is None
+        token = find_only_token(mask)
+        assert token is not None and not grammar.accept(token + 1) and accept_token(grammar, token, FREE) is None
     with pytest.raises(ValueError, match="too much work"):
         grammar.fill(mask)
     made = rig()
     made.add([1], SamplingParams(max_tokens=20, temperature=0.0), grammar=lambda: Script([1], VOCAB))
-    made.scheduler._requests["request-0"].grammar = ForeseeingGrammar(Broken([1] * 9, VOCAB))
+    made.scheduler._requests["request-0"].grammar = LookaheadGrammar(Broken([1] * 9, VOCAB))
     made.requests.clear()
     ends = []
     while not made.scheduler.is_idle:
@@ -183,4 +183,4 @@ def test_a_fault_ahead_comes_in_its_turn() -> None:
 
 @pytest.mark.parametrize(("words", "token"), [([0, 4], 34), ([-(2**31), 0], 31), ([3, 0], None), ([1, 1], None), ([0, 0], None)])
 def test_only_token(words: list[int], token: int | None) -> None:
-    assert only_token(np.array(words, np.int32)) == token
+    assert find_only_token(np.array(words, np.int32)) == token
