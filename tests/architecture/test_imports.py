@@ -60,6 +60,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),
     ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing")),  # the suites' batches
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
+    ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )

@@ -1,0 +1,196 @@
+"""The intermediate representation of a program: what it appends to its state, as plain data.
+
+`gen`, `select`, `image` and the roles build nodes; `+` joins them with text. Must not know a backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from frame.core.errors import did_you_mean
+from frame.core.interfaces.sampling_params import SamplingParams
+
+Method = Literal["logprob", "constrained"]
+Normalization = Literal["token", "sum"]
+
+DEFAULT_MAX_TOKENS = 128  # of a `gen` without a grammar
+_SAMPLING = frozenset(SamplingParams.__struct_fields__)
+# Keyword of SamplingParams -> the feature that a backend needs for it.
+_GRAMMARS = {"regex": "regex", "choice": "choice", "json_schema": "schema", "json_object": "schema", "ebnf": "ebnf"}
+
+
+class Node:
+    """Something that a program can append: `node + node`, `text + node` and `node + text` join."""
+
+    features: frozenset[str] = frozenset()  # what a backend must be able to express
+
+    def __add__(self, other: Node | str) -> Joined:
+        return Joined((*parts_of(self), *parts_of(other)))
+
+    def __radd__(self, other: str) -> Joined:
+        return Joined((*parts_of(other), *parts_of(self)))
+
+
+@dataclass(frozen=True)
+class Text(Node):
+    """Literal text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Gen(Node):
+    """A generation. `params` are keywords of `SamplingParams`; `timeout` is in seconds."""
+
+    name: str | None
+    params: Mapping[str, Any]
+    schema: Any = None  # a pydantic model or a JSON Schema
+    timeout: float | None = None
+
+    @property
+    def features(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(_GRAMMARS[key] for key in self.params if key in _GRAMMARS)
+
+
+@dataclass(frozen=True)
+class Select(Node):
+    """A choice among texts, by log-probability or by constrained greedy decoding."""
+
+    name: str | None
+    choices: tuple[str, ...]
+    method: Method = "logprob"
+    normalization: Normalization = "token"
+    timeout: float | None = None
+
+    @property
+    def features(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"logprob select" if self.method == "logprob" else "choice"})
+
+
+@dataclass(frozen=True)
+class Image(Node):
+    """An image by URL (http, https or data)."""
+
+    url: str
+    features = frozenset({"image"})
+
+
+@dataclass(frozen=True)
+class Role(Node):
+    """A message of a conversation."""
+
+    role: str  # system, user or assistant
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Joined(Node):
+    """Nodes one after the other."""
+
+    parts: tuple[Node, ...]
+
+
+def gen(
+    name: str | None = None, *, schema: Any = None, choices: Sequence[str] | None = None, timeout: float | None = None, **params: Any
+) -> Gen:
+    """A generation whose text (or, with `schema`, parsed value) is `s[name]`.
+
+    Takes every keyword of `SamplingParams`, among them `regex`, `stop`, `temperature`, `seed` and `n`
+    (the value is then a list, and the first text goes on in the prompt). `schema` is a pydantic model or
+    a JSON Schema; `choices` restricts the text to one of these. Without `max_tokens` a free text has at
+    most 128 tokens, a constrained one the rest of the context. Raises ValueError for an unknown keyword
+    or a value out of range.
+    """
+    if choices is not None:
+        params["choice"] = _checked_choices(choices)
+    if schema is not None:
+        params["json_schema"] = json.dumps(schema if isinstance(schema, Mapping) else schema.model_json_schema())
+    if not any(key in _GRAMMARS for key in params):
+        params.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    return Gen(name, check_sampling(params), schema, timeout)
+
+
+def select(
+    name: str | None,
+    choices: Sequence[str],
+    *,
+    method: Method = "logprob",
+    normalization: Normalization = "token",
+    timeout: float | None = None,
+) -> Select:
+    """The likeliest of `choices`, as `s[name]`.
+
+    `method="logprob"` scores each choice, tokenized on its own, after the prompt: the mean
+    log-probability of its tokens (`normalization="token"`), or their sum ("sum"). Ties go to the first.
+    `method="constrained"` decodes greedily among the choices: cheaper, and possible on more backends,
+    but a choice whose first token is unlikely cannot win.
+    """
+    for value, known in ((method, ("logprob", "constrained")), (normalization, ("token", "sum"))):
+        if value not in known:
+            raise ValueError(f"select() takes {' or '.join(map(repr, known))}, not {value!r}")
+    return Select(name, _checked_choices(choices), method, normalization, timeout)
+
+
+def image(url: str) -> Image:
+    """An image in a user's message, by URL; refused by backends whose model takes none."""
+    return Image(url)
+
+
+def system(content: Node | str) -> Role:
+    """A system message."""
+    return _role("system", content)
+
+
+def user(content: Node | str) -> Role:
+    """A user's message; images stand in these only."""
+    return _role("user", content)
+
+
+def assistant(content: Node | str) -> Role:
+    """An assistant's message; generations stand in these only."""
+    return _role("assistant", content)
+
+
+def parts_of(node: Node | str) -> tuple[Node, ...]:
+    """The nodes that `node` joins. Raises TypeError for what is neither a node nor a string."""
+    if isinstance(node, str):
+        return (Text(node),) if node else ()
+    if isinstance(node, Node):
+        return node.parts if isinstance(node, Joined) else (node,)
+    raise TypeError(f"a program appends text, gen(), select(), image() or a role, not {type(node).__name__}")
+
+
+def check_sampling(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `SamplingParams` as a dict. Raises ValueError for a name or value that it has not."""
+    for key in params:
+        if key not in _SAMPLING:
+            raise ValueError(f"gen() has no parameter {key!r}{did_you_mean(key, _SAMPLING | {'schema', 'choices', 'timeout'})}")
+    try:
+        problems = msgspec.convert(dict(params), SamplingParams).problems()
+    except msgspec.ValidationError as error:
+        raise ValueError(f"gen(): {error}") from None
+    if problems:
+        raise ValueError(problems[0].sentence)
+    return dict(params)
+
+
+def _role(role: str, content: Node | str) -> Role:
+    for part in (parts := parts_of(content)):
+        if isinstance(part, Role):
+            raise ValueError(f"{role}() cannot hold {part.role}(); append one message after the other")
+        if isinstance(part, Gen | Select) and role != "assistant":
+            raise ValueError(f"{type(part).__name__.lower()}() stands in {role}(); generations belong in assistant()")
+        if isinstance(part, Image) and role != "user":
+            raise ValueError(f"image() stands in {role}(); images belong in user()")
+    return Role(role, parts)
+
+
+def _checked_choices(choices: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError("choices is a list of one or more non-empty texts")
+    return tuple(choices)
