@@ -37,7 +37,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Text(Node):
+class TextNode(Node):
     """Literal text."""
 
     text: str
@@ -159,7 +159,7 @@ def assistant(content: Node | str) -> Role:
 def parts_of(node: Node | str) -> tuple[Node, ...]:
     """The nodes that `node` joins. Raises TypeError for what is neither a node nor a string."""
     if isinstance(node, str):
-        return (Text(node),) if node else ()
+        return (TextNode(node),) if node else ()
     if isinstance(node, Node):
         return node.parts if isinstance(node, Joined) else (node,)
     raise TypeError(f"a program appends text, gen(), select(), image() or a role, not {type(node).__name__}")

@@ -22,7 +22,7 @@ import msgspec
 
 from frame.core.errors import did_you_mean
 from frame.lang.backends import Backend, Conversation, Generated
-from frame.lang.nodes import Gen, Image, Node, Role, Select, Text, parts_of
+from frame.lang.nodes import Gen, Image, Node, Role, Select, TextNode, parts_of
 
 
 class ProgramError(RuntimeError):
@@ -130,7 +130,7 @@ class State:
             self.runtime.check(frozenset({"role" if is_chat else "text"}), where)
             for each in (part, *part.parts) if isinstance(part, Role) else (part,):
                 self.runtime.check(each.features, where)
-                result = self.enqueue(each, self.note(type(each).__name__.lower(), _detail(each), where))
+                result = self.enqueue(each, self.note(_kind(each), _detail(each), where))
                 if isinstance(each, Gen | Select) and each.name is not None:
                     self.futures[each.name] = result
         return self
@@ -245,7 +245,7 @@ class State:
     async def _execute(self, work: Node | State | Future[None] | None, entry: Entry) -> Any:
         if isinstance(work, Role):
             self.prompt_messages.append({"role": work.role, "content": ""})
-        elif isinstance(work, Text):
+        elif isinstance(work, TextNode):
             self._add_text(work.text)
         elif isinstance(work, Image):
             content = self.prompt_messages[-1]["content"]
@@ -333,6 +333,10 @@ def _caller() -> str:
     while frame.f_globals.get("__name__", "").startswith("frame.lang.") and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_name}, line {frame.f_lineno}"
+
+
+def _kind(node: Node) -> str:
+    return type(node).__name__.lower().removesuffix("node")
 
 
 def _done(value: Any) -> Future[Any]:

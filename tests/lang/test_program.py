@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from frame.lang import ProgramError, UnsupportedError, assistant, function, gen, image, report, select, system, user
 from frame.lang.backends import Backend, Conversation, Generated
+from frame.lang.nodes import DEFAULT_MAX_TOKENS
 from frame.lang.program import used_features
 
 
@@ -275,7 +276,7 @@ def test_a_batch_is_bounded_sorted_by_prefix_and_keeps_its_order() -> None:
     texts = [f"{'ab'[number % 2]} {number}" for number in range(20)]
     backend = Fake(0.01)
     states = program.run_batch([{"text": text} for text in texts], backend=backend, concurrency=4)
-    assert [state["x"] for state in states] == [reply(Conversation(text), {"max_tokens": 128}) for text in texts]
+    assert [state["x"] for state in states] == [reply(Conversation(text), {"max_tokens": DEFAULT_MAX_TOKENS}) for text in texts]
     assert backend.most <= 4
     first = [prompt.text[0] for prompt in backend.prompts]
     assert "".join(first[:8]) == "a" * 8 and "".join(first[-8:]) == "b" * 8
