@@ -131,7 +131,11 @@ class Program:
     # parts ----------------------------------------------------------------------------------------
 
     def _runtime(
-        self, loop: asyncio.AbstractEventLoop, backend: Backend, keywords: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        backend: Backend,
+        keywords: Mapping[str, Any],
+        on_event: Callable[[Event], None] | None = None,
     ) -> tuple[Runtime, dict[str, Any]]:
         """The run, and the function's own keywords."""
         rest = dict(keywords)

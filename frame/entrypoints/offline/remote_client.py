@@ -81,7 +81,7 @@ class Client:
     def copy(self) -> Client:
         """A client that shares all but the connections of the async methods, for another event loop."""
         other = copy(self)
-        other._async_http = other._loop = None
+        other._async_http = other._loop = None  # noqa: SLF001 - of the same class
         return other
 
     @property
