@@ -65,7 +65,7 @@ def linked_files(path: str, text: str) -> set[str]:
 def resolved(path: str, target: str) -> str:
     """The path in the repository of a link's target."""
     name = posixpath.normpath((PurePosixPath(path).parent / target).as_posix())
-    return f"{name}/README.md" if (ROOT / name).is_dir() else name
+    return posixpath.normpath(f"{name}/README.md") if (ROOT / name).is_dir() else name
 
 
 def rewritten(src_uri: str, markdown: str) -> str:
