@@ -6,22 +6,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Depends
 
 import frame.entrypoints.http.app as app_module
 from frame.core.config.schema import ServerSection
 from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, App
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.operations.openapi import description_of
-from frame.entrypoints.http.protocol.access import Gate
-from frame.entrypoints.http.protocol.routing import Router, decode_path
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Services
+from frame.entrypoints.http.protocol.access import Access, Gate
+from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter, RequireAccess
+from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.security.test_connections import listening, talk
 
@@ -55,16 +54,20 @@ def spellings(path: str) -> list[str]:
 
 
 async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Operation] = []
+    ran: list[ApiRoute] = []
 
-    def spied(operation: Operation) -> Operation:
-        async def handler(call: Call, services: Services) -> None:
-            ran.append(operation)
-            await call.respond(b"{}")
+    def spied(route: ApiRoute) -> ApiRoute:
+        """The same route; its endpoint takes what comes and answers at once."""
 
-        return dataclasses.replace(operation, handler=handler)
+        async def endpoint(**_: Any) -> Any:
+            ran.append(route)
+            return {}
 
-    monkeypatch.setattr(app_module, "description_of", lambda routes: spied(description_of(routes)))
+        other = copy.copy(route)
+        other.endpoint, other.body_model = endpoint, None
+        other.app = other._answer
+        return other
+
     sections = {"server": {"api_key": USER_KEY.decode(), "admin_key": ADMIN_KEY.decode()}}
     tried = 0
     async with serving(sections) as server:
@@ -75,8 +78,8 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
                 "user": {Access.OPEN} if is_admin else {Access.OPEN, Access.USER, Access.OWN},
                 "admin": set(Access) if is_admin else {Access.OPEN, Access.OWN, Access.ADMIN},
             }
-            server.app = App(server.services, is_admin, tuple(spied(operation) for operation in routes))
-            for operation, (name, headers) in itertools.product((*routes, description_of(routes)), KEYS.items()):
+            server.app = App(server.services, is_admin, tuple(spied(route) for route in routes))
+            for operation, (name, headers) in itertools.product(routes, KEYS.items()):
                 for spelling, method in itertools.product(spellings(operation.path), {*operation.methods, "GET", "HEAD"}):
                     ran.clear()
                     answer = await server.request(method, spelling, b"", headers)
@@ -87,7 +90,7 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
                     assert ran or answer.status in (400, 401, 403, 404, 405), where
                 ran.clear()
                 path = spellings(operation.path)[0]
-                await server.request(operation.methods[0], path, b"", headers)
+                await server.request(min(operation.methods), path, b"", headers)
                 assert [one.path for one in ran] == [operation.path] * (operation.access in allowed[name]), f"{path} with the key {name}"
     assert tried > 20_000
 
@@ -127,15 +130,25 @@ def test_the_gate_admits_each_level_for_its_own_key(is_admin: bool) -> None:
 
 
 def test_route_without_access_level_is_refused() -> None:
-    async def handler(call: Call, services: Services) -> None:
+    async def endpoint() -> Any:
         """Nothing."""
 
     with pytest.raises(TypeError):
-        Operation("/x", ("GET",), handler)  # type: ignore[call-arg, arg-type]
+        ApiRouter()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no access level"):
+        ApiRouter(access=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="/x declares no access level"):
-        Operation("/x", ("GET",), handler, handler)  # type: ignore[arg-type]
+        ApiRoute("/x", endpoint, methods=["GET"])
     with pytest.raises(TypeError, match="/x declares no access level"):
-        Operation("/x", ("GET",), None, handler)  # type: ignore[arg-type]
+        ApiRoute("/x", endpoint, methods=["GET"], dependencies=[Depends(endpoint)])
+
+
+def test_every_route_declares_one_level() -> None:
+    """Of both listeners; the dependency that admits a request is the one that states the level."""
+    for route in (*ROUTES, *ADMIN_ROUTES):
+        admitting = [each.dependency for each in route.dependencies if isinstance(each.dependency, RequireAccess)]
+        assert [each.level for each in admitting] == [route.access], route.path
+        assert route.dependant.dependencies[0].call is admitting[0], f"{route.path} does something before"
 
 
 def test_no_code_compares_paths_of_requests() -> None:
@@ -161,7 +174,7 @@ async def test_trailing_slash_is_ignored() -> None:
 # the router ---------------------------------------------------------------------------------------
 
 
-def router() -> Router[str]:
+def router() -> PathIndex[str]:
     rows = [
         ("/", ("GET",), "index"),
         ("/a", ("GET",), "read"),
@@ -171,7 +184,7 @@ def router() -> Router[str]:
         ("/a/{name}/c", ("GET",), "below"),
         ("/m.n/{name:path}", ("GET",), "rest"),
     ]
-    return Router(rows)
+    return PathIndex(rows)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +225,7 @@ def test_methods_and_doubles() -> None:
     found = router().find("/a/x")
     assert found is not None and found.methods() == ["DELETE", "GET", "HEAD"]
     with pytest.raises(ValueError, match="GET /a is declared twice"):
-        Router([("/a", ("GET",), 1), ("/a", ("GET", "POST"), 2)])
+        PathIndex([("/a", ("GET",), 1), ("/a", ("GET", "POST"), 2)])
 
 
 # what changes state -------------------------------------------------------------------------------

@@ -20,13 +20,14 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
-from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, _body_limit
+from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, body_limits
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.api_route import ApiRoute
 from frame.entrypoints.http.protocol.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
-from frame.entrypoints.http.services import Operation
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 
 STALL, ANSWER = 0.05, 0.1  # seconds, on an idle machine
@@ -162,21 +163,21 @@ def forms(most: int) -> Iterator[tuple[str, bytes]]:
     yield "one line", b"x" * most
 
 
-def bodies_of(operation: Operation, most: int) -> Iterator[tuple[str, bytes]]:
+def bodies_of(operation: ApiRoute, most: int) -> Iterator[tuple[str, bytes]]:
     yield from raw(min(most, 8 << 20))
-    request = READ_BY_OTHERS.get(operation.path, operation.request)
-    if request is None:
+    model = READ_BY_OTHERS.get(operation.path, operation.body_model)
+    if model is None:
         return
-    fields = msgspec.structs.fields(request)
-    least = {field.encode_name: LEAST[field.encode_name] for field in fields if field.required}
+    fields = model.model_fields
+    least = {name: LEAST[name] for name, field in fields.items() if field.is_required()}
     for end, names in ALSO.items():
         if operation.path.endswith(end):
             least |= {name: LEAST[name] for name in names}
-    least |= {name: 1 for name in ("max_tokens", "max_output_tokens") if any(field.encode_name == name for field in fields)}
-    for field in fields:
-        name = field.encode_name
+    least |= {name: 1 for name in ("max_tokens", "max_output_tokens") if name in fields}
+    for name, field in fields.items():
+        takes = TypeAdapter(field.annotation)
         for kind, value in values(name, most):
-            if not fits(kind, value, field.type):
+            if not fits(kind, value, takes):
                 continue
             others = {key: given for key, given in least.items() if not (name == "input_ids" and key == "text")}
             if name == "messages" and operation.path.endswith("tokenize"):
@@ -184,14 +185,14 @@ def bodies_of(operation: Operation, most: int) -> Iterator[tuple[str, bytes]]:
             yield f"{name}: {kind}", msgspec.json.encode({**others, name: value})
 
 
-def fits(kind: str, value: Any, type_: Any) -> bool:
+def fits(kind: str, value: Any, takes: TypeAdapter[Any]) -> bool:
     """Whether the field accepts such a value.
 
     Other values are refused on decoding, like those of `raw`.
     """
     small = value[:1] if isinstance(value, list | str) else value if kind not in ("keys", "texts by key") else dict([*value.items()][:1])
-    with suppress(msgspec.ValidationError, TypeError):
-        msgspec.convert(small, type_, strict=True, str_keys=True)
+    with suppress(ValidationError):
+        takes.validate_python(small)
         return True
     return False
 
@@ -263,30 +264,31 @@ async def made(is_pooled: bool, folder: Any) -> AsyncIterator[InProcess]:
             gc.unfreeze()
 
 
-def typed() -> list[Operation]:
+def typed() -> list[ApiRoute]:
     """The operations with a body, each once."""
-    found = {operation.path: operation for operation in (*ROUTES, *ADMIN_ROUTES) if set(operation.methods) & {"POST", "PUT", "PATCH"}}
+    posted = {"POST", "PUT", "PATCH"}
+    found = {operation.path: operation for operation in (*ROUTES, *ADMIN_ROUTES) if operation.methods & posted}
     return [*found.values()]
 
 
-def is_pooled(operation: Operation) -> bool:
+def is_pooled(operation: ApiRoute) -> bool:
     return operation.path.endswith(POOLED)
 
 
 def test_every_route_has_worst_bodies() -> None:
     for operation in typed():
-        if operation.request is None and operation.path not in READ_BY_OTHERS:
-            assert operation.body == "file" or operation.path.endswith(NO_BODY), f"{operation.path} names no type of its body"
+        if operation.body_model is None and operation.path not in READ_BY_OTHERS:
+            assert operation.body_kind == "file" or operation.path.endswith(NO_BODY), f"{operation.path} names no type of its body"
         else:
             assert next(iter(bodies_of(operation, 4096)))
 
 
-async def tried(server: InProcess, operation: Operation, take: slice) -> dict[str, Cost]:
+async def tried(server: InProcess, operation: ApiRoute, take: slice) -> dict[str, Cost]:
     """The bodies that cost too much, by name."""
     wrong: dict[str, Cost] = {}
-    most = _body_limit(operation, server.services)
+    most = body_limits(server.services)[operation.body_kind]
     headers, bodies = (JSON_TYPE,), bodies_of(operation, most)
-    if operation.body == "file":
+    if operation.body_kind == "file":
         headers, bodies = ((b"content-type", b"multipart/form-data; boundary=b"),), forms(most)
     path = operation.path.replace("{name}", "none")
     for kind, body in [*bodies][take]:
@@ -315,5 +317,6 @@ async def test_worst_bodies(pooled: bool, step: int, tmp_path: Any, monkeypatch:
     async with made(pooled, tmp_path) as server:
         for number, operation in enumerate(typed()):
             if is_pooled(operation) == pooled:
-                wrong |= await tried(server, operation, slice(number % step % 5 if operation.body == "file" else number % step, None, step))
+                start = number % step % 5 if operation.body_kind == "file" else number % step
+                wrong |= await tried(server, operation, slice(start, None, step))
     assert wrong == {}

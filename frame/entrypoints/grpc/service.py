@@ -23,7 +23,7 @@ from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.native.generate import GenerateRequest, detokenized, sampling_of
 from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import AdminGuard
-from frame.entrypoints.http.request_options import Terms
+from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.services import Services
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Service:
         answer: RequestState | None = None
         try:
             salt, limit = request.cache_salt, caller.time_left()
-            terms = Terms(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
+            terms = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
             answer = await self._services.begin(caller, [prompt], params, terms)
             name = request.id or answer.rid
             given_up: list[ApiError] = []

@@ -12,8 +12,6 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from frame.entrypoints.http.errors import ApiError
 
 IGNORED = b"x-frame-ignored-fields"
@@ -21,7 +19,6 @@ MAX_UNKNOWN = 16  # unknown names that are compared with known ones, which takes
 CLOSENESS = 0.85  # of an unknown name to a known one, from 0 to 1, from which it is taken for a spelling mistake
 _MAX_NAME = 64
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.-]")
-_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 WITHOUT_EFFECT = frozenset({
     "user", "metadata", "store", "session_id", "conversation_id", "safety_identifier", "prediction", "prompt_cache_key",
@@ -179,11 +176,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 
 
-def check_fields(kind: type[msgspec.Struct], data: bytes) -> tuple[str, ...]:
-    """The names in a JSON object that a struct of this kind does not have and that are ignored. Raises ApiError for a name that may not
-    be ignored."""
-    known = _names_of(kind)
-    given = _members.decode(data)
+def check_fields(known: Iterable[str], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names in a JSON object that are not `known` and are ignored. Raises ApiError 400 for a name that may not be ignored."""
     unknown = given.keys() - known
     if not unknown:
         return ()
@@ -199,30 +193,24 @@ def check_fields(kind: type[msgspec.Struct], data: bytes) -> tuple[str, ...]:
 
 
 def ignored_header(names: Iterable[str]) -> tuple[bytes, bytes]:
-    """The response header that lists them."""
+    """The response header that lists the ignored fields."""
     return IGNORED, ", ".join(_UNPRINTABLE.sub("?", name[:_MAX_NAME]) for name in names).encode()
 
 
-def _names_of(kind: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(kind.__struct_encode_fields__)
-
-
-def _refuse(name: str, raw: msgspec.Raw) -> None:
-    """Raise ApiError unless the value asks for nothing."""
-    if len(memoryview(raw)) <= _MAX_NAME:  # longer values ask for something
-        value = msgspec.json.decode(raw)
-        if value is None or value is False or value in ("", [], {}):
-            return
-        if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())):
-            return
+def _refuse(name: str, value: Any) -> None:
+    """Raise ApiError 400 unless the value asks for nothing."""
+    if value is None or value is False or value in ("", [], {}):
+        return
+    if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())):
+        return
     remedy = REFUSED[name]
     if remedy == _HERE:
         raise ApiError(400, f"{name} is not a field of this route; leave it out", name)
     raise ApiError(400, f"{name} is not supported; {remedy}", name)
 
 
-def _spelt_right(names: list[str], known: frozenset[str]) -> tuple[str, ...]:
-    """The names, of which none is close to a known one. Raises ApiError."""
+def _spelt_right(names: list[str], known: Iterable[str]) -> tuple[str, ...]:
+    """The names, none of which is close to a known one. Raises ApiError 400."""
     if len(names) > MAX_UNKNOWN:
         raise ApiError(400, f"the body has {len(names)} unknown fields; it may have {MAX_UNKNOWN}", names[0][:_MAX_NAME])
     for name in names:

@@ -1,20 +1,23 @@
-"""`Call`: one HTTP request and its response over plain ASGI, with the few operations that routes need. Knows no route and no engine."""
+"""`RequestContext`: one HTTP request and its response over plain ASGI, with the operations that routes need.
+
+Made by `ApiRoute` for each request. Must not depend on a route or the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.fields import check_fields, ignored_header
-from frame.entrypoints.http.protocol.bodies import MAX_FIELD_CHARS, PATIENCE, Bodies, check_text_sizes, problem_of
+from frame.entrypoints.http.fields import ignored_header
+from frame.entrypoints.http.protocol.bodies import PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
-from frame.entrypoints.http.validation_errors import misfit, unreadable
+from frame.entrypoints.http.validation_errors import unreadable_json
 from frame.entrypoints.logs import HEADER
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-T = TypeVar("T")
 
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
@@ -34,10 +36,10 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
-class Call:
+class RequestContext:
     """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
 
-    __slots__ = ("_bodies", "_held", "_unread", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
+    __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
                  "started", "status")  # fmt: skip
 
     def __init__(
@@ -54,7 +56,6 @@ class Call:
         self.ignored: tuple[str, ...] = ()  # fields of the body that no one reads, which the response names
         self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
         self._held = 0  # bytes of the body that count in `_bodies`
-        self._unread: bytes | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     # request -------------------------------------------------------------------------------------------------------
@@ -99,9 +100,6 @@ class Call:
 
     async def body(self) -> bytes:
         """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more than they may."""
-        if self._unread is not None:
-            data, self._unread = self._unread, None
-            return data
         first, whole = b"", bytearray()
         async for piece in self.pieces():
             self._bodies.take(len(piece))
@@ -113,10 +111,6 @@ class Call:
                 whole += first
             whole += piece
         return bytes(whole) if whole else first
-
-    def unread(self, data: bytes) -> None:
-        """Let the body, which was read, be read once more."""
-        self._unread = data
 
     async def _piece(self, until: float) -> MutableMapping[str, Any]:
         """What comes next of a body, which must be over at `until` (the loop's time)."""
@@ -133,43 +127,26 @@ class Call:
             raise DisconnectedError
         return message
 
-    async def json(self, decoder: msgspec.json.Decoder[T], empty: T | None = None) -> T:
-        """The body as a struct; `empty` stands for no body at all. Raises ApiError 400 that names the field."""
+    async def read_json(self, is_required: bool = True) -> Any:
+        """The decoded JSON of the body; None for no body where none is required. Raises ApiError 400, and as `body`."""
         data = await self.body()
         if not data or data.isspace():
-            if empty is not None:
-                return empty
+            if not is_required:
+                return None
             raise ApiError(400, "the body is empty; send a JSON object")
         most = self._bodies.most_values
         problem = problem_of(data, most) if len(data) <= INLINE_BYTES else await asyncio.to_thread(problem_of, data, most)
         if problem is not None:
             raise ApiError(400, problem)
         try:
-            value = decoder.decode(data)
-            if len(data) > MAX_FIELD_CHARS:
-                check_text_sizes(value)
-            self.ignored = check_fields(type(value), data) if isinstance(value, msgspec.Struct) else ()
-            return value
-        except msgspec.ValidationError as error:
-            raise misfit(error) from None
+            return msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise unreadable(data, error) from None
+            raise unreadable_json(data, error) from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 
-    def query(self, name: str) -> str | None:
-        """The first value of a query parameter, decoded as a form's: percent escapes of UTF-8, and + for a space. Raises ApiError 400."""
-        query: bytes = self.scope.get("query_string", b"")
-        try:
-            pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
-        except UnicodeDecodeError:
-            raise ApiError(400, "the query string is not valid UTF-8; percent-encode the UTF-8 bytes of each value") from None
-        if BAD_ESCAPE.search(query):
-            raise ApiError(400, "the query string has a % that two hexadecimal digits do not follow; write %25 for a percent sign")
-        return next((value for key, value in pairs if key == name), None)
-
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """Call `act` when the client hangs up, whether or not anything is being sent. The body must have been read."""
+        """RequestContext `act` when the client hangs up, whether or not anything is being sent. The body must have been read."""
         self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
 
     async def _watch(self, act: Callable[[], None]) -> None:
@@ -245,3 +222,14 @@ class Call:
         error = ApiError(413, f"the body is larger than {self.max_body} bytes, which is all that this route takes; send less")
         error.headers = ((b"connection", b"close"),)  # the rest of the body is not read, so no request may follow it
         return error
+
+
+def check_query(scope: Scope) -> None:
+    """Raise ApiError 400 for a query string that cannot be decoded as a form: percent escapes of UTF-8."""
+    query: bytes = scope.get("query_string", b"")
+    try:
+        parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
+    except UnicodeDecodeError:
+        raise ApiError(400, "the query string is not valid UTF-8; percent-encode the UTF-8 bytes of each value") from None
+    if BAD_ESCAPE.search(query):
+        raise ApiError(400, "the query string has a % that two hexadecimal digits do not follow; write %25 for a percent sign")

@@ -1,23 +1,23 @@
-"""Fields that the request bodies of several routes share: `Terms`, how a request is treated, on every route that runs the model, and
-`SamplingFields`, how tokens are drawn, on every route that generates.
+"""Fields that the request bodies of several routes share: `RequestOptions` on every route that runs the model, and `SamplingFields` on
+every route that generates.
 
-Knows no route.
+Must not depend on a route.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import Meta
+from pydantic import Field
 
 from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.request_body import RequestBody
 
 # What a client may attach to what is kept for it: as much as OpenAI allows.
-Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
 
-class Terms(msgspec.Struct, kw_only=True):
+class RequestOptions(RequestBody):
     """`cache_salt` is the client's part of the name of the prefix cache that the request sees; `rid` names the request, and vLLM's name
     for it is `request_id`."""
 
@@ -27,7 +27,7 @@ class Terms(msgspec.Struct, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
 
-    def rank(self) -> int:
+    def resolve_priority(self) -> int:
         """The priority that the scheduler is told. Raises ApiError where a dialect has words for it that are wrong."""
         return self.priority or 0
 
@@ -51,7 +51,7 @@ class Terms(msgspec.Struct, kw_only=True):
         return prompt
 
 
-class SamplingFields(Terms, kw_only=True):
+class SamplingFields(RequestOptions):
     """Sampling parameters beyond a dialect's own, with the names that clients of vLLM and SGLang send.
 
     `truncate_prompt_tokens` keeps so many tokens of a longer prompt, the last ones unless `truncation_side` is `right`; -1: as many as

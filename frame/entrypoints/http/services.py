@@ -13,8 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -24,7 +23,7 @@ from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease, TenantQuotas
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError, DisconnectedError, ErrorShape, quoted
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, quoted
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.openai.batch_files import FileStore
 from frame.entrypoints.http.openai.batch_runner import BatchRunner
@@ -32,7 +31,7 @@ from frame.entrypoints.http.openai.response_store import ResponseStore
 from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES, prompt_limit
 from frame.entrypoints.http.request_context import EVENT_STREAM
-from frame.entrypoints.http.request_options import Terms
+from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.stream_writer import EventPump
 from frame.entrypoints.keys import load_keys
 
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from frame.core.text.tokenizer import Tokenizer
     from frame.entrypoints.engine_client.tokenizing import TextInput
     from frame.entrypoints.http.operations.metrics import ServerMetrics
-    from frame.entrypoints.http.request_context import Call
+    from frame.entrypoints.http.request_context import RequestContext
     from frame.entrypoints.processes.resource_monitor import UsageWatch
     from frame.entrypoints.tracing import Tracing
 
@@ -191,7 +190,7 @@ class Services:
         call: Caller,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        terms: Terms,
+        terms: RequestOptions,
         *,
         add_special_tokens: bool = True,
         tasks: Sequence[Task] = ("generate",),
@@ -208,7 +207,7 @@ class Services:
         self.need_task(*tasks)
         deadline = self._deadline(call, terms.timeout)
         arrived = time.perf_counter()
-        priority, salt, rid = terms.rank(), terms.cache_salt or "", terms.request_name()
+        priority, salt, rid = terms.resolve_priority(), terms.cache_salt or "", terms.request_name()
         count = sum(own.n for own in params)
         self.check_count(count)
         self._check_params(params, priority, terms)
@@ -266,7 +265,7 @@ class Services:
             sentence = f"the request asks for {count} sequences (prompts x n), and it may have {most} (server.max_sequences_per_request)"
             raise ApiError(400, f"{sentence}; send several requests", param)
 
-    def _check_params(self, params: Sequence[SamplingParams], priority: int, terms: Terms) -> None:
+    def _check_params(self, params: Sequence[SamplingParams], priority: int, terms: RequestOptions) -> None:
         vocabulary = self.resolved.model.vocab_size
         for own in _unique(params):
             problems = own.problems(vocabulary)
@@ -355,7 +354,7 @@ class Services:
 
     async def stream(
         self,
-        call: Call,
+        context: RequestContext,
         answer: RequestState,
         write: Callable[[SequenceState], bytes],
         close: Callable[[], bytes],
@@ -363,17 +362,17 @@ class Services:
     ) -> None:
         """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
         ordinary error response; a later one is an event of its sequence. A client that falls too far behind is told so and given up."""
-        pump = EventPump(call, answer, write)
+        pump = EventPump(context, answer, write)
         self.bound(answer, pump.give_up)
         changed = await answer.wait()
         if answer.gone:
             raise DisconnectedError
         raise_failed(changed)
-        await call.start_events(media_type)
+        await context.start_events(media_type)
         await pump.run(changed)
         if answer.gone:
             raise DisconnectedError
-        await call.end(close())
+        await context.end(close())
 
     def bound(self, answer: RequestState, give_up: Callable[[ApiError], None]) -> None:
         """Let no more of a streamed answer wait for its reader than the server allows."""
@@ -390,51 +389,6 @@ class Services:
         return "the server is shutting down" if self.draining else self.client.dead or self.client.away
 
 
-Handler = Callable[["Call", Services], Awaitable[None]]
-
-
-class Access(IntEnum):
-    """Who may use a route. `OPEN`: everybody, without a key. `USER`: who brings an API key, where there are keys. `ADMIN`: operators, on
-    their own listener or with the admin key. `OWN`: both, a user for its own requests alone; the handler sees to that, by `Call.tenant`,
-    which is "" for operators. A higher level includes no lower one: the admin key is no user's key."""
-
-    OPEN = 0
-    USER = 1
-    OWN = 2
-    ADMIN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A row of a module's table of routes.
-
-    A new route declares its access level, which has no default: `Operation("/v1/things", ("POST",), Access.USER, things, ThingsRequest)`.
-    `Access.USER` is right for whatever serves requests or tells of them, `Access.ADMIN` for what changes the server for everybody or
-    tells of its configuration, `Access.OPEN` only for what says nothing of the server. The endpoint checks the level after the route
-    matched; nothing compares paths. What changes state takes POST (or DELETE), never GET.
-
-    `request` is the JSON body and `query` the query parameters, for the OpenAPI description, which takes its summary from the handler's
-    docstring. `body` says what the body holds, and so how large it may be: prompts (by the context), a file (`server.max_body_bytes`), or
-    neither.
-    """
-
-    path: str
-    methods: tuple[str, ...]
-    access: Access
-    handler: Handler
-    request: type[msgspec.Struct] | None = None
-    query: tuple[str, ...] = ()
-    errors: ErrorShape = OPENAI
-    body: Literal["prompts", "small", "file"] = "prompts"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.access, Access):
-            raise TypeError(f"the route {self.path} declares no access level; give Access.OPEN, USER, OWN or ADMIN after its methods")
-
-
-Routes = tuple[Operation, ...]
-
-
 def _fingerprint(resolved: Resolved) -> str:
     """Names this build and all settings that outputs may depend on."""
     digest = hashlib.sha256(resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
@@ -444,7 +398,7 @@ def _fingerprint(resolved: Resolved) -> str:
 PROSE = ("prompt", "input")  # names of parameters that sentences use as words
 
 
-def as_sent(error: BaseException, terms: Terms) -> BaseException:
+def as_sent(error: BaseException, terms: RequestOptions) -> BaseException:
     """The error with the name that the client gave to the field that it is about."""
     if not isinstance(error, ApiError) or error.param is None:
         return error

@@ -16,7 +16,7 @@ from frame.entrypoints.http.request_context import CLOSED
 
 if TYPE_CHECKING:
     from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-    from frame.entrypoints.http.request_context import Call
+    from frame.entrypoints.http.request_context import RequestContext
 
 
 class EventPump:
@@ -24,7 +24,7 @@ class EventPump:
 
     __slots__ = ("_answer", "_call", "_done", "_waiting", "_write")
 
-    def __init__(self, call: Call, answer: RequestState, write: Callable[[SequenceState], bytes]) -> None:
+    def __init__(self, call: RequestContext, answer: RequestState, write: Callable[[SequenceState], bytes]) -> None:
         self._call = call
         self._answer = answer
         self._write = write

@@ -1,60 +1,108 @@
-"""What is wrong with a client's JSON, in a sentence for the client: msgspec's words, made plain. Knows no route."""
+"""Turns pydantic's validation errors and JSON decoding errors into `ApiError`: one sentence with the field and the remedy.
+
+Used by `request_body`, `request_context` and the routes. Must not depend on a route.
+"""
 
 from __future__ import annotations
 
 import codecs
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-import msgspec
+from frame.entrypoints.http.errors import ApiError, quoted
 
-from frame.entrypoints.http.errors import ApiError
-
-_MISSING, _CUT = "Object missing required field ", "Input data was truncated"  # msgspec's words
-_WRONG_TYPE = re.compile(r"Expected `([a-z |]+)`, got `([a-z]+)`")
-_OF_KEY = " - at `key` in `$"
-_TOO_LONG = re.compile(r"Expected `(str|object|array)` of length <= (\d+)")
-_COUNTED: Mapping[str, str] = MappingProxyType({"str": "characters", "object": "pairs", "array": "entries"})
-_TYPES: Mapping[str, str] = MappingProxyType(
+# pydantic's error type -> the JSON type that the field takes
+_WANTED: Mapping[str, str] = MappingProxyType(
     {
-        "str": "a string",
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "array": "a list",
-        "object": "an object",
-        "null": "null",
+        "string_type": "a string",
+        **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
+        **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+        **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+        **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+        **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+        "none_required": "null",
     }
 )
-_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_COUNTED: Mapping[type, str] = MappingProxyType({str: "characters", dict: "pairs", list: "entries"})
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
+_CUT = "Input data was truncated"  # msgspec's message
 
 
-def misfit(error: msgspec.ValidationError, root: str | None = None) -> ApiError:
-    """Of JSON whose fields do not fit. `root` is the place of what was read, None: the body."""
-    text, _, path = str(error).replace(_OF_KEY, " - at `$").partition(" - at `$")
-    param = f"{root or ''}{path.rstrip('`')}".lstrip(".") or None
-    if text.startswith(_MISSING):
-        missing = text.removeprefix(_MISSING).strip("`")
-        return ApiError(400, f"{missing} is missing; send it", f"{param}.{missing}" if param else missing)
-    place = f"a key of {param}" if _OF_KEY in str(error) else param or "the body"
-    if wrong := _WRONG_TYPE.fullmatch(text):
-        wanted, got = wrong[1].split(" | "), _TYPES.get(wrong[2], wrong[2])
-        choices = [_TYPES.get(each, each) for each in wanted if each != "null" or len(wanted) == 1]
-        return ApiError(400, f"{place} is {got}; send {' or '.join(choices)}", param)
-    if long := _TOO_LONG.fullmatch(text):
-        return ApiError(400, f"{place} has more than {long[2]} {_COUNTED[long[1]]}; send fewer", param)
-    return ApiError(400, f"{place}: {text}", param)
+def validation_error(errors: Sequence[Mapping[str, Any]], value: Any, root: str = "") -> ApiError:
+    """The `ApiError` 400 of pydantic's `errors` about `value`. `root` is the path of `value` in the body, "" for the whole body.
+
+    A union reports one error for each of its types. The errors of the deepest field count, and their types are listed together.
+    """
+    found = [(_real_path(error, value), error) for error in errors]
+    deepest = max(len(path) for path, _ in found)
+    path = next(path for path, _ in found if len(path) == deepest)
+    same = [error for other, error in found if other == path]
+    param = _written(root, path) or None
+    first = same[0]
+    if first["type"] == "missing":
+        return ApiError(400, f"{path[-1]} is missing; send it", param)
+    is_key = first["loc"][-1:] == ("[key]",)
+    place = f"a key of {_written(root, path[:-1])}" if is_key else param or "the body"
+    param = _written(root, path[:-1]) or None if is_key else param
+    wanted = [_WANTED[error["type"]] for error in same if error["type"] in _WANTED]
+    if wanted:
+        choices = [each for each in dict.fromkeys(wanted) if each != "null"] or ["null"]
+        return ApiError(400, f"{place} is {type_name(first['input'])}; send {' or '.join(choices)}", param)
+    return ApiError(400, f"{place}{_sentence(first)}", param)
 
 
-def unreadable(data: bytes, error: Exception) -> ApiError:
-    """Of bytes that are no JSON."""
-    if data.startswith(_MARKS):
+def _sentence(error: Mapping[str, Any]) -> str:
+    """What is wrong, to follow the field's name."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("too_long", "string_too_long"):
+        return f" has more than {context['max_length']} {_COUNTED.get(type(error['input']), 'entries')}; send fewer"
+    if kind == "too_many_pairs":
+        return f" {error['msg']}"
+    if kind == "literal_error":
+        return f" is {quoted(error['input'])}; it must be {context['expected']}"
+    return f": {error['msg']}"
+
+
+def _real_path(error: Mapping[str, Any], value: Any) -> tuple[str | int, ...]:
+    """The error's location without pydantic's names of union members, which are no part of the body."""
+    path: list[str | int] = []
+    for part in error["loc"]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)):
+            value = value[part]
+        else:
+            continue
+        path.append(part)
+    if error["type"] == "missing":
+        path.append(error["loc"][-1])
+    return tuple(path)
+
+
+def _written(root: str, path: Sequence[str | int]) -> str:
+    return (root + "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME_CHARS]}" for part in path)).lstrip(".")
+
+
+def type_name(value: Any) -> str:
+    """The JSON type of a decoded value, with its article."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int):
+        return "a whole number"
+    names: Mapping[type, str] = {str: "a string", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
+    return names.get(type(value), "of another type")
+
+
+def unreadable_json(data: bytes, error: Exception) -> ApiError:
+    """The `ApiError` 400 of a body that is not JSON; `error` is the decoder's."""
+    if data.startswith(_BYTE_ORDER_MARKS):
         reason = "it begins with a byte-order mark; send plain UTF-8"
     elif isinstance(error, UnicodeDecodeError):
         reason = "it is no UTF-8"
     elif str(error) == _CUT:
         reason = "it ends too early"
     else:
-        reason = str(error).removeprefix("JSON is malformed: ")
+        reason = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
     return ApiError(400, f"the body is not valid JSON: {reason}")

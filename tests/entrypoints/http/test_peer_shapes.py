@@ -144,10 +144,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
     (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens is -1; it must be at least 1"),
     (GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num is 21; it must be from 0 to 20"),
-    (CHAT, {"custom_params": {"a": 1}}, "custom_params[...] is a whole number; send a string"),
+    (CHAT, {"custom_params": {"a": 1}}, "custom_params.a is a whole number; send a string"),
     (
         GENERATE, {"text": "x", "sampling_params": {"custom_params": {"a": 1}}},
-        "sampling_params.custom_params[...] is a whole number; send a string",
+        "sampling_params.custom_params.a is a whole number; send a string",
     ),
     (CHAT, {"tools": [FUNCTION]}, "tools[0].function is missing; send the tool as"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; only tools of type function are supported"),

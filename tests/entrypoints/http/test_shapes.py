@@ -7,7 +7,6 @@ import json
 from itertools import pairwise
 from typing import Any, get_args
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.operations.metrics import Histogram
 from frame.entrypoints.http.protocol.bodies import Bodies
-from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
 
 
@@ -147,7 +146,7 @@ def test_errors_have_their_status() -> None:
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return msgspec.convert({"messages": [{"role": "user", "content": "x"}], **fields}, ChatRequest)
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
 
 
 def test_fields_become_parameters() -> None:
@@ -158,7 +157,7 @@ def test_fields_become_parameters() -> None:
     assert chat(response_format={"type": "json_object"}).params().json_object
     schema = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}).params().json_schema
     assert json.loads(schema or "") == {"type": "object"}
-    echo = msgspec.convert({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}, CompletionRequest).params()
+    echo = CompletionRequest.model_validate({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}).params()
     assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
 
 
@@ -172,7 +171,7 @@ async def test_half_a_body_is_waited_for_a_while() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    call = Call({"headers": []}, receive, send, 100, bodies=Bodies(100, 0.01))
+    call = RequestContext({"headers": []}, receive, send, 100, bodies=Bodies(100, 0.01))
     with pytest.raises(ApiError) as caught:
         await call.body()
     await call.fail(caught.value)

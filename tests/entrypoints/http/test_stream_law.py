@@ -129,9 +129,9 @@ class Case:
         if self.is_chat:
             fields |= {"messages": [{"role": "user", "content": "x"}], "parallel_tool_calls": self.is_parallel, "tools": TOOLS}
             fields |= {"logprobs": True, "top_logprobs": 1} if self.wants_logprobs else {}
-            return msgspec.convert(fields, ChatRequest)
+            return ChatRequest.model_validate(fields)
         fields |= {"logprobs": 1} if self.wants_logprobs else {}
-        return msgspec.convert({**fields, "prompt": "x"}, CompletionRequest)
+        return CompletionRequest.model_validate({**fields, "prompt": "x"})
 
 
 class Played(SimpleNamespace):

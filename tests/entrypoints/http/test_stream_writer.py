@@ -11,7 +11,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import DisconnectedError
-from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.stream_writer import EventPump
 
 
@@ -40,7 +40,7 @@ def make() -> tuple[Connection, RequestState, SequenceState, EventPump]:
     stream = SequenceState(answer, 0, 0, "r", [1], SamplingParams())
     answer.sequences.append(stream)
     answer.open = 1
-    call = Call({"headers": []}, never, connection.send, 0)
+    call = RequestContext({"headers": []}, never, connection.send, 0)
     return connection, answer, stream, EventPump(call, answer, lambda s: s.take()[0].encode())
 
 
@@ -139,6 +139,6 @@ async def test_an_error_while_writing_reaches_the_handler() -> None:
     def fail(stream: SequenceState) -> bytes:
         raise KeyError("no such token")
 
-    call = Call({"headers": []}, never, Connection().send, 0)
+    call = RequestContext({"headers": []}, never, Connection().send, 0)
     with pytest.raises(KeyError):
         await EventPump(call, answer, fail).run([stream])

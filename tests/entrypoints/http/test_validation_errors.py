@@ -3,43 +3,68 @@
 from __future__ import annotations
 
 import gzip
+from typing import Any, Literal
 
 import msgspec
 import pytest
+from pydantic import Field, ValidationError
 
-from frame.entrypoints.http.validation_errors import misfit, unreadable
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.validation_errors import unreadable_json, validation_error
 from tests.entrypoints.inprocess import serving
 
 
-class Part(msgspec.Struct):
+class Part(RequestBody):
     name: str
 
 
-class Body(msgspec.Struct, kw_only=True):
+class Body(RequestBody):
     size: int | None = None
     prompt: str | list[int | str] = ""
-    parts: list[Part] = []
+    parts: list[Part] = Field(default_factory=list)
     ratio: float = 1.0
+    form: Literal["float", "base64"] | None = None
+    biases: dict[str, float] = Field(default_factory=dict)
+    names: dict[str, str] = Field(default_factory=dict, max_length=2)
 
 
 @pytest.mark.parametrize(
     ("body", "root", "sentence", "param"),
     [
-        ("[]", None, "the body is a list; send an object", None),
-        ("null", None, "the body is null; send an object", None),
-        ('{"size": 1.5}', None, "size is a number; send a whole number", "size"),
+        ("[]", "", "the body is a list; send an object", None),
+        ("null", "", "the body is null; send an object", None),
+        ('{"size": 1.5}', "", "size is a number; send a whole number", "size"),
         ('{"size": true}', "outer", "outer.size is true or false; send a whole number", "outer.size"),
-        ('{"prompt": {}}', None, "prompt is an object; send a string or a list", "prompt"),
-        ('{"parts": [{"name": 1}]}', None, "parts[0].name is a whole number; send a string", "parts[0].name"),
-        ('{"parts": [{}]}', None, "name is missing; send it", "parts[0].name"),
-        ('{"ratio": 1e999}', None, "ratio: Number out of range", "ratio"),
+        ('{"prompt": {}}', "", "prompt is an object; send a string or a list", "prompt"),
+        ('{"prompt": [{}]}', "", "prompt[0] is an object; send a whole number or a string", "prompt[0]"),
+        ('{"prompt": [true]}', "", "prompt[0] is true or false; send a whole number or a string", "prompt[0]"),
+        ('{"parts": [{"name": 1}]}', "", "parts[0].name is a whole number; send a string", "parts[0].name"),
+        ('{"parts": [{}]}', "", "name is missing; send it", "parts[0].name"),
+        ('{"ratio": false}', "", "ratio is true or false; send a number", "ratio"),
+        ('{"form": "int8"}', "", "form is 'int8'; it must be 'float' or 'base64'", "form"),
+        ('{"biases": {"5": "high"}}', "", "biases.5 is a string; send a number", "biases.5"),
+        ('{"names": {"a": "", "b": "", "c": ""}}', "", "names has more than 2 pairs; send fewer", "names"),
     ],
 )
-def test_fields_that_do_not_fit(body: str, root: str | None, sentence: str, param: str | None) -> None:
-    with pytest.raises(msgspec.ValidationError) as wrong:
-        msgspec.json.decode(body, type=Body)
-    error = misfit(wrong.value, root)
+def test_fields_that_do_not_fit(body: str, root: str, sentence: str, param: str | None) -> None:
+    value = msgspec.json.decode(body)
+    with pytest.raises(ValidationError) as wrong:
+        Body.model_validate(value)
+    error = validation_error(wrong.value.errors(include_url=False), value, root)
     assert (error.status, error.message, error.param) == (400, sentence, param)
+
+
+@pytest.mark.parametrize("field", ["prompt", "parts", "biases"])
+def test_many_wrong_values_cost_no_more_than_one(field: str) -> None:
+    value = {str(i): "x" for i in range(100_000)} if field == "biases" else [1.5] * 100_000
+    with pytest.raises(ValidationError) as wrong:
+        Body.model_validate({field: value})
+    assert wrong.value.error_count() <= 4
+
+
+@pytest.mark.parametrize(("sent", "read"), [("12", 12), (12.0, 12), (12, 12)])
+def test_numbers_may_come_as_texts(sent: Any, read: int) -> None:
+    assert Body.model_validate({"size": sent}).size == read
 
 
 @pytest.mark.parametrize(
@@ -50,12 +75,13 @@ def test_fields_that_do_not_fit(body: str, root: str | None, sentence: str, para
         (b'{"prompt": "\xff"}', "it is no UTF-8"),
         (b'{"size": 1', "it ends too early"),
         (b'{"size": NaN}', "invalid character (byte 9)"),
+        (b'{"ratio": 1e999}', "Number out of range"),
     ],
 )
 def test_bytes_that_are_no_json(data: bytes, reason: str) -> None:
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)) as wrong:
-        msgspec.json.decode(data, type=Body)
-    assert unreadable(data, wrong.value).message == f"the body is not valid JSON: {reason}"
+        msgspec.json.decode(data)
+    assert unreadable_json(data, wrong.value).message == f"the body is not valid JSON: {reason}"
 
 
 async def test_a_packed_body_is_named() -> None:

@@ -11,14 +11,14 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, count_prompt
 from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.services import Services
 
-_messages_decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
-_count_decoder = msgspec.json.Decoder(CountTokensRequest, strict=False)
 _encode = msgspec.json.encode
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -41,27 +41,29 @@ def _error_event(error: ApiError) -> bytes:
 
 ERRORS = ErrorShape(_error_body, _error_event, b"request-id")
 
+router = ApiRouter(access=Access.USER, errors=ERRORS)
 
-async def messages(call: Call, services: Services) -> None:
+
+@router.post("/v1/messages")
+async def messages(request: MessagesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """A message, as Anthropic."""
-    request = await call.json(_messages_decoder)
     chat = request.chat()
-    answer = await begin_chat(call, services, chat, "msg_")
+    answer = await begin_chat(context, services, chat, "msg_")
     try:
         response = MessageResponse(services, chat, answer)
         if request.stream:
-            await services.stream(call, answer, response.write, lambda: b"")
+            await services.stream(context, answer, response.write, lambda: b"")
         else:
             await services.complete(answer)
-            await call.respond_json(response.message())
+            return response.message()
     finally:
         services.client.abandon(answer)
 
 
-async def count_tokens(call: Call, services: Services) -> None:
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: CountTokensRequest, services: ServicesDep) -> Any:
     """How many tokens a message's prompt has."""
-    request = await call.json(_count_decoder)
-    await call.respond_json({"input_tokens": await count_prompt(services, request.chat())})
+    return {"input_tokens": await count_prompt(services, request.chat())}
 
 
 class MessageResponse:
@@ -171,7 +173,3 @@ def _aborted() -> ApiError:
     return ApiError(503, "the request was aborted on the server before it was finished; send it again")
 
 
-ROUTES: Routes = (
-    Operation("/v1/messages", ("POST",), Access.USER, messages, MessagesRequest, errors=ERRORS),
-    Operation("/v1/messages/count_tokens", ("POST",), Access.USER, count_tokens, CountTokensRequest, errors=ERRORS),
-)

@@ -18,14 +18,14 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools: Anthr
 TRAINED = ("bash_", "text_editor_", "computer_", "memory_")  # types of tools that clients run and do not describe
 
 
-class MessagesChat(ChatRequest, kw_only=True):
+class MessagesChat(ChatRequest):
     """A chat request that came as a message."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
 
 
-class CountTokensRequest(Extensions, kw_only=True):
+class CountTokensRequest(Extensions):
     """The prompt of a message."""
 
     model: str
@@ -65,7 +65,7 @@ class CountTokensRequest(Extensions, kw_only=True):
         return messages
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True):
+class MessagesRequest(CountTokensRequest):
     """A message to be written."""
 
     max_tokens: int

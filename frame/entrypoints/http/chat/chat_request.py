@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from frame.core.text.chat_template import TEMPLATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair, prompt_end
@@ -25,14 +23,14 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.chat.tools import ToolUse
 
 
-async def begin_chat(call: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
+async def begin_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
     """Start a chat request of any dialect, whose name begins with `prefix` where the client gave none; the caller abandons the answer.
     Raises ApiError."""
-    return await begin_chats(call, services, request, [request.messages], prefix)
+    return await begin_chats(context, services, request, [request.messages], prefix)
 
 
 async def begin_chats(
-    call: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
+    context: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
 ) -> RequestState:
     """The same for several conversations, which share all but their messages; the first is the request's own."""
     services.check_model(request.model)
@@ -40,7 +38,7 @@ async def begin_chats(
     use, first = request.tool_use(), chat_of(services, request)
     chats = [first, *(Chat(conversation_of(messages), first.tools, first.arguments) for messages in conversations[1:])]
     return await services.begin(
-        call,
+        context,
         chats,
         [params] * len(chats),
         request,
@@ -76,7 +74,7 @@ async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
     starts = [lead, *(i for i in range(lead + 1, len(roles)) if roles[i] == "user")]
 
     def without(count: int) -> ChatRequest:
-        return msgspec.structs.replace(request, messages=messages[:lead] + messages[starts[count] :])
+        return request.model_copy(update={"messages": messages[:lead] + messages[starts[count] :]})
 
     limits = services.client.limits
     room = min(limits.max_context, limits.capacity + 1) - (request.max_completion_tokens or request.max_tokens or 1)

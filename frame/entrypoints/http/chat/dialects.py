@@ -8,7 +8,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_options import SamplingFields
 
 
-class Extensions(SamplingFields, kw_only=True):
+class Extensions(SamplingFields):
     """Fields beyond a dialect's own, as `/v1/chat/completions` takes them."""
 
     chat_template_kwargs: dict[str, Any] | None = None
@@ -16,7 +16,7 @@ class Extensions(SamplingFields, kw_only=True):
 
     def extensions(self) -> dict[str, Any]:
         """Those that were sent, by name."""
-        return {name: value for name in Extensions.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return {name: value for name in Extensions.model_fields if (value := getattr(self, name)) is not None}
 
 
 def object_at(value: Any, place: str) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 
 from frame.entrypoints.http.chat.dialects import object_at, parts_at, text_at
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded, written
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.services import Services
 
 FORMS = ("float", "base64")
 # what an input is for -> the checkpoint's prompts that may stand for it, the first that it has
@@ -19,7 +22,7 @@ PROMPTS = {"search_query": ("search_query", "query"), "search_document": ("searc
            "classification": ("classification",), "clustering": ("clustering",)}  # fmt: skip
 
 
-class EmbedRequest(msgspec.Struct, kw_only=True):
+class EmbedRequest(RequestBody):
     """`inputs` are texts as lists of parts. `truncate`: where longer texts are cut, at their end or not at all."""
 
     model: str = ""
@@ -74,22 +77,20 @@ def _error_body(error: ApiError) -> bytes:
 
 
 ERRORS = ErrorShape(_error_body, _error_body)
-_decoder = msgspec.json.Decoder(EmbedRequest)
+
+router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 
-async def embed(call: Call, services: Services) -> None:
+@router.post("/v2/embed")
+async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Vectors of texts, as Cohere."""
-    request = await call.json(_decoder)
-    vectors, count = await embedded(call, services, request.translated(services))
-    await call.respond_json(
-        {
-            "id": uuid.uuid4().hex,
-            "response_type": "embeddings_by_type",
-            "embeddings": {form: written(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
-            "texts": request.the_texts(),
-            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
-        }
-    )
+    vectors, count = await embedded(context, services, request.translated(services))
+    return {
+        "id": uuid.uuid4().hex,
+        "response_type": "embeddings_by_type",
+        "embeddings": {form: written(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
+        "texts": request.the_texts(),
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
+    }
 
 
-ROUTES: Routes = (Operation("/v2/embed", ("POST",), Access.USER, embed, EmbedRequest, errors=ERRORS),)

@@ -16,20 +16,19 @@ from frame.entrypoints.http.anthropic.messages import arguments_of
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser
 from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat
 from frame.entrypoints.http.chat.content_blocks import Block, Blocks
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.dialects.ollama_schema import OPTIONS, ChatBody, EmbedBody, GenerateBody, ShowBody, served_name
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
 from frame.entrypoints.http.operations.metrics import package_version
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.services import Services
 
 LINES = b"application/x-ndjson"
 _encode = msgspec.json.encode
-_chat_decoder = msgspec.json.Decoder(ChatBody)
-_generate_decoder = msgspec.json.Decoder(GenerateBody)
-_embed_decoder = msgspec.json.Decoder(EmbedBody)
-_show_decoder = msgspec.json.Decoder(ShowBody)
 
 
 def _error_body(error: ApiError) -> bytes:
@@ -44,54 +43,54 @@ def _error_line(error: ApiError) -> bytes:
 
 ERRORS = ErrorShape(_error_body, _error_line)
 
+router = ApiRouter(access=Access.USER, errors=ERRORS)
 
-async def chat(call: Call, services: Services) -> None:
+
+@router.post("/api/chat")
+async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> Any:
     """A chat answer, as Ollama."""
-    body = await call.json(_chat_decoder)
     name = served_name(body.model, services)
     if not body.messages:
-        await _respond_loaded(call, body.model, message={"role": "assistant", "content": ""})
-        return
+        return _loaded(body.model, message={"role": "assistant", "content": ""})
     request = body.translated(name)
-    answer = await begin_chat(call, services, request)
+    answer = await begin_chat(context, services, request)
     parser = answer_parsers(services, request, answer).get(0)
-    await _send(call, services, answer, AnswerLines(answer, parser, body.model, _message), body.stream)
+    return await _send(context, services, answer, AnswerLines(answer, parser, body.model, _message), body.stream)
 
 
-async def generate(call: Call, services: Services) -> None:
+@router.post("/api/generate")
+async def generate(body: GenerateBody, context: ContextDep, services: ServicesDep) -> Any:
     """A completion of a prompt, through the chat template unless it is `raw`."""
-    body = await call.json(_generate_decoder)
     name = served_name(body.model, services)
     if not body.prompt:
-        await _respond_loaded(call, body.model, response="")
-        return
+        return _loaded(body.model, response="")
     if body.raw:
         completion = body.completion(name)
         services.check_model(completion.model)
         params = completion.params()
         if completion.max_tokens is None:  # OpenAI's default is 16, this dialect's the end of the context
             params = msgspec.structs.replace(params, max_tokens=None)
-        answer = await services.begin(call, completion.prompts(), [params], completion, add_special_tokens=False)
+        answer = await services.begin(context, completion.prompts(), [params], completion, add_special_tokens=False)
         parser = None
     else:
         request = body.translated(name)
-        answer = await begin_chat(call, services, request)
+        answer = await begin_chat(context, services, request)
         parser = answer_parsers(services, request, answer).get(0)
-    await _send(call, services, answer, AnswerLines(answer, parser, body.model, _response), body.stream)
+    return await _send(context, services, answer, AnswerLines(answer, parser, body.model, _response), body.stream)
 
 
-async def _respond_loaded(call: Call, model: str, **empty: Any) -> None:
+def _loaded(model: str, **empty: Any) -> dict[str, Any]:
     """The answer to a request without a prompt, which asks for the model to be loaded."""
-    await call.respond_json({"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"})
+    return {"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"}
 
 
-async def _send(call: Call, services: Services, answer: RequestState, lines: AnswerLines, is_streamed: bool) -> None:
+async def _send(context: RequestContext, services: Services, answer: RequestState, lines: AnswerLines, is_streamed: bool) -> None:
     try:
         if is_streamed:
-            await services.stream(call, answer, lines.write, lambda: b"", LINES)
+            await services.stream(context, answer, lines.write, lambda: b"", LINES)
         else:
             await services.complete(answer)
-            await call.respond(lines.whole())
+            await context.respond(lines.whole())
     finally:
         services.client.abandon(answer)
 
@@ -181,53 +180,53 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-async def embed(call: Call, services: Services) -> None:
+@router.post("/api/embed")
+async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> Any:
     """Vectors of texts, as Ollama."""
-    body = await call.json(_embed_decoder)
     longest = None if body.truncate is False else -1
     request = EmbeddingRequest(
         model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
     )
     started = time.perf_counter()
-    vectors, count = await embedded(call, services, request)
+    vectors, count = await embedded(context, services, request)
     duration = int((time.perf_counter() - started) * 1e9)
     rows: list[Any] = vectors.tolist()
-    found = {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
-    await call.respond_json(found)
+    return {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
 
 
-async def tags(call: Call, services: Services) -> None:
+@router.get("/api/tags")
+@router.get("/api/ps")
+async def tags(services: ServicesDep) -> Any:
     """The served model, as a list."""
-    await call.respond_json({"models": [_card(services)]})
+    return {"models": [_card(services)]}
 
 
-async def show(call: Call, services: Services) -> None:
+@router.post("/api/show", dependencies=[SMALL_BODY])
+async def show(body: ShowBody, services: ServicesDep) -> Any:
     """What the served model is and can do."""
-    body = await call.json(_show_decoder)
     services.check_model(served_name(body.model or body.name, services))
     resolved, family = services.resolved, _family(services)
     can = {"completion": resolved.task == "generate", "embedding": resolved.task == "embed", "tools": services.tool_calls is not None,
            "thinking": services.reasoning is not None}  # fmt: skip
     template = services.tokenizer.describe().get("chat_template") if services.tokenizer is not None else None
-    await call.respond_json(
-        {
-            "modelfile": "",
-            "parameters": "",
-            "template": template if isinstance(template, str) else "",
-            "details": _card(services)["details"],
-            "model_info": {
-                "general.architecture": family,
-                f"{family}.context_length": resolved.max_context,
-                f"{family}.embedding_length": resolved.model.hidden_size,
-            },
-            "capabilities": [name for name, is_there in can.items() if is_there],
-        }
-    )
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template if isinstance(template, str) else "",
+        "details": _card(services)["details"],
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": resolved.max_context,
+            f"{family}.embedding_length": resolved.model.hidden_size,
+        },
+        "capabilities": [name for name, is_there in can.items() if is_there],
+    }
 
 
-async def version(call: Call, services: Services) -> None:
+@router.get("/api/version")
+async def version() -> Any:
     """The version of the server."""
-    await call.respond_json({"version": package_version()})
+    return {"version": package_version()}
 
 
 def _family(services: Services) -> str:
@@ -242,12 +241,3 @@ def _card(services: Services) -> dict[str, Any]:
     return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
 
 
-ROUTES: Routes = (
-    Operation("/api/chat", ("POST",), Access.USER, chat, ChatBody, errors=ERRORS),
-    Operation("/api/generate", ("POST",), Access.USER, generate, GenerateBody, errors=ERRORS),
-    Operation("/api/embed", ("POST",), Access.USER, embed, EmbedBody, errors=ERRORS),
-    Operation("/api/tags", ("GET",), Access.USER, tags, errors=ERRORS),
-    Operation("/api/ps", ("GET",), Access.USER, tags, errors=ERRORS),
-    Operation("/api/show", ("POST",), Access.USER, show, ShowBody, errors=ERRORS, body="small"),
-    Operation("/api/version", ("GET",), Access.USER, version, errors=ERRORS),
-)

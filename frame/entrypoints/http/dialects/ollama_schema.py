@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from pydantic import Field, ValidationError
 
 from frame.entrypoints.http.chat.dialects import object_at, text_at
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.validation_errors import validation_error
 
 if TYPE_CHECKING:
     from frame.entrypoints.http.services import Services
@@ -26,7 +29,7 @@ NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1
            "penalize_newline": True}  # fmt: skip
 
 
-class Body(msgspec.Struct, kw_only=True):
+class Body(RequestBody):
     """What both kinds of request share. `think`: whether to think, or how much. `keep_alive` is accepted: the model stays loaded."""
 
     model: str
@@ -62,8 +65,8 @@ class Body(msgspec.Struct, kw_only=True):
         return {"response_format": {"type": "json_object"}}
 
 
-class ChatBody(Body, kw_only=True):
-    messages: list[dict[str, Any]] = []
+class ChatBody(Body):
+    messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
 
     def translated(self, name: str) -> ChatRequest:
@@ -73,7 +76,7 @@ class ChatBody(Body, kw_only=True):
         return made
 
 
-class GenerateBody(Body, kw_only=True):
+class GenerateBody(Body):
     """`raw`: the prompt is the model's whole input, without the chat template."""
 
     prompt: str = ""
@@ -105,7 +108,7 @@ class GenerateBody(Body, kw_only=True):
                 raise ApiError(400, f"{name} is not supported; {remedy}", name)
 
 
-class EmbedBody(msgspec.Struct, kw_only=True):
+class EmbedBody(RequestBody):
     model: str
     input: str | list[str | int | list[int]]
     truncate: bool | None = None
@@ -114,7 +117,7 @@ class EmbedBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
 
 
-class ShowBody(msgspec.Struct, kw_only=True):
+class ShowBody(RequestBody):
     model: str = ""
     name: str = ""
     verbose: bool | None = None
@@ -129,12 +132,13 @@ def _made(kind: Any, **fields: Any) -> Any:
     """A request of these fields, whose types were not checked before. Raises ApiError."""
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        name = path.strip(".`").partition("[")[0]
-        place = next((f"options.{option}" for option, ours in OPTIONS.items() if ours == name), name)
-        raise ApiError(400, f"{place}: {text}", place) from None
+        return kind.model_validate(given)
+    except ValidationError as error:
+        wrong = validation_error(error.errors(include_url=False), given)
+        option = next((option for option, ours in OPTIONS.items() if ours == wrong.param), None)
+        if option is None:
+            raise wrong from None
+        raise ApiError(400, wrong.message.replace(wrong.param or "", f"options.{option}", 1), f"options.{option}") from None
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,49 +1,58 @@
-"""`/ping` and `/invocations`, the two routes of a SageMaker container. A body goes to the route whose fields it has. Knows no engine."""
+"""`/ping` and `/invocations`, the two routes of a SageMaker container. A body goes to the route whose fields it has.
+
+Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native import classes, relevance
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.openai import embeddings
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Handler, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody, parse_body
+from frame.entrypoints.http.services import Services
 
-# fields that tell a body's route -> its handler; the first that are there
-HANDLERS: tuple[tuple[tuple[str, ...], Handler], ...] = (
-    (("messages",), openai.chat_completions),
-    (("prompt",), openai.completions),
-    (("query", "documents"), relevance.rerank),
-    (("text_1", "text_2"), relevance.score),
-    (("queries", "items"), relevance.score),
-    (("text",), native.generate),
-    (("input_ids",), native.generate),
+public_router = ApiRouter(access=Access.OPEN)
+router = ApiRouter(access=Access.USER)
+
+public_router.get("/ping")(native.ready)
+public_router.post("/ping")(native.ready)
+
+Target = tuple[type[RequestBody], Any]  # a body and its handler
+
+# fields that tell a body's route -> its body and handler; the first that are there
+TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
+    (("messages",), (openai.ChatRequest, openai.chat_completions)),
+    (("prompt",), (openai.CompletionRequest, openai.completions)),
+    (("query", "documents"), (relevance.RerankRequest, relevance.rerank)),
+    (("text_1", "text_2"), (relevance.ScoreRequest, relevance.score)),
+    (("queries", "items"), (relevance.ScoreRequest, relevance.score)),
+    (("text",), (native.GenerateRequest, native.generate)),
+    (("input_ids",), (native.GenerateRequest, native.generate)),
 )
-_keys_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-async def invocations(call: Call, services: Services) -> None:
+@router.post("/invocations")
+async def invocations(context: ContextDep, services: ServicesDep) -> Any:
     """Any request for the model: chat, completion, embedding, reranking, scoring, classifying or generating."""
-    data = await call.body()
-    call.unread(data)
-    found = await call.json(_keys_decoder)
-    call.unread(data)
-    await _handler(found, services)(call, services)
+    value = await context.read_json()
+    kind, handler = _target(value if isinstance(value, dict) else {}, services)
+    body, context.ignored = parse_body(kind, value)
+    return await handler(body, context, services)
 
 
-def _handler(found: dict[str, msgspec.Raw], services: Services) -> Handler:
-    if "input" in found:
-        return classes.classify if services.resolved.task == "classify" else embeddings.embeddings
-    for names, handler in HANDLERS:
-        if all(name in found for name in names):
-            return handler
+def _target(given: dict[str, Any], services: Services) -> Target:
+    if "input" in given:
+        if services.resolved.task == "classify":
+            return classes.ClassifyRequest, classes.classify
+        return embeddings.EmbeddingRequest, embeddings.embeddings
+    for names, target in TARGETS:
+        if all(name in given for name in names):
+            return target
     raise ApiError(400, "the body has the fields of no route; send messages, prompt, input, text, or query and documents")
-
-
-ROUTES: Routes = (
-    Operation("/ping", ("GET", "POST"), Access.OPEN, native.ready),
-    Operation("/invocations", ("POST",), Access.USER, invocations),
-)

@@ -8,69 +8,70 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
-
 from frame.core.messages import Finish
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair
 from frame.entrypoints.http.chat.tools import tool_use
+from frame.entrypoints.http.dependencies import ServicesDep
 from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.services import Services
+
+router = ApiRouter(access=Access.USER)
 
 MOST_CHARS = 1 << 18  # of a text to be parsed
 SLICE = 1024  # characters that are parsed at a time: other requests run in between
 
 
-class SeparateReasoningRequest(msgspec.Struct, kw_only=True):
+class SeparateReasoningRequest(RequestBody):
     text: str
     reasoning_parser: str | None = None
 
 
-class ParseCallsRequest(msgspec.Struct, kw_only=True):
+class ParseCallsRequest(RequestBody):
     text: str
     tools: list[dict[str, Any]]
     tool_call_parser: str | None = None
 
 
-_reasoning_decoder = msgspec.json.Decoder(SeparateReasoningRequest)
-_calls_decoder = msgspec.json.Decoder(ParseCallsRequest)
 
 
-async def model_info(call: Call, services: Services) -> None:
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(services: ServicesDep) -> Any:
     """What is served here."""
     resolved = services.resolved
     weights = without_folders(resolved.user.model.path)
-    await call.respond_json(
-        {
-            "model_path": weights,
-            "tokenizer_path": weights if resolved.tokenizer_path is None else without_folders(resolved.tokenizer_path),
-            "served_model_name": resolved.served_name,
-            "is_generation": resolved.task == "generate",
-            "preferred_sampling_params": None,
-            "weight_version": "default",
-            "has_image_understanding": False,
-            "has_audio_understanding": False,
-            "model_type": resolved.model.config.get("model_type", ""),
-            "architectures": [resolved.model.architecture],
-            "max_model_len": resolved.max_context,
-        }
-    )
+    return {
+        "model_path": weights,
+        "tokenizer_path": weights if resolved.tokenizer_path is None else without_folders(resolved.tokenizer_path),
+        "served_model_name": resolved.served_name,
+        "is_generation": resolved.task == "generate",
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": resolved.model.config.get("model_type", ""),
+        "architectures": [resolved.model.architecture],
+        "max_model_len": resolved.max_context,
+    }
 
 
-async def separate_reasoning(call: Call, services: Services) -> None:
+@router.post("/separate_reasoning")
+async def separate_reasoning(request: SeparateReasoningRequest, services: ServicesDep) -> Any:
     """Thinking and answer of a text, separated by this server's reasoning parser."""
-    request = await call.json(_reasoning_decoder)
     _check_parser(services, "reasoning_parser", request.reasoning_parser)
     if services.reasoning is None:
         raise ApiError(400, "this server has no reasoning parser; start it with --reasoning-parser", "reasoning_parser")
     parsers = ParserPair(services.reasoning(), None, None, "")
     message = await _parse(request.text, AnswerParser(parsers.reasoning, None))
-    await call.respond_json({"reasoning_text": message.get("reasoning_content", ""), "text": message["content"] or ""})
+    return {"reasoning_text": message.get("reasoning_content", ""), "text": message["content"] or ""}
 
 
-async def parse_function_call(call: Call, services: Services) -> None:
+@router.post("/parse_function_call")
+async def parse_function_call(request: ParseCallsRequest, services: ServicesDep) -> Any:
     """The tool calls in a text, read by this server's tool-call parser."""
-    request = await call.json(_calls_decoder)
     _check_parser(services, "tool_call_parser", request.tool_call_parser)
     if services.tool_calls is None:
         raise ApiError(400, "this server has no tool-call parser; start it with --tool-call-parser", "tool_call_parser")
@@ -83,7 +84,7 @@ async def parse_function_call(call: Call, services: Services) -> None:
         {"tool_index": index, "name": each["function"]["name"], "parameters": each["function"]["arguments"]}
         for index, each in enumerate(message.get("tool_calls", ()))
     ]
-    await call.respond_json({"normal_text": message["content"] or "", "calls": calls})
+    return {"normal_text": message["content"] or "", "calls": calls}
 
 
 def _check_parser(services: Services, kind: str, name: str | None) -> None:
@@ -103,9 +104,3 @@ async def _parse(text: str, parser: AnswerParser) -> dict[str, Any]:
     return parser.message()
 
 
-ROUTES: Routes = (
-    Operation("/model_info", ("GET",), Access.USER, model_info),
-    Operation("/get_model_info", ("GET",), Access.USER, model_info),
-    Operation("/separate_reasoning", ("POST",), Access.USER, separate_reasoning, SeparateReasoningRequest),
-    Operation("/parse_function_call", ("POST",), Access.USER, parse_function_call, ParseCallsRequest),
-)

@@ -6,18 +6,21 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from pydantic import Field
 
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.native.relevance import Document, RerankRequest, ranked, respond_ranking
+from frame.entrypoints.http.native.relevance import Document, RerankRequest, ranked, ranking_of
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
 
 ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}
 RIGHT = ("right", "Right")  # where texts are cut
 
 
-class EmbedRequest(msgspec.Struct, kw_only=True):
+class EmbedRequest(RequestBody):
     inputs: str | list[str]
     truncate: bool | None = None
     truncation_direction: str | None = None
@@ -26,10 +29,10 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
 
 
-class AnyRerankRequest(RerankRequest, kw_only=True):
+class AnyRerankRequest(RerankRequest):
     """With `texts` it is text-embeddings-inference's request, with `documents` Jina's."""
 
-    documents: list[str | Document] = msgspec.field(default_factory=list)
+    documents: list[str | Document] = Field(default_factory=list)
     texts: list[str] | None = None
     raw_scores: bool = False
     return_text: bool = False
@@ -37,8 +40,6 @@ class AnyRerankRequest(RerankRequest, kw_only=True):
     truncation_direction: str | None = None
 
 
-_embed_decoder = msgspec.json.Decoder(EmbedRequest)
-_rerank_decoder = msgspec.json.Decoder(AnyRerankRequest)
 
 
 def _error_body(error: ApiError) -> bytes:
@@ -47,10 +48,13 @@ def _error_body(error: ApiError) -> bytes:
 
 ERRORS = ErrorShape(_error_body, _error_body)
 
+router = ApiRouter(access=Access.USER, errors=ERRORS)
+rerank_router = ApiRouter(access=Access.USER)
 
-async def embed(call: Call, services: Services) -> None:
+
+@router.post("/embed")
+async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Vectors of texts, as a plain list."""
-    request = await call.json(_embed_decoder)
     _check_direction(request.truncation_direction)
     longest = -1 if request.truncate else None
     inputs: Any = request.inputs
@@ -60,29 +64,28 @@ async def embed(call: Call, services: Services) -> None:
     pooling = services.resolved.pooling
     if request.normalize is False and pooling is not None and pooling.normalize:
         raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
-    vectors, _ = await embedded(call, services, given)
+    vectors, _ = await embedded(context, services, given)
     if request.normalize is not False:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
-    await call.respond_json(vectors.tolist())
+    return vectors.tolist()
 
 
-async def rerank(call: Call, services: Services) -> None:
+@rerank_router.post("/rerank")
+async def rerank(request: AnyRerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Texts by their relevance to a query, best first."""
-    request = await call.json(_rerank_decoder)
     if request.texts is None:
-        await respond_ranking(call, services, request)
-        return
+        return await ranking_of(context, services, request)
     _check_direction(request.truncation_direction)
     if request.raw_scores:
         raise ApiError(400, "raw_scores is not supported; the scores are probabilities, leave it out", "raw_scores")
     longest = -1 if request.truncate else request.truncate_prompt_tokens
     given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=longest)
-    ranking, _ = await ranked(call, services, given, "texts")
+    ranking, _ = await ranked(context, services, given, "texts")
     results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
     if request.return_text:
         for result in results:
             result["text"] = request.texts[result["index"]]
-    await call.respond_json(results)
+    return results
 
 
 def _check_direction(direction: str | None) -> None:
@@ -90,7 +93,3 @@ def _check_direction(direction: str | None) -> None:
         raise ApiError(400, f"truncation_direction is {direction[:50]!r}; it must be right", "truncation_direction")
 
 
-ROUTES: Routes = (
-    Operation("/embed", ("POST",), Access.USER, embed, EmbedRequest, errors=ERRORS),
-    Operation("/rerank", ("POST",), Access.USER, rerank, AnyRerankRequest),
-)

@@ -4,54 +4,53 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Access, Caller, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.services import Caller, Services
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from frame.entrypoints.http.request_context import Call
 
+router = ApiRouter(access=Access.USER)
 
-class ClassifyRequest(PooledRequest, kw_only=True):
+class ClassifyRequest(PooledRequest):
     input: str | list[str]
 
 
-_decoder = msgspec.json.Decoder(ClassifyRequest, strict=False)
 
 
-async def classify(call: Call, services: Services) -> None:
+@router.post("/v1/classify")
+@router.post("/classify")
+async def classify(request: ClassifyRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Classes of texts."""
-    request = await call.json(_decoder)
-    vectors, count = await classified(call, services, request)
+    vectors, count = await classified(context, services, request)
     names = labels_of(services)
-    await call.respond_json(
-        {
-            "id": f"classify-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": services.resolved.served_name,
-            "data": [
-                {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
-                for index, row in enumerate(vectors)
-            ],
-            "labels": names,
-            "usage": usage(count),
-        }
-    )
+    return {
+        "id": f"classify-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": services.resolved.served_name,
+        "data": [
+            {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
+            for index, row in enumerate(vectors)
+        ],
+        "labels": names,
+        "usage": usage(count),
+    }
 
 
-async def classified(call: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
+async def classified(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
     """(probabilities, float32 [texts, labels of the model]; prompt tokens). Raises ApiError."""
     services.need_task("classify")
     texts = [request.input] if isinstance(request.input, str) else request.input
     check_count(len(texts), "input")
-    vectors, count = await vectors_of(call, services, request, texts, ("classify",))
+    vectors, count = await vectors_of(context, services, request, texts, ("classify",))
     names = labels_of(services)
     if len(names) != vectors.shape[1]:
         raise ApiError(500, f"the model yields {vectors.shape[1]} numbers, and its config.json names {len(names)} classes")
@@ -64,7 +63,3 @@ def labels_of(services: Services) -> list[str]:
     return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.model.labels)
 
 
-ROUTES: Routes = (
-    Operation("/v1/classify", ("POST",), Access.USER, classify, ClassifyRequest),
-    Operation("/classify", ("POST",), Access.USER, classify, ClassifyRequest),
-)

@@ -10,19 +10,28 @@ from difflib import get_close_matches
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError, create_model
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import chat_prompt
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.operations.metrics import CONTENT_TYPE, ServerMetrics, exposition
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.request_options import Terms
-from frame.entrypoints.http.services import MAX_NAME_CHARS, Access, Chat, Operation, Routes, Services, as_sent, paced
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.services import MAX_NAME_CHARS, Chat, Services, as_sent, paced
 from frame.entrypoints.http.sse import DONE
-from frame.entrypoints.http.validation_errors import misfit
+from frame.entrypoints.http.validation_errors import validation_error
+
+health_router = ApiRouter(access=Access.OPEN)
+metrics_router = ApiRouter(access=Access.USER)
+router = ApiRouter(access=Access.USER)
 
 HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
 
@@ -36,7 +45,16 @@ _SYNONYMS = {
 }
 
 
-class GenerateRequest(Terms, kw_only=True):
+def _sampling_model() -> type[RequestBody]:
+    """The fields of `SamplingParams` as a body, which is validated like any other."""
+    fields: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.structs.fields(SamplingParams)}
+    return create_model("SamplingValues", __base__=RequestBody, **fields)
+
+
+_SamplingValues = _sampling_model()
+
+
+class GenerateRequest(RequestOptions):
     """`text` or `input_ids`, one or several; `sampling_params` for all or one each."""
 
     text: str | list[str] | None = None
@@ -61,7 +79,7 @@ class GenerateRequest(Terms, kw_only=True):
         return parameter
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(RequestBody):
     """A text, or a conversation with the fields of a chat request that its prompt depends on."""
 
     model: str = ""
@@ -89,36 +107,33 @@ _OF_CHAT = ("model", "tools", "tool_choice", "reasoning_effort", "add_generation
             "chat_template_kwargs", "documents", "add_special_tokens")  # fmt: skip
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(RequestBody):
     tokens: list[int]
     model: str = ""
     skip_special_tokens: bool = False
 
 
-_generate_decoder = msgspec.json.Decoder(GenerateRequest, strict=False)
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest, strict=False)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest, strict=False)
 
 
 # generate ----------------------------------------------------------------------------------------------------------
 
 
-async def generate(call: Call, services: Services) -> None:
+@router.post("/generate")
+async def generate(request: GenerateRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Text or tokens for text or tokens; all text so far in each event."""
-    request = await call.json(_generate_decoder)
     services.check_model(request.model)
     prompts, is_single = _prompts(request)
     services.check_count(len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = sampling_of(request, len(prompts))
-    answer = await services.begin(call, prompts, params, request)
+    answer = await services.begin(context, prompts, params, request)
     shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
-            await services.stream(call, answer, shape.write, lambda: DONE)
+            await services.stream(context, answer, shape.write, lambda: DONE)
         else:
             await services.complete(answer)
             results = [shape.result(sequence) async for sequence in paced(answer.sequences)]
-            await call.respond_json(results[0] if shape.is_single else results)
+            return results[0] if shape.is_single else results
     finally:
         services.client.abandon(answer)
 
@@ -241,9 +256,10 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
         if request.logprob_start_len >= 0:
             values.setdefault("prompt_logprobs", request.top_logprobs_num)
     try:
-        return msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise as_sent(misfit(error), request) from None
+        found = _SamplingValues.model_validate(values)
+    except ValidationError as error:
+        raise as_sent(validation_error(error.errors(include_url=False), values), request) from None
+    return SamplingParams(**{name: getattr(found, name) for name in found.model_fields_set})
 
 
 def _sent(parameter: str, names: Iterable[str]) -> str:
@@ -254,9 +270,10 @@ def _sent(parameter: str, names: Iterable[str]) -> str:
 # text --------------------------------------------------------------------------------------------------------------
 
 
-async def tokenize(call: Call, services: Services) -> None:
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     """Text or a conversation to token ids."""
-    request = await call.json(_tokenize_decoder)
     services.check_model(request.model)
     tokenizer = services.need_tokenizer()
     text = request.text if request.text is not None else request.prompt
@@ -269,15 +286,16 @@ async def tokenize(call: Call, services: Services) -> None:
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
     if request.return_token_strs:
         result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.token_text(i) for i in ids])
-    await call.respond_json(result)
+    return result
 
 
-async def detokenize(call: Call, services: Services) -> None:
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: DetokenizeRequest, services: ServicesDep) -> Any:
     """Token ids to text."""
-    request = await call.json(_detokenize_decoder)
     services.check_model(request.model)
     text = await detokenized(services, request.tokens, request.skip_special_tokens, "tokens")
-    await call.respond_json({"text": text, "prompt": text})
+    return {"text": text, "prompt": text}
 
 
 async def detokenized(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
@@ -293,56 +311,47 @@ async def detokenized(services: Services, ids: list[int], skip_special_tokens: b
 # health ------------------------------------------------------------------------------------------------------------
 
 
-async def live(call: Call, services: Services) -> None:
+@health_router.get("/health/live")
+@health_router.get("/livez")
+async def live(context: ContextDep, services: ServicesDep) -> Any:
     """200 as long as the server can go on, also while it drains or restarts a process."""
-    await _health(call, services.health_problem())
+    await _health(context, services.health_problem())
 
 
-async def ready(call: Call, services: Services) -> None:
+@health_router.get("/health")
+@health_router.get("/health/ready")
+@health_router.get("/readyz")
+async def ready(context: ContextDep, services: ServicesDep) -> Any:
     """200 when requests are welcome."""
-    await _health(call, services.ready_problem())
+    await _health(context, services.ready_problem())
 
 
-async def _health(call: Call, problem: str | None) -> None:
+async def _health(context: RequestContext, problem: str | None) -> None:
     if problem is not None:
         raise ApiError(503, problem, retry_after=RETRY_AFTER)
-    await call.respond(b"{}")
+    await context.respond(b"{}")
 
 
-async def health_generate(call: Call, services: Services) -> None:
+@router.get("/health_generate")
+async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     """200 when the model yields a token, or a vector, in time."""
     prompt = [services.resolved.model.eos_token_ids[0] if services.resolved.model.eos_token_ids else 0]
-    await call.body()
+    await context.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    answer = await services.begin(call, [prompt], [params], Terms(rid=f"health-{uuid.uuid4().hex}"), tasks=(services.resolved.task,))
+    options = RequestOptions(rid=f"health-{uuid.uuid4().hex}")
+    answer = await services.begin(context, [prompt], [params], options, tasks=(services.resolved.task,))
     try:
         await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
     except TimeoutError:
         raise ApiError(503, f"the model yielded nothing within {HEALTH_TIMEOUT:g} s") from None
     finally:
         services.client.abandon(answer)
-    await call.respond(b"{}")
+    await context.respond(b"{}")
 
 
-async def metrics(call: Call, services: Services) -> None:
+@metrics_router.get("/metrics")
+async def metrics(context: ContextDep, services: ServicesDep) -> Any:
     """Prometheus' text format."""
-    await call.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
+    await context.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
 
 
-OBSERVING: Routes = (
-    Operation("/health", ("GET",), Access.OPEN, ready),
-    Operation("/health/ready", ("GET",), Access.OPEN, ready),
-    Operation("/health/live", ("GET",), Access.OPEN, live),
-    Operation("/readyz", ("GET",), Access.OPEN, ready),
-    Operation("/livez", ("GET",), Access.OPEN, live),
-    Operation("/metrics", ("GET",), Access.USER, metrics),
-)
-ROUTES: Routes = (
-    Operation("/generate", ("POST",), Access.USER, generate, GenerateRequest),
-    Operation("/tokenize", ("POST",), Access.USER, tokenize, TokenizeRequest),
-    Operation("/v1/tokenize", ("POST",), Access.USER, tokenize, TokenizeRequest),
-    Operation("/detokenize", ("POST",), Access.USER, detokenize, DetokenizeRequest),
-    Operation("/v1/detokenize", ("POST",), Access.USER, detokenize, DetokenizeRequest),
-    Operation("/health_generate", ("GET",), Access.USER, health_generate),
-    *OBSERVING,
-)

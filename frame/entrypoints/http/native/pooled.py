@@ -9,7 +9,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.request_options import Terms
+from frame.entrypoints.http.request_options import RequestOptions
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import Task
@@ -19,7 +19,7 @@ MAX_INPUTS = 2048  # of one request
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 
 
-class PooledRequest(Terms, kw_only=True):
+class PooledRequest(RequestOptions):
     """`truncate_prompt_tokens` cuts longer texts to so many tokens; -1: to what the model takes."""
 
     model: str = ""
@@ -46,13 +46,13 @@ def check_count(count: int, name: str) -> None:
 
 
 async def vectors_of(
-    call: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
+    context: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
 ) -> tuple[np.ndarray, int]:
     """(float32 [prompts, width], prompt tokens). Raises ApiError; a client that hangs up ends the work."""
     services.check_model(request.model)
     services.need_task(*tasks)
     answer = await services.begin(
-        call,
+        context,
         prompts,
         [NOTHING_SAMPLED] * len(prompts),
         request,

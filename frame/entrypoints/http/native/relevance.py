@@ -8,26 +8,30 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Access, Caller, Chat, Operation, Pair, Prompt, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.services import Caller, Chat, Pair, Prompt, Services
 from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import Task
-    from frame.entrypoints.http.request_context import Call
+
+router = ApiRouter(access=Access.USER)
 
 TASKS: tuple[Task, ...] = ("embed", "classify")
 
 
-class Document(msgspec.Struct):
+class Document(RequestBody):
     text: str
 
 
-class RerankRequest(PooledRequest, kw_only=True):
+class RerankRequest(PooledRequest):
     query: str
     documents: list[str | Document]
     top_n: int | None = None
@@ -35,7 +39,7 @@ class RerankRequest(PooledRequest, kw_only=True):
     instruction: str | None = None
 
 
-class ScoreRequest(PooledRequest, kw_only=True):
+class ScoreRequest(PooledRequest):
     """Either `text_1` and `text_2`, or `queries` and `items` (`documents`)."""
 
     text_1: str | list[str] | None = None
@@ -46,28 +50,28 @@ class ScoreRequest(PooledRequest, kw_only=True):
     instruction: str | None = None
 
 
-_rerank_decoder = msgspec.json.Decoder(RerankRequest, strict=False)
-_score_decoder = msgspec.json.Decoder(ScoreRequest, strict=False)
 
 
-async def rerank(call: Call, services: Services) -> None:
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Documents by their relevance to a query, best first."""
-    await respond_ranking(call, services, await call.json(_rerank_decoder))
+    return await ranking_of(context, services, request)
 
 
-async def respond_ranking(call: Call, services: Services, request: RerankRequest) -> None:
-    """Answer with the ranking. Raises ApiError."""
-    ranking, count = await ranked(call, services, request)
+async def ranking_of(context: Caller, services: Services, request: RerankRequest) -> dict[str, Any]:
+    """The response of `rerank`. Raises ApiError."""
+    ranking, count = await ranked(context, services, request)
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
     if request.return_documents is not False:
         for result in results:
             result["document"] = {"text": _text(request.documents[result["index"]])}
     name = f"rerank-{uuid.uuid4().hex}"
-    await call.respond_json({"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results})
+    return {"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results}
 
 
 async def ranked(
-    call: Caller, services: Services, request: RerankRequest, name: str = "documents"
+    context: Caller, services: Services, request: RerankRequest, name: str = "documents"
 ) -> tuple[list[tuple[int, float]], int]:
     """(documents' places and their relevance, best first; prompt tokens). `name`: what the client calls them. Raises ApiError."""
     services.need_task(*TASKS)
@@ -75,7 +79,7 @@ async def ranked(
     check_count(len(texts), name)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
-    scores, count = await scores_of(call, services, request, [(request.query, text) for text in texts], request.instruction)
+    scores, count = await scores_of(context, services, request, [(request.query, text) for text in texts], request.instruction)
     order = np.argsort(-scores, kind="stable")[: request.top_n].tolist()
     return [(index, float(scores[index])) for index in order], count
 
@@ -84,23 +88,22 @@ def _text(document: str | Document) -> str:
     return document if isinstance(document, str) else document.text
 
 
-async def score(call: Call, services: Services) -> None:
+@router.post("/v1/score")
+@router.post("/score")
+async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
     """The relevance, or similarity, of pairs of texts."""
-    request = await call.json(_score_decoder)
-    scores, count = await scored(call, services, request)
-    await call.respond_json(
-        {
-            "id": f"score-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": services.resolved.served_name,
-            "data": [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())],
-            "usage": usage(count),
-        }
-    )
+    scores, count = await scored(context, services, request)
+    return {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": services.resolved.served_name,
+        "data": [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())],
+        "usage": usage(count),
+    }
 
 
-async def scored(call: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
+async def scored(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
     """(float32 [pairs], prompt tokens). Raises ApiError."""
     services.need_task(*TASKS)
     first = _texts(request, "text_1", "queries")
@@ -109,11 +112,11 @@ async def scored(call: Caller, services: Services, request: ScoreRequest) -> tup
         pairs = paired(first, second)
     except ValueError as error:
         raise ApiError(400, str(error), "text_2") from None
-    return await scores_of(call, services, request, pairs, request.instruction)
+    return await scores_of(context, services, request, pairs, request.instruction)
 
 
 async def scores_of(
-    call: Caller, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
+    context: Caller, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
 ) -> tuple[np.ndarray, int]:
     """(float32 [pairs], prompt tokens). Raises ApiError."""
     tokenizer = services.need_tokenizer()
@@ -123,7 +126,7 @@ async def scores_of(
         raise ApiError(400, str(error), "model") from None
     if form == "vectors":
         unique = list(dict.fromkeys(text for pair in pairs for text in pair))
-        vectors, count = await vectors_of(call, services, request, unique, TASKS)
+        vectors, count = await vectors_of(context, services, request, unique, TASKS)
         places = {text: place for place, text in enumerate(unique)}
         first, second = (vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1))
         return similarity(first, second), count
@@ -134,7 +137,7 @@ async def scores_of(
         prompts = [filled(services.score_prompt, *pair, instruction) for pair in pairs]
     else:
         prompts = [Pair(*pair) for pair in pairs]
-    vectors, count = await vectors_of(call, services, request, prompts, TASKS)
+    vectors, count = await vectors_of(context, services, request, prompts, TASKS)
     return relevance(vectors), count
 
 
@@ -149,9 +152,3 @@ def _texts(request: ScoreRequest, *names: str) -> list[str]:
     return texts
 
 
-ROUTES: Routes = (
-    Operation("/v1/rerank", ("POST",), Access.USER, rerank, RerankRequest),
-    Operation("/v2/rerank", ("POST",), Access.USER, rerank, RerankRequest),
-    Operation("/v1/score", ("POST",), Access.USER, score, ScoreRequest),
-    Operation("/score", ("POST",), Access.USER, score, ScoreRequest),
-)

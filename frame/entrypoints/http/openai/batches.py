@@ -7,15 +7,19 @@ import os
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, BinaryIO, TypeVar
 
-import msgspec
-
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, Output
 from frame.entrypoints.http.openai.batch_runner import ENDPOINTS, Batch, BatchRunner
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, ApiRouter
 from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
-from frame.entrypoints.http.request_context import Call
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.services import Services
+
+router = ApiRouter(access=Access.USER)
 
 T = TypeVar("T")
 MOST_LISTED = 100
@@ -24,26 +28,26 @@ LONGEST_PURPOSE = 64  # bytes
 PIECE = 256 * 1024  # bytes of a file that are in memory for a reader
 
 
-class BatchRequest(msgspec.Struct, kw_only=True):
+class BatchRequest(RequestBody):
     input_file_id: str
     endpoint: str
     completion_window: str = "24h"
     metadata: Metadata | None = None
 
 
-_decoder = msgspec.json.Decoder(BatchRequest, strict=False)
 
 
 # files -------------------------------------------------------------------------------------------------------------
 
 
-async def upload(call: Call, services: Services) -> None:
+@router.post("/v1/files", dependencies=[FILE_BODY])
+async def upload(context: ContextDep, services: ServicesDep) -> Any:
     """Upload a file of requests, as multipart/form-data."""
     runner = _runner(services)
-    form = Upload(runner.files, call.tenant)
-    reader = FormReader(call.header(b"content-type") or "")
+    form = Upload(runner.files, context.tenant)
+    reader = FormReader(context.header(b"content-type") or "")
     try:
-        async for piece in call.pieces():
+        async for piece in context.pieces():
             for part, content in reader.feed(piece):
                 await form.take(part, content)
         reader.close()
@@ -53,31 +57,33 @@ async def upload(call: Call, services: Services) -> None:
         raise
     finally:
         form.close()
-    await call.respond_json(card.shown())
+    return card.shown()
 
 
-async def files(call: Call, services: Services) -> None:
+@router.get("/v1/files")
+async def files(context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", after: str = "") -> Any:
     """Your files, the newest first."""
-    purpose = call.query("purpose")
-    cards = _runner(services).files.owned(call.tenant)
-    await _respond_list(call, [card.shown() for card in cards if purpose in (None, card.purpose)])
+    cards = _runner(services).files.owned(context.tenant)
+    return _page([card.shown() for card in cards if purpose in (None, card.purpose)], limit, after)
 
 
-async def file(call: Call, services: Services) -> None:
+@router.get("/v1/files/{name}")
+async def file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """What is known of a file."""
-    await call.respond_json(_card(call, services).shown())
+    return _card(context, services, name).shown()
 
 
-async def file_content(call: Call, services: Services) -> None:
+@router.get("/v1/files/{name}/content")
+async def file_content(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """A file's content."""
-    path = _runner(services).files.path(_card(call, services).id)
+    path = _runner(services).files.path(_card(context, services, name).id)
     try:
         handle = await asyncio.to_thread(path.open, "rb")
     except OSError as error:
         raise ApiError(500, f"the file cannot be read: {error.strerror}") from None
     with handle:  # what is open can be read to its end, also when the file is deleted meanwhile
         size = os.fstat(handle.fileno()).st_size
-        await call.respond_pieces(_pieces_of(handle), size, ((b"content-type", b"application/jsonl"),))
+        await context.respond_pieces(_pieces_of(handle), size, ((b"content-type", b"application/jsonl"),))
 
 
 async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
@@ -85,45 +91,49 @@ async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def delete_file(call: Call, services: Services) -> None:
+@router.delete("/v1/files/{name}")
+async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Forget a file."""
-    card = _card(call, services)
+    card = _card(context, services, name)
     await _runner(services).files.delete(card)
-    await call.respond_json({"id": card.id, "object": "file", "deleted": True})
+    return {"id": card.id, "object": "file", "deleted": True}
 
 
 # batches -----------------------------------------------------------------------------------------------------------
 
 
-async def create(call: Call, services: Services) -> None:
+@router.post("/v1/batches", dependencies=[SMALL_BODY])
+async def create(request: BatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Begin a batch over an uploaded file."""
     runner = _runner(services)
-    request = await call.json(_decoder)
     if request.endpoint not in ENDPOINTS:
         raise ApiError(400, f"endpoint is {request.endpoint[:100]!r}; it must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if request.completion_window != "24h":
         raise ApiError(400, f"completion_window is {request.completion_window[:50]!r}; it must be 24h", "completion_window")
-    if runner.files.get(request.input_file_id, call.tenant) is None:
+    if runner.files.get(request.input_file_id, context.tenant) is None:
         raise ApiError(404, f"there is no file {request.input_file_id[:100]!r}; upload it to /v1/files", "input_file_id")
-    batch = await _kept(runner.start(request.input_file_id, request.endpoint, request.metadata, call.tenant))
-    await call.respond_json(batch.shown())
+    batch = await _kept(runner.start(request.input_file_id, request.endpoint, request.metadata, context.tenant))
+    return batch.shown()
 
 
-async def batches(call: Call, services: Services) -> None:
+@router.get("/v1/batches")
+async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """Your batches, the newest first."""
-    await _respond_list(call, [batch.shown() for batch in _runner(services).owned(call.tenant)])
+    return _page([batch.shown() for batch in _runner(services).owned(context.tenant)], limit, after)
 
 
-async def batch(call: Call, services: Services) -> None:
+@router.get("/v1/batches/{name}")
+async def batch(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """A batch and how far it is."""
-    await call.respond_json(_batch(call, services).shown())
+    return _batch(context, services, name).shown()
 
 
-async def cancel(call: Call, services: Services) -> None:
+@router.post("/v1/batches/{name}/cancel")
+async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """End a batch; what it has done stays."""
-    found = _batch(call, services)
+    found = _batch(context, services, name)
     await _runner(services).cancel(found)
-    await call.respond_json(found.shown())
+    return found.shown()
 
 
 # parts -------------------------------------------------------------------------------------------------------------
@@ -180,17 +190,15 @@ def _runner(services: Services) -> BatchRunner:
     return services.batches
 
 
-def _card(call: Call, services: Services) -> Card:
-    name = call.scope["path_params"]["name"]
-    card = _runner(services).files.get(name, call.tenant)
+def _card(context: RequestContext, services: Services, name: str) -> Card:
+    card = _runner(services).files.get(name, context.tenant)
     if card is None:
         raise ApiError(404, f"there is no file {name[:100]!r}")
     return card
 
 
-def _batch(call: Call, services: Services) -> Batch:
-    name = call.scope["path_params"]["name"]
-    found = _runner(services).get(name, call.tenant)
+def _batch(context: RequestContext, services: Services, name: str) -> Batch:
+    found = _runner(services).get(name, context.tenant)
     if found is None:
         raise ApiError(404, f"there is no batch {name[:100]!r}")
     return found
@@ -206,26 +214,15 @@ async def _kept(work: Awaitable[T]) -> T:
         raise ApiError(503, f"the batch folder cannot be written: {error.strerror}") from None
 
 
-async def _respond_list(call: Call, shown: list[dict[str, Any]]) -> None:
+def _page(shown: list[dict[str, Any]], limit: str, after: str) -> dict[str, Any]:
     """One page: `limit` of those after the one named `after`."""
-    given, after = call.query("limit") or "20", call.query("after")
+    given = limit or "20"
     if not given.isdigit() or not 1 <= int(given[:9]) <= 10_000:
         raise ApiError(400, f"limit is {given[:50]!r}; it must be from 1 to 10000", "limit")
     names = [entry["id"] for entry in shown]
     start = names.index(after) + 1 if after in names else 0
     page = shown[start : start + min(int(given[:9]), MOST_LISTED)]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    await call.respond_json({"object": "list", "data": page, **ends, "has_more": start + len(page) < len(shown)})
+    return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(shown)}
 
 
-ROUTES: Routes = (
-    Operation("/v1/files", ("POST",), Access.USER, upload, body="file"),
-    Operation("/v1/files", ("GET",), Access.USER, files, query=("purpose", "limit", "after")),
-    Operation("/v1/files/{name}", ("GET",), Access.USER, file),
-    Operation("/v1/files/{name}", ("DELETE",), Access.USER, delete_file),
-    Operation("/v1/files/{name}/content", ("GET",), Access.USER, file_content),
-    Operation("/v1/batches", ("POST",), Access.USER, create, BatchRequest, body="small"),
-    Operation("/v1/batches", ("GET",), Access.USER, batches, query=("limit", "after")),
-    Operation("/v1/batches/{name}", ("GET",), Access.USER, batch),
-    Operation("/v1/batches/{name}/cancel", ("POST",), Access.USER, cancel),
-)

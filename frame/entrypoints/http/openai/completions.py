@@ -7,21 +7,22 @@ from abc import ABC, abstractmethod
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.answer_parsing import AnswerParser
 from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, thinking_tokens
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.openai.logprobs import TextPlaces, chat_logprobs, completion_logprobs, name_of_tokens, prompt_logprobs
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services, paced
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.services import Services, paced
 from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
 
-_chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
+router = ApiRouter(access=Access.USER)
+
 
 
 class Response(ABC):
@@ -76,14 +77,14 @@ class Response(ABC):
         name = name_of_tokens(self.services.need_tokenizer(), self.request.return_tokens_as_token_ids)
         return {"prompt_logprobs": prompt_logprobs(found, name)}
 
-    async def send(self, call: Call) -> None:
-        """Answer the request, as it goes or at the end. Raises ApiError, DisconnectedError."""
+    async def send(self, context: RequestContext) -> dict[str, Any] | None:
+        """The response, or None where it was streamed. Raises ApiError, DisconnectedError."""
         if self.request.stream:
-            await self.services.stream(call, self.answer, self.write, self.closing)
-            return
+            await self.services.stream(context, self.answer, self.write, self.closing)
+            return None
         await self.services.complete(self.answer)
         choices = [self.choice(sequence) async for sequence in paced(self.answer.sequences)]
-        await call.respond_json({**self._head, "choices": choices, "usage": self.final_usage(), **self.more()})
+        return {**self._head, "choices": choices, "usage": self.final_usage(), **self.more()}
 
     def more(self) -> dict[str, Any]:
         """Further fields of a whole response."""
@@ -101,12 +102,12 @@ class Response(ABC):
 # chat --------------------------------------------------------------------------------------------------------------
 
 
-async def chat_completions(call: Call, services: Services) -> None:
+@router.post("/v1/chat/completions")
+async def chat_completions(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """A chat answer, as OpenAI."""
-    request = await call.json(_chat_decoder)
-    answer = await begin_chat(call, services, request, "chatcmpl-")
+    answer = await begin_chat(context, services, request, "chatcmpl-")
     try:
-        await ChatResponse(services, request, answer).send(call)
+        return await ChatResponse(services, request, answer).send(context)
     finally:
         services.client.abandon(answer)
 
@@ -220,18 +221,18 @@ def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
 # completions -------------------------------------------------------------------------------------------------------
 
 
-async def completions(call: Call, services: Services) -> None:
+@router.post("/v1/completions")
+async def completions(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """A text completion, as OpenAI."""
-    request = await call.json(_completion_decoder)
     services.check_model(request.model)
     params, prompts = request.params(), request.prompts()
     services.check_count(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # before anything is computed
     special = request.add_special_tokens
-    answer = await services.begin(call, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    answer = await services.begin(context, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
     try:
-        await CompletionResponse(services, request, answer).send(call)
+        return await CompletionResponse(services, request, answer).send(context)
     finally:
         services.client.abandon(answer)
 
@@ -305,27 +306,28 @@ class CompletionResponse(Response):
 # models ------------------------------------------------------------------------------------------------------------
 
 
-async def models(call: Call, services: Services) -> None:
+@router.get("/v1/models")
+async def models(context: ContextDep, services: ServicesDep) -> Any:
     """The served models, in Anthropic's shape for its clients."""
     names = services.model_names
-    if _is_anthropic(call):
+    if _is_anthropic(context):
         cards = [_anthropic_card(services, name) for name in names]
-        await call.respond_json({"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+        return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     else:
-        await call.respond_json({"object": "list", "data": [_card(services, name) for name in names]})
+        return {"object": "list", "data": [_card(services, name) for name in names]}
 
 
-async def model(call: Call, services: Services) -> None:
+@router.get("/v1/models/{name:path}")
+async def model(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """One model."""
-    name = call.scope["path_params"]["name"]
     services.check_model(name)
     if name not in services.model_names:  # the folder's name
         name = services.resolved.served_name
-    await call.respond_json((_anthropic_card if _is_anthropic(call) else _card)(services, name))
+    return (_anthropic_card if _is_anthropic(context) else _card)(services, name)
 
 
-def _is_anthropic(call: Call) -> bool:
-    return call.header(b"anthropic-version") is not None
+def _is_anthropic(context: RequestContext) -> bool:
+    return context.header(b"anthropic-version") is not None
 
 
 def _card(services: Services, name: str) -> dict[str, Any]:
@@ -344,9 +346,3 @@ def _anthropic_card(services: Services, name: str) -> dict[str, Any]:
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
-ROUTES: Routes = (
-    Operation("/v1/chat/completions", ("POST",), Access.USER, chat_completions, ChatRequest),
-    Operation("/v1/completions", ("POST",), Access.USER, completions, CompletionRequest),
-    Operation("/v1/models", ("GET",), Access.USER, models),
-    Operation("/v1/models/{name:path}", ("GET",), Access.USER, model),
-)

@@ -15,6 +15,7 @@ from frame.entrypoints.http.chat.structured import constraints
 from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, legacy_tool_use, renamed, tool_use
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
+from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import Metadata, SamplingFields
 
 MAX_ARGUMENT_PARTS = 48 * 1024
@@ -23,12 +24,12 @@ MAX_ARGUMENT_PARTS = 48 * 1024
 TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(SamplingFields, kw_only=True):
+class GenerationRequest(SamplingFields):
     """What chat and completion requests share."""
 
     model: str = ""
@@ -52,7 +53,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
         `response_format`, `guided_*` and `structured_outputs` speak of the answer."""
         return any(value is not None for value in (self.regex, self.ebnf, self.json_schema, self.structural_tag))
 
-    def rank(self) -> int:
+    def resolve_priority(self) -> int:
         """The priority: as given, else that of the service tier. Raises ApiError for an unknown tier."""
         if self.service_tier is not None and self.service_tier not in TIERS:
             raise ApiError(400, f"service_tier is {quoted(self.service_tier)}; it must be one of {', '.join(TIERS)}", "service_tier")
@@ -70,7 +71,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
 
-class ChatRequest(GenerationRequest, kw_only=True):
+class ChatRequest(GenerationRequest):
     """`FIELD_NAMES`: how the client's dialect calls what is named otherwise here; `TOOL_PLACES`: the same for parts of a tool."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "logprobs": "top_logprobs"})
@@ -175,7 +176,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return conversation_of(self.messages)
 
 
-class CompletionRequest(GenerationRequest, kw_only=True):
+class CompletionRequest(GenerationRequest):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = False
     logprobs: int | None = None

@@ -6,21 +6,22 @@ import base64
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from frame.core.interfaces.model import SentenceFacts
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
-from frame.entrypoints.http.services import Access, Caller, Operation, Prompt, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.services import Caller, Prompt, Services
 from frame.entrypoints.relevance import shortened
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from frame.entrypoints.http.request_context import Call
 
+router = ApiRouter(access=Access.USER)
 
-class EmbeddingRequest(PooledRequest, kw_only=True):
+class EmbeddingRequest(PooledRequest):
     """`dimensions` keeps the first of each vector, for models that were trained for it; `prompt_name` names one of the prompts that the
     checkpoint brings."""
 
@@ -30,36 +31,33 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     prompt_name: str | None = None
 
 
-_decoder = msgspec.json.Decoder(EmbeddingRequest, strict=False)
 
 
-async def embeddings(call: Call, services: Services) -> None:
+@router.post("/v1/embeddings")
+async def embeddings(request: EmbeddingRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Vectors of texts."""
-    request = await call.json(_decoder)
-    vectors, count = await embedded(call, services, request)
-    await call.respond_json(
-        {
-            "id": call.answer.rid if call.answer is not None else "",
-            "object": "list",
-            "created": int(time.time()),
-            "data": [
-                {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(written(vectors, request.encoding_format))
-            ],
-            "model": services.resolved.served_name,
-            "usage": usage(count),
-        }
-    )
+    vectors, count = await embedded(context, services, request)
+    return {
+        "id": context.answer.rid if context.answer is not None else "",
+        "object": "list",
+        "created": int(time.time()),
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(written(vectors, request.encoding_format))
+        ],
+        "model": services.resolved.served_name,
+        "usage": usage(count),
+    }
 
 
-async def embedded(call: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
+async def embedded(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
     """(float32 [inputs, dimensions], prompt tokens). Raises ApiError."""
     services.need_task("embed")
     prompts = prompts_of(request, services)
     width = services.resolved.model.hidden_size
     if request.dimensions is not None and not 1 <= request.dimensions <= width:
         raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
-    vectors, count = await vectors_of(call, services, request, prompts, ("embed",), "embd-")
+    vectors, count = await vectors_of(context, services, request, prompts, ("embed",), "embd-")
     pooling = services.resolved.pooling
     return shortened(vectors, request.dimensions, pooling is not None and pooling.normalize), count
 
@@ -92,4 +90,3 @@ def written(vectors: np.ndarray, form: str | None) -> list[Any]:
     return rows
 
 
-ROUTES: Routes = (Operation("/v1/embeddings", ("POST",), Access.USER, embeddings, EmbeddingRequest),)

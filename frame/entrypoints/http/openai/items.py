@@ -6,12 +6,9 @@ Knows no route and no engine.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frame.entrypoints.http.errors import ApiError
-
-if TYPE_CHECKING:
-    from frame.entrypoints.http.request_context import Call
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
             "custom_tool_call_output": "ctco"}  # fmt: skip
@@ -52,9 +49,9 @@ def item_of(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
     return next((item for item in reversed(items) if item.get("id") == name), None)
 
 
-def page_of(call: Call, items: list[dict[str, Any]]) -> dict[str, Any]:
+def page_of(items: list[dict[str, Any]], limit: str, order: str, after: str) -> dict[str, Any]:
     """The page that the query asks for: `limit` (20) items after the one named `after`, in `order` (newest first)."""
-    limit, after, order = call.query("limit") or "20", call.query("after"), call.query("order") or "desc"
+    limit, order = limit or "20", order or "desc"
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_LISTED:
         raise ApiError(400, f"limit is {limit[:50]!r}; it must be from 1 to {MOST_LISTED}", "limit")
     if order not in ("asc", "desc"):

@@ -12,53 +12,56 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.native.classes import labels_of
 from frame.entrypoints.http.native.pooled import PooledRequest, check_count, vectors_of
-from frame.entrypoints.http.services import Access, Caller, Chat, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.services import Caller, Chat, Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
 
 if TYPE_CHECKING:
-    from frame.entrypoints.http.request_context import Call
+    pass
+
+router = ApiRouter(access=Access.USER)
 
 THRESHOLD = 0.5  # the score from which a category counts as found
 ANSWER_TOKENS = 128
 HARMLESS = frozenset({"safe", "ok", "neutral", "normal", "none", "benign", "clean", "nontoxic", "nothate", "nonhate", "nothateful"})
 
 
-class Part(msgspec.Struct):
+class Part(RequestBody):
     """A part of one input; only text is read."""
 
     type: str
     text: str | None = None
 
 
-class ModerationRequest(PooledRequest, kw_only=True):
+class ModerationRequest(PooledRequest):
     input: str | list[str | Part]
 
 
-_decoder = msgspec.json.Decoder(ModerationRequest, strict=False)
 
 
-async def moderations(call: Call, services: Services) -> None:
+@router.post("/v1/moderations")
+async def moderations(request: ModerationRequest, context: ContextDep, services: ServicesDep) -> Any:
     """What of a policy's categories texts hold."""
-    request = await call.json(_decoder)
-    results = [_result(scores) for scores in await judged(call, services, request)]
-    await call.respond_json({"id": f"modr-{uuid.uuid4().hex}", "model": services.resolved.served_name, "results": results})
+    results = [_result(scores) for scores in await judged(context, services, request)]
+    return {"id": f"modr-{uuid.uuid4().hex}", "model": services.resolved.served_name, "results": results}
 
 
-async def judged(call: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
+async def judged(context: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
     """Of each input, the scores of the categories that the model knows; those that it did not find may be missing. Raises ApiError."""
     texts = _texts(request)
     if services.resolved.task == "classify":
-        return await _classified(call, services, request, texts)
+        return await _classified(context, services, request, texts)
     services.check_model(request.model)
     services.need_task("generate", "classify")
-    return await _judged_by_policy(call, services, request, texts)
+    return await _judged_by_policy(context, services, request, texts)
 
 
 def _texts(request: ModerationRequest) -> list[str]:
@@ -76,9 +79,9 @@ def _texts(request: ModerationRequest) -> list[str]:
     return texts or ["\n".join(part.text or "" for part in parts)]
 
 
-async def _classified(call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
+async def _classified(context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
     """Each label is a category, but for those that say that nothing was found."""
-    vectors, _ = await vectors_of(call, services, request, texts, ("classify",))
+    vectors, _ = await vectors_of(context, services, request, texts, ("classify",))
     names = labels_of(services)
     return [
         {name: score for name, score in zip(names, row, strict=True) if re.sub(r"[\W_]", "", name.lower()) not in HARMLESS}
@@ -86,7 +89,9 @@ async def _classified(call: Caller, services: Services, request: ModerationReque
     ]
 
 
-async def _judged_by_policy(call: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
+async def _judged_by_policy(
+    context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
+) -> list[dict[str, float]]:
     """The verdicts of a language model, which is held to their form where there is a grammar backend."""
     if services.moderation_policy is None:
         sentence = "this model applies no policy; start the server with --moderation-policy default, or a file, or serve a classifier"
@@ -95,7 +100,7 @@ async def _judged_by_policy(call: Caller, services: Services, request: Moderatio
     chats = [Chat([{"role": "system", "content": system}, {"role": "user", "content": text}]) for text in texts]
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, logprobs=0, regex=regex)
-    answer = await services.begin(call, chats, [params] * len(chats), request)
+    answer = await services.begin(context, chats, [params] * len(chats), request)
     try:
         return [_verdict(sequence) for sequence in await services.complete(answer)]
     finally:
@@ -135,4 +140,3 @@ def _result(scores: dict[str, float]) -> dict[str, Any]:
     }
 
 
-ROUTES: Routes = (Operation("/v1/moderations", ("POST",), Access.USER, moderations, ModerationRequest),)

@@ -28,14 +28,14 @@ OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the answer
 
 
-class ResponsesChat(ChatRequest, kw_only=True):
+class ResponsesChat(ChatRequest):
     """A chat request that came as a response's."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input", "max_tokens": "max_output_tokens"})
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
 
 
-class ResponsesRequest(Extensions, kw_only=True):
+class ResponsesRequest(Extensions):
     """`input` is a text or a list of items; `previous_response_id` and `conversation` put stored items before it. `max_tool_calls` bounds
     the calls of built-in tools, of which this server has none."""
 

@@ -10,84 +10,99 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.engine_client.limits import EngineDeadError
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.services import Services
+
+router = ApiRouter(access=Access.ADMIN)
+own_router = ApiRouter(access=Access.OWN)
 
 LONGEST_NAMES = 200  # characters of names that an error quotes
 
 
-class AbortRequest(msgspec.Struct, kw_only=True):
+class AbortRequest(RequestBody):
     """`rid` is the id of a response, or the `rid` that the request was sent with."""
 
     rid: str | list[str] = ""
     abort_all: bool = False
 
 
-_abort_decoder = msgspec.json.Decoder(AbortRequest, strict=False)
-_profile_decoder = msgspec.json.Decoder(ProfileRequest, strict=False)
+class ProfileBody(RequestBody):
+    num_steps: int = ProfileRequest().num_steps
 
 
-async def flush_cache(call: Call, services: Services) -> None:
+
+
+@router.post("/flush_cache")
+@router.post("/reset_prefix_cache")
+async def flush_cache(services: ServicesDep) -> Any:
     """Forget cached prefixes that nobody uses."""
-    await _control(call, services, "flush_cache")
+    return await _control(services, "flush_cache")
 
 
-async def server_info(call: Call, services: Services) -> None:
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(services: ServicesDep) -> Any:
     """The resolved configuration (without the keys), and the engine's own numbers."""
     reply = await _ask(services, "server_info")
     hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "model": {"config"}}
     config = without_folders(services.resolved.model_dump(mode="json", exclude=hidden))
-    await call.respond_json({**reply, "config": config, "outstanding": services.client.num_outstanding})
+    return {**reply, "config": config, "outstanding": services.client.num_outstanding}
 
 
-async def check_integrity(call: Call, services: Services) -> None:
+@router.post("/check_integrity")
+async def check_integrity(services: ServicesDep) -> Any:
     """The self-check, now."""
-    await _control(call, services, "check_integrity")
+    return await _control(services, "check_integrity")
 
 
-async def pause(call: Call, services: Services) -> None:
+@router.post("/pause_generation")
+async def pause(services: ServicesDep) -> Any:
     """Stop launching steps."""
-    await _control(call, services, "pause")
+    return await _control(services, "pause")
 
 
-async def resume(call: Call, services: Services) -> None:
+@router.post("/continue_generation")
+async def resume(services: ServicesDep) -> Any:
     """Go on after a pause."""
-    await _control(call, services, "resume")
+    return await _control(services, "resume")
 
 
-async def abort_request(call: Call, services: Services) -> None:
+@own_router.post("/abort_request", dependencies=[SMALL_BODY])
+async def abort_request(request: AbortRequest, context: ContextDep, services: ServicesDep) -> Any:
     """End requests by the id of their response or their rid, or all: an operator any, a user its own."""
-    request = await call.json(_abort_decoder)
     names = [name for name in ([request.rid] if isinstance(request.rid, str) else request.rid) if name]
     if not names and not request.abort_all:
         raise ApiError(400, "name a rid, or set abort_all", "rid")
-    count = services.client.abort([] if request.abort_all else names, call.tenant or None)
+    count = services.client.abort([] if request.abort_all else names, context.tenant or None)
     if not count and not request.abort_all:
         raise ApiError(404, f"no request named {', '.join(names)[:LONGEST_NAMES]} is running; it may be over", "rid", "request_not_found")
-    await call.respond_json({"success": True, "aborted": count})
+    return {"success": True, "aborted": count}
 
 
-async def start_profile(call: Call, services: Services) -> None:
+@router.post("/start_profile", dependencies=[SMALL_BODY])
+async def start_profile(services: ServicesDep, request: ProfileBody | None = None) -> Any:
     """Record the next steps of every rank with torch's profiler, into the folder `execution.profile_dir`."""
-    request = await call.json(_profile_decoder, empty=ProfileRequest())
-    if (problem := request.problem()) is not None:
+    profile = ProfileRequest() if request is None else ProfileRequest(**request.model_dump())
+    if (problem := profile.problem()) is not None:
         raise ApiError(400, problem, "num_steps")
     name = time.strftime("frame-%Y%m%d-%H%M%S", time.gmtime())
-    await _control(call, services, "start_profile", name=name, num_steps=request.num_steps)
+    return await _control(services, "start_profile", name=name, num_steps=profile.num_steps)
 
 
-async def stop_profile(call: Call, services: Services) -> None:
+@router.post("/stop_profile")
+async def stop_profile(services: ServicesDep) -> Any:
     """End the recording now, and write the traces."""
-    await _control(call, services, "stop_profile")
+    return await _control(services, "stop_profile")
 
 
-async def _control(call: Call, services: Services, action: str, **arguments: Any) -> None:
-    await call.respond_json({"success": True, **await _ask(services, action, **arguments)})
+async def _control(services: Services, action: str, **arguments: Any) -> dict[str, Any]:
+    return {"success": True, **await _ask(services, action, **arguments)}
 
 
 async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, Any]:
@@ -100,15 +115,3 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
     return reply.data
 
 
-ROUTES: Routes = (
-    Operation("/flush_cache", ("POST",), Access.ADMIN, flush_cache),
-    Operation("/reset_prefix_cache", ("POST",), Access.ADMIN, flush_cache),
-    Operation("/server_info", ("GET",), Access.ADMIN, server_info),
-    Operation("/get_server_info", ("GET",), Access.ADMIN, server_info),
-    Operation("/check_integrity", ("POST",), Access.ADMIN, check_integrity),
-    Operation("/pause_generation", ("POST",), Access.ADMIN, pause),
-    Operation("/continue_generation", ("POST",), Access.ADMIN, resume),
-    Operation("/abort_request", ("POST",), Access.OWN, abort_request, AbortRequest, body="small"),
-    Operation("/start_profile", ("POST",), Access.ADMIN, start_profile, ProfileRequest, body="small"),
-    Operation("/stop_profile", ("POST",), Access.ADMIN, stop_profile),
-)

@@ -18,10 +18,15 @@ from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.engine_client.client import EngineDeadError
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.request_context import Call
-from frame.entrypoints.http.services import Access, Operation, Routes, Services
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_context import RequestContext
 from frame.plugins.kinds import KINDS
+
+public_router = ApiRouter(access=Access.OPEN)
+router = ApiRouter(access=Access.USER)
 
 TYPES = {".html": b"text/html; charset=utf-8", ".css": b"text/css", ".js": b"text/javascript", ".svg": b"image/svg+xml"}
 POLICY = (
@@ -44,54 +49,56 @@ def _assets() -> dict[str, tuple[bytes, bytes, bytes]]:
     return found
 
 
-async def index(call: Call, services: Services) -> None:
+@public_router.get("/")
+async def index(context: ContextDep) -> Any:
     """The page for people: a playground, and what the server does and why."""
-    await _send(call, "index.html")
+    await send_asset(context, "index.html")
 
 
-async def asset(call: Call, services: Services) -> None:
+@public_router.get("/page/{name}")
+async def asset(name: str, context: ContextDep) -> Any:
     """A file of the page."""
-    await _send(call, call.scope["path_params"]["name"])
+    await send_asset(context, name)
 
 
-async def _send(call: Call, name: str) -> None:
+async def send_asset(context: RequestContext, name: str) -> None:
     if name not in _assets():
         raise ApiError(404, "the page has no such file; it starts at /")
     content, kind, tag = _assets()[name]
     headers = ((b"content-type", kind), (b"etag", tag), (b"cache-control", b"no-cache"), *GUARDS)
-    known = next((value for key, value in call.scope["headers"] if key == b"if-none-match"), b"")
+    known = next((value for key, value in context.scope["headers"] if key == b"if-none-match"), b"")
     if known == tag:
-        await call.respond(b"", 304, headers)
+        await context.respond(b"", 304, headers)
     else:
-        await call.respond(content, headers=headers)
+        await context.respond(content, headers=headers)
 
 
-async def live(call: Call, services: Services) -> None:
+@router.get("/page/live.json")
+async def live(services: ServicesDep) -> Any:
     """Gauges and counters of this moment; the page makes rates of them."""
     client, load = services.client, services.client.load
     stats = client.stats
-    await call.respond_json(
-        {
-            "time": time.time(),
-            "problem": services.health_problem(),
-            "outstanding": client.num_outstanding,
-            "load": None if load is None else {name: getattr(load, name) for name in load.__struct_fields__ if name != "process"},
-            "prompt_tokens": stats.prompt_tokens,
-            "cached_tokens": stats.cached_tokens,
-            "generated_tokens": stats.generated_tokens,
-            "rejected": stats.rejected,
-            "finished": stats.finished,
-        }
-    )
+    return {
+        "time": time.time(),
+        "problem": services.health_problem(),
+        "outstanding": client.num_outstanding,
+        "load": None if load is None else {name: getattr(load, name) for name in load.__struct_fields__ if name != "process"},
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "rejected": stats.rejected,
+        "finished": stats.finished,
+    }
 
 
-async def prefix_cache(call: Call, services: Services) -> None:
+@router.get("/page/cache.json")
+async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
     """The lately used runs of the prefix cache. Holders of keys do not see their first words: prompts are their senders'."""
     try:
         reply = await services.client.control("outline_cache", limit=CACHE_RUNS)
     except (EngineDeadError, TimeoutError):
         raise ApiError(503, "the engine does not answer", retry_after=RETRY_AFTER) from None
-    tenant = call.tenant
+    tenant = context.tenant
     has_text = services.tokenizer is not None and not tenant
     reply.data["runs"] = [run for run in reply.data["runs"] if run["namespace"].startswith(tenant)]  # nobody sees another's
     names = {name: place for place, name in enumerate(dict.fromkeys(run["namespace"] for run in reply.data["runs"]))}
@@ -99,12 +106,13 @@ async def prefix_cache(call: Call, services: Services) -> None:
         first = run.pop("first_ids")
         run["namespace"] = names[run["namespace"]]
         run["text"] = services.need_tokenizer().decode(first, False) if has_text else ""
-    await call.respond_json(reply.data)
+    return reply.data
 
 
-async def about(call: Call, services: Services) -> None:
+@router.get("/page/about.json")
+async def about(context: ContextDep, services: ServicesDep) -> Any:
     """What runs here and why: fixed from the start on. Settings, which name paths, are not for holders of keys."""
-    await call.respond_json({**services.about, "settings": []} if call.scope["tenant"] else services.about)
+    return {**services.about, "settings": []} if context.tenant else services.about
 
 
 def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
@@ -125,10 +133,3 @@ def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ROUTES: Routes = (
-    Operation("/", ("GET",), Access.OPEN, index),
-    Operation("/page/live.json", ("GET",), Access.USER, live),
-    Operation("/page/cache.json", ("GET",), Access.USER, prefix_cache),
-    Operation("/page/about.json", ("GET",), Access.USER, about),
-    Operation("/page/{name}", ("GET",), Access.OPEN, asset),
-)

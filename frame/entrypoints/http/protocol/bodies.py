@@ -6,7 +6,7 @@ Decoding holds the event loop, so its time has to be bounded before: lists and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +94,9 @@ def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
     return None
 
 
-def check_text_sizes(body: Any) -> None:
-    """Raise ApiError for a text of a body's struct that is no prompt and yet as long as one."""
-    for name in getattr(body, "__struct_fields__", ()):
-        value = getattr(body, name)
+def check_text_sizes(fields: Mapping[str, Any]) -> None:
+    """Raise ApiError 400 for a field of a body that is no prompt and yet as long as one."""
+    for name, value in fields.items():
         if isinstance(value, str) and len(value) > MAX_FIELD_CHARS and name not in PROMPT_FIELDS:
             raise ApiError(400, f"{name} has {len(value)} characters; it may have {MAX_FIELD_CHARS}", name)
 

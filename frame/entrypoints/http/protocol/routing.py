@@ -1,4 +1,4 @@
-"""`Router`: finds the endpoint of a method and a path. `decode_path` refuses paths that two readers could read differently.
+"""`PathIndex`: finds the endpoint of a method and a path. `decode_path` refuses paths that two readers could read differently.
 
 Used by the application and by the server of the start phase. Knows no key: an endpoint says itself who may use it.
 """
@@ -60,7 +60,7 @@ class Found(Generic[E]):
         return sorted({*self.endpoints, *(["HEAD"] if "GET" in self.endpoints else [])})
 
 
-class Router(Generic[E]):
+class PathIndex(Generic[E]):
     """Paths without parameters are looked up in a dict, then the others are tried in the order of the table.
 
     `{name}` matches one segment, `{name:path}` the rest of the path. A single trailing slash makes no difference.

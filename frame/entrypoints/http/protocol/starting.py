@@ -16,8 +16,8 @@ from typing import Self
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer
-from frame.entrypoints.http.protocol.routing import Router, decode_path
-from frame.entrypoints.http.request_context import JSON, Call, Receive, Scope, Send
+from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
+from frame.entrypoints.http.request_context import JSON, Receive, RequestContext, Scope, Send
 from frame.entrypoints.tls import Certificate
 
 PATIENCE = 5.0  # seconds for a handshake, a request's head, its body, and for what is being answered when the phase ends
@@ -25,7 +25,7 @@ RETRY_AFTER = 2  # seconds
 BACKLOG = 2048
 CLOSE = (b"connection", b"close")  # the next request may be the real server's
 
-_router: Router[None] = Router([("/health/live", ("GET",), None), ("/livez", ("GET",), None)])
+_router: PathIndex[None] = PathIndex([("/health/live", ("GET",), None), ("/livez", ("GET",), None)])
 
 
 class StartingServer:
@@ -74,7 +74,7 @@ class StartingServer:
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
     """The application."""
-    call = Call(scope, receive, send, 0)
+    call = RequestContext(scope, receive, send, 0)
     with suppress(DisconnectedError):
         try:
             async with asyncio.timeout(PATIENCE):

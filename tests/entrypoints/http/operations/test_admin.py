@@ -12,9 +12,9 @@ import pytest
 from frame.core.config.schema import FrameConfig, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.operations.admin import ROUTES
+from frame.entrypoints.http.operations.admin import router
 from frame.entrypoints.http.operations.admin_listener import AdminListener
-from frame.entrypoints.http.services import Access
+from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.keys import check_exposure
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
@@ -25,7 +25,7 @@ ADMIN = {"authorization": "Bearer op-key"}
 
 async def statuses(server: InProcess, **headers: str) -> set[int]:
     found = set()
-    for operation in ROUTES:
+    for operation in router.api_routes:
         if operation.access is not Access.ADMIN:
             continue
         for method in operation.methods:

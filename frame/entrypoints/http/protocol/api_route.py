@@ -1,0 +1,221 @@
+"""`ApiRouter`, `ApiRoute`: FastAPI's router and route with what every route of this server needs: an access level, bounded bodies, the
+error shape of its dialect, counting and tracing.
+
+Used by the modules that declare routes, and by the application. Must not depend on a route or the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from inspect import iscoroutinefunction
+from typing import Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.dependencies.utils import solve_dependencies
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.request_body import parse_body
+from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
+from frame.entrypoints.http.validation_errors import validation_error
+from frame.entrypoints.logs import ACCESS
+
+log = logging.getLogger(__name__)
+
+MAX_PATH_CHARS = 200  # characters of a path that a log line or an error quotes
+CLIENT_GONE = 499  # the status that is counted for a request whose client left before the response began
+BodyKind = Literal["prompts", "small", "file"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequireAccess:
+    """Dependency: admits a request by its key, and takes a place of the key's quota. The place is given back with the request.
+
+    Raises ApiError 401 or 403, QuotaExceededError.
+    """
+
+    level: Access
+
+    async def __call__(self, request: Request) -> None:
+        scope, state = request.scope, request.app.state
+        if "admitted" in scope:  # a request of the server's own, such as a line of a batch
+            return
+        tenant = scope["tenant"] = state.gate.admit(scope, self.level)
+        if tenant and self.level is not Access.OWN:  # what ends requests must not wait for a free place
+            scope["share"] = state.services.shares.open(tenant)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BodyLimit:
+    """Marks what a route's body holds, and so how large it may be: prompts (bounded by the context), a file, or neither (small)."""
+
+    kind: BodyKind
+
+    async def __call__(self) -> None:
+        """Nothing: `ApiRoute` reads `kind` when the route is declared."""
+
+
+SMALL_BODY, FILE_BODY = Depends(BodyLimit("small")), Depends(BodyLimit("file"))
+
+
+class ApiRoute(APIRoute):
+    """A route whose request is admitted before its body is read.
+
+    The endpoint returns what is sent as JSON, or None where it has written the response itself.
+    """
+
+    errors: ErrorShape = OPENAI
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        found = [each.dependency for each in options.get("dependencies") or ()]
+        levels = [each.level for each in found if isinstance(each, RequireAccess)]
+        if len(levels) != 1:
+            raise TypeError(f"the route {path} declares no access level; give its ApiRouter Access.OPEN, USER, OWN or ADMIN")
+        self.access: Access = levels[0]
+        self.body_kind: BodyKind = next((each.kind for each in found if isinstance(each, BodyLimit)), "prompts")
+        options["dependencies"] = [each for each in options["dependencies"] if not isinstance(each.dependency, BodyLimit)]
+        super().__init__(path, endpoint, **options)
+        self.body_model: type[BaseModel] | None = None
+        if fields := self.dependant.body_params:
+            self._body_name, self._needs_body = fields[0].name, fields[0].field_info.is_required()
+            annotation: Any = fields[0].field_info.annotation
+            self.body_model = next(each for each in getattr(annotation, "__args__", (annotation,)) if issubclass(each, BaseModel))
+            self.dependant.body_params = []  # FastAPI would validate it before it knows who asks, and without bounds
+        self._has_query = bool(self.dependant.query_params)
+        self._simple = simple_dependencies(self.dependant)
+        self.app = self._answer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application of the route. Raises ApiError, QuotaExceededError for a request that may not run."""
+        request, state = Request(scope, receive, send), scope["app"].state
+        receive, send = scope["asgi_channel"]
+        context = RequestContext(scope, receive, send, state.body_limits[self.body_kind], self.errors, state.bodies)
+        scope["context"] = context
+        try:
+            if self._simple is not None:
+                values = {name: value for name, call in self._simple if (value := await call(request)) is not None}
+                await self._run(context, values, [], state)
+                return
+            async with AsyncExitStack() as stack:
+                scope["fastapi_inner_astack"] = scope["fastapi_function_astack"] = stack
+                solved = await solve_dependencies(
+                    request=request, dependant=self.dependant, async_exit_stack=stack, embed_body_fields=False
+                )
+                await self._run(context, solved.values, solved.errors, state)
+        finally:
+            await context.close()
+            if (share := scope.get("share")) is not None and "admitted" not in scope:
+                share.close()
+
+    async def _run(self, context: RequestContext, values: dict[str, Any], errors: list[Any], state: Any) -> None:
+        """Run the endpoint for a request that was admitted, and answer when it raises."""
+        scope, tracing = context.scope, state.services.tracing
+        span = None
+        if tracing is not None and scope["method"] == "POST":
+            span = tracing.start(f"{scope['method']} {self.path}", scope["headers"])
+        with suppress(DisconnectedError):
+            try:
+                if self._has_query:
+                    check_query(scope)
+                if errors:
+                    raise validation_error([{**error, "loc": error["loc"][1:]} for error in errors], {})
+                if self.body_model is not None:
+                    values[self._body_name] = await self._read_body(context)
+                found = await self.endpoint(**values)
+                if found is not None:
+                    await context.respond_json(found)
+            except ApiError as error:
+                await context.fail(error)
+            except DisconnectedError:
+                raise
+            except Exception:
+                log.exception("%s %s failed", scope["method"], scope["path"])
+                await context.fail(ApiError(500, "the server failed on this request; its log says why"))
+            finally:
+                count_response(state.services.metrics, self.path, context)
+                if span is not None:
+                    _end_span(span, self.path, context)
+
+    async def _read_body(self, context: RequestContext) -> BaseModel | None:
+        assert self.body_model is not None
+        value = await context.read_json(is_required=self._needs_body)
+        if value is None and not self._needs_body:
+            return None
+        body, context.ignored = parse_body(self.body_model, value)
+        return body
+
+
+def simple_dependencies(dependant: Dependant) -> list[tuple[str, Callable[[Request], Awaitable[Any]]]] | None:
+    """The dependencies of a route as (parameter, coroutine function of the request), resolved in turn; None where one needs more.
+
+    Almost all routes need no more. FastAPI's `solve_dependencies` costs 10 us for each dependency.
+    """
+    own = (dependant.path_params, dependant.query_params, dependant.header_params, dependant.cookie_params, dependant.request_param_name)
+    if any(own):
+        return None
+    found = []
+    for each in dependant.dependencies:
+        parameters = (each.path_params, each.query_params, each.header_params, each.cookie_params, each.body_params, each.dependencies)
+        call: Any = each.call
+        is_coroutine = iscoroutinefunction(call) or iscoroutinefunction(type(call).__call__)
+        if any(parameters) or each.request_param_name is None or not is_coroutine:
+            return None
+        found.append((each.name or "", call))
+    return found
+
+
+class ApiRouter(APIRouter):
+    """The routes of one module that have the same access level and error shape."""
+
+    def __init__(self, *, access: Access, errors: ErrorShape = OPENAI, tags: list[Any] | None = None) -> None:
+        if not isinstance(access, Access):
+            raise TypeError(f"{access!r} is no access level; give Access.OPEN, USER, OWN or ADMIN")
+        super().__init__(route_class=ApiRoute, dependencies=[Depends(RequireAccess(access))], tags=tags, redirect_slashes=False)
+        self._errors = errors
+
+    def add_api_route(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        options["operation_id"] = options.get("operation_id") or operation_name(path, options["methods"])
+        super().add_api_route(path, endpoint, **options)
+        route = self.routes[-1]
+        assert isinstance(route, ApiRoute)
+        route.errors = self._errors
+
+    @property
+    def api_routes(self) -> list[ApiRoute]:
+        return [route for route in self.routes if isinstance(route, ApiRoute)]
+
+
+def operation_name(path: str, methods: list[str]) -> str:
+    """The OpenAPI operation id: the method and the words of the path, such as `post_v1_completions`."""
+    return "_".join([methods[0].lower(), *re.findall(r"\w+", re.sub(r"{(\w+)(:path)?}", r"\1", path))])
+
+
+def count_response(metrics: Any, route: str, context: RequestContext) -> None:
+    """Count the response in the metrics and, where it is wanted, write it to the access log."""
+    status, scope = context.status or CLIENT_GONE, context.scope
+    if metrics is not None:
+        metrics.count_response(route, status)
+    if ACCESS.isEnabledFor(logging.INFO):
+        seconds = round(time.perf_counter() - scope["arrived"], 6)
+        host = scope["client"][0] if scope.get("client") else None
+        fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds, "client": host}
+        path, client = scope["path"][:MAX_PATH_CHARS], host or "this machine"  # a Unix socket, or a line of a batch
+        ACCESS.info("%s %s %d in %.3f s from %s", scope["method"], path, status, seconds, client, extra={"fields": fields})
+
+
+def _end_span(span: Any, route: str, context: RequestContext) -> None:
+    """End the span of a request that was answered, or whose client left."""
+    status, scope = context.status or CLIENT_GONE, context.scope
+    attributes = {
+        "http.request.method": scope["method"], "http.route": route, "http.response.status_code": status,
+        "frame.request_id": context.request_id,
+    }  # fmt: skip
+    span.end(attributes, context.answer, f"status {status}" if status >= 500 else None)
