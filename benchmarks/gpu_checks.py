@@ -2,7 +2,7 @@
 
 prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again, and of how many prompts it is the same.
 prompts: seconds to the first token of short prompts, alone and after 4,096 cached tokens.
-narrow: prompt tokens a second with the last layer's feed-forward part for wanted tokens only, and for all, in turn.
+narrow: prompt tokens a second with the last layer's feed-forward part for selected tokens only, and for all, in turn.
 gated: the same with gate and up of many rows by the kernel with a fetching warp, and by the one before it.
 leak: memory of device and host, pages and collections after the first requests and after --requests of them.
 Prints one JSON object.
@@ -75,8 +75,8 @@ def prompts(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> d
 
 def narrow(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
     model = next(thing.model for thing in gc.get_objects() if isinstance(thing, TorchModelRunner))
-    without, with_it = in_turn(engine, vocabulary, 1, lambda on: setattr(model, "narrows", on))
-    return {"wanted_tokens_per_s": with_it, "all_tokens_per_s": without}
+    without, with_it = in_turn(engine, vocabulary, 1, lambda on: setattr(model, "supports_token_selection", on))
+    return {"selected_tokens_per_s": with_it, "all_tokens_per_s": without}
 
 
 def gated(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dict[str, Any]:
