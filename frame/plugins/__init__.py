@@ -1,1 +1,2 @@
-"""The plugin system (hookspecs, registry, loader) and the small plugin families, one plugin a file."""
+"""The plugin system (hookspecs, registry, loader) and the small plugin families, one plugin a
+file."""

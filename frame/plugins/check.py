@@ -1,6 +1,8 @@
-"""`python -m frame.plugins.check KIND NAME`: load one plugin in this process and say how it went; a crash harms nobody else.
+"""`python -m frame.plugins.check KIND NAME`: loads one plugin in this process, which isolates a
+crash of the plugin.
 
-Prints one JSON object: {"ok": bool, "error": str | null, "class": str | null}.
+Prints one JSON object: {"ok": bool, "error": str | null, "class": str | null}. Used by `frame
+plugins check`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from frame.plugins.loader import load_registry
 
 
 def check(kind: str, name: str) -> dict[str, object]:
-    """Load the plugin; never raises for the plugin's fault."""
+    """Load the plugin. An error of the plugin is part of the result, and not raised."""
     try:
         registry = load_registry()
         loaded = registry.load(registry.get(kind, name))

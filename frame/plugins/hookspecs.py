@@ -1,6 +1,7 @@
-"""All hooks, on one screen. Pluggy chooses at start, Python calls at run time: none of these is called inside a forward pass.
+"""All hooks. pluggy calls them at start-up or once per step, never inside a forward pass.
 
-`register_<plural>(registry)` adds records; `on_<event>(…)` observes, its result is ignored. Take only the arguments you want.
+`register_<plural>(registry)` adds records. `on_<event>(…)` observes; its result is ignored. A hook
+may take a subset of the arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def register_attention_backends(registry: KindRegistry) -> None:
 
 @hookspec
 def register_quantization_methods(registry: KindRegistry) -> None:
-    """Add quantization methods (`quantization/1`, frame.core.interfaces.quantization.QuantizationMethod)."""
+    """Add quantization methods (`quantization/1`,
+    frame.core.interfaces.quantization.QuantizationMethod)."""
 
 
 @hookspec
@@ -44,17 +46,20 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
 
 @hookspec
 def register_scheduling_policies(registry: KindRegistry) -> None:
-    """Add scheduling policies (`scheduling_policy/1`, frame.core.interfaces.scheduling.SchedulingPolicy)."""
+    """Add scheduling policies (`scheduling_policy/1`,
+    frame.core.interfaces.scheduling.SchedulingPolicy)."""
 
 
 @hookspec
 def register_eviction_policies(registry: KindRegistry) -> None:
-    """Add eviction policies of the prefix cache (`eviction_policy/1`, frame.core.interfaces.cache.EvictionPolicy)."""
+    """Add eviction policies of the prefix cache (`eviction_policy/1`,
+    frame.core.interfaces.cache.EvictionPolicy)."""
 
 
 @hookspec
 def register_logits_processors(registry: KindRegistry) -> None:
-    """Add logits processors (`logits_processor/1`, frame.core.interfaces.sampling.LogitsProcessor)."""
+    """Add logits processors (`logits_processor/1`,
+    frame.core.interfaces.sampling.LogitsProcessor)."""
 
 
 @hookspec
@@ -64,12 +69,14 @@ def register_grammars(registry: KindRegistry) -> None:
 
 @hookspec
 def register_reasoning_parsers(registry: KindRegistry) -> None:
-    """Add reasoning parsers (`reasoning_parser/2`, frame.core.interfaces.parsing.ReasoningParser)."""
+    """Add reasoning parsers (`reasoning_parser/2`,
+    frame.core.interfaces.parsing.ReasoningParser)."""
 
 
 @hookspec
 def register_tool_call_parsers(registry: KindRegistry) -> None:
-    """Add tool-call parsers (`tool_call_parser/2`, frame.core.interfaces.parsing.ToolCallParser)."""
+    """Add tool-call parsers (`tool_call_parser/2`,
+    frame.core.interfaces.parsing.ToolCallParser)."""
 
 
 @hookspec
@@ -89,4 +96,4 @@ def on_request_finished(rid: str, reason: str, prompt_tokens: int, output_tokens
 
 @hookspec
 def on_stop() -> None:
-    """The process is going down."""
+    """The process stops."""

@@ -1,6 +1,7 @@
-"""The plugin kinds: for each the hook that registers it, the interface version that this core offers, and the class to derive from.
+"""The plugin kinds: for each its hook, the interface version that this core supports, and the class
+to derive from.
 
-Plain strings, so that reading the table imports no interface page; a test holds them against the pages.
+Plain strings, so that the table imports no interface module; a test compares them with the modules.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One plugin family. `interface` is "package.module:Class"; `hook` is the hook that brings its records."""
+    """One plugin family. `interface`: "package.module:Class"; `hook`: the hook that registers its
+    records."""
 
     name: str
     plural: str

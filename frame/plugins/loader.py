@@ -1,6 +1,8 @@
-"""Finds plugins: reads the entry points of group `frame`, ours and strangers' alike, each one guarded, and fills a registry.
+"""Finds plugins: reads the entry points of group `frame`, in-tree and third-party alike, and fills
+a registry.
 
-A broken entry point is recorded and harms nothing else. Also gives the observers that listen, as plain callables.
+A broken entry point is recorded, and the others are read. Also returns the registered observers as
+plain callables.
 """
 
 from __future__ import annotations
@@ -29,40 +31,41 @@ _KIND_OF_HOOK = MappingProxyType({kind.hook: kind.name for kind in KINDS.values(
 
 
 def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True) -> Registry:
-    """All plugins that may be used. `allow` (None: all) and `deny` name distributions; frame's own are always read;
-    `installed=False` reads nothing but them. Never raises for a plugin's fault: see `Registry.broken`."""
-    allowed = None if allow is None else {_normal(name) for name in allow}
-    denied = {_normal(name) for name in deny}
+    """Return all plugins that may be used. `allow` (None: all) and `deny` name distributions;
+    frame's own is always read, and is the only one with `installed=False`. Errors of plugins are
+    not raised: see `Registry.broken`."""
+    allowed = None if allow is None else {_normalise(name) for name in allow}
+    denied = {_normalise(name) for name in deny}
     hooks = pluggy.PluginManager(hookspecs.PROJECT)
     hooks.add_hookspecs(hookspecs)
     registry = Registry()
     registry.hooks = hooks
     found, excluded = _entry_points(), set()
     for owner, entry in found:
-        name = _normal(owner.name)
+        name = _normalise(owner.name)
         is_allowed = installed and (allowed is None or name in allowed) and name not in denied
         if name == OWN_DISTRIBUTION or is_allowed:
             _read(registry, hooks, owner, entry)
         else:
             excluded.add(name)
     registry.excluded = frozenset(excluded)
-    registry.unmatched = sorted(((allowed or set()) | denied) - {_normal(owner.name) for owner, _ in found})
-    hooks.check_pending()  # nothing misspelt is left: `_read` took such plugins out, with a better text
+    registry.unmatched = sorted(((allowed or set()) | denied) - {_normalise(owner.name) for owner, _ in found})
+    hooks.check_pending()  # finds nothing: `_read` has removed plugins with unknown hooks, with a better error
     return registry
 
 
 def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
-    """Own entry points before others, then by name. Reads the metadata of those distributions only that have any."""
+    """All entry points, frame's own first, then by distribution name."""
     names: set[str] = set()
     for found in distributions():
         try:
             if any(entry.group == hookspecs.PROJECT for entry in found.entry_points):
-                names.add(_normal(found.name))
-        except (OSError, ValueError, TypeError, KeyError) as error:  # a half-removed installation is not our user's concern
+                names.add(_normalise(found.name))
+        except (OSError, ValueError, TypeError, KeyError) as error:  # a partly removed installation
             _log.debug("installed distribution %s is unreadable: %s", found, error)
     chosen = [
         distribution(name) for name in sorted(names, key=lambda name: (name != OWN_DISTRIBUTION, name))
-    ]  # first on the path, as imports
+    ]  # the first on the path, as for imports
     return [(each, entry) for each in chosen for entry in sorted(each.entry_points, key=_name_of) if entry.group == hookspecs.PROJECT]
 
 
@@ -71,7 +74,7 @@ def _name_of(entry: EntryPoint) -> str:
 
 
 def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, entry: EntryPoint) -> None:
-    """Load one entry point and take over its records, all or none."""
+    """Load one entry point and add its records, all or none."""
     plugin: Any = None
     try:
         plugin = entry.load()
@@ -87,7 +90,7 @@ def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, 
             hooks.unregister(plugin)
         broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", cause_chain(error))
         registry.broken.append(broken)
-        _log.debug("plugin not read: %s", broken)  # who starts a server warns once, not every process
+        _log.debug("plugin not read: %s", broken)  # the main process warns once
         return
     for part in parts:
         registry.commit(part)
@@ -102,7 +105,7 @@ def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
 
 
 def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Distribution) -> list[Any]:
-    """Call the plugin's register hooks one by one, so that what it adds is known to be its own."""
+    """Call the plugin's register hooks one by one, so that each record gets its distribution."""
     parts = []
     for caller in hooks.get_hookcallers(plugin) or ():
         kind = _KIND_OF_HOOK.get(caller.name)
@@ -114,13 +117,14 @@ def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner
     return parts
 
 
-def _normal(name: str) -> str:
+def _normalise(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 @dataclass(slots=True)
 class Observers:
-    """The hooks that somebody listens to, as plain callables; None where nobody does, so that an idle event costs one test."""
+    """The registered observers of each event as one callable. None: no observer, so that the event
+    costs one comparison."""
 
     on_start: Callable[..., None] | None = None
     on_step: Callable[..., None] | None = None
@@ -129,8 +133,9 @@ class Observers:
 
 
 def observers(registry: Registry) -> Observers:
-    """The observers among the plugins of `registry`. Call them with keywords, as in `frame.plugins.hookspecs`.
-    One that raises is logged with its traceback and switched off; the caller never sees it."""
+    """Return the observers among the plugins of `registry`. Call them with keywords, as in
+    `frame.plugins.hookspecs`. An observer that raises is logged with its traceback and switched
+    off; the error is not raised."""
     found = Observers()
     if registry.hooks is None:
         return found
@@ -150,7 +155,7 @@ class _Listener:
 
 
 class _Event:
-    """Tells every listener of one event; drops a listener that raised."""
+    """Calls every observer of one event, and removes an observer that raises."""
 
     def __init__(self, name: str, listeners: list[_Listener]) -> None:
         self.name = name

@@ -1,6 +1,8 @@
-"""The plugin registry: open (any name), lazy (records only; targets are imported when selected) and typed (one interface class a kind).
+"""The plugin registry: open (any name), lazy (a target is imported when it is selected) and typed
+(one interface class per kind).
 
-Knows no entry point and no hook (that is `frame.plugins.loader`), and does not choose (that is `frame.core.config.resolve`).
+Filled by `frame.plugins.loader`, used by `frame.core.config.resolve` and by the processes that
+build plugins. Must not know entry points or hooks, and does not select.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ __all__ = ["BrokenPlugin", "KindRegistry", "PluginError", "PluginRecord", "Regis
 
 @dataclass(frozen=True, slots=True)
 class BrokenPlugin:
-    """An entry point that could not be read: who brought it and why it failed. Harmless unless its plugins are asked for."""
+    """An entry point that could not be read: its distribution and the cause. An error only if one
+    of its plugins is selected."""
 
     distribution: str
     version: str
@@ -51,7 +54,8 @@ class Provenance:
 
 @dataclass
 class KindRegistry:
-    """Where a `register_<plural>(registry)` hook adds its plugins: one kind, on behalf of one distribution."""
+    """The argument of a `register_<plural>(registry)` hook: adds plugins of one kind for one
+    distribution."""
 
     kind: Kind
     owner: Provenance = Provenance()
@@ -59,7 +63,8 @@ class KindRegistry:
     suggested: dict[str, str] = field(default_factory=dict)  # name of a plugin -> the distribution that brings it
 
     def suggest_distribution(self, name: str, distribution: str) -> None:
-        """Name the distribution that brings plugin `name`, for the error when it is selected and not installed."""
+        """Name the distribution that brings plugin `name`, for the error when it is selected and
+        not installed."""
         self.suggested[name] = distribution
 
     def add(
@@ -75,11 +80,13 @@ class KindRegistry:
         rank: int = 0,
         api: str | None = None,
     ) -> None:
-        """Register `name`, implemented by `target` ("package.module:Class"), which is imported only when it is selected.
+        """Register `name`, implemented by `target` ("package.module:Class"), which is imported only
+        when it is selected.
 
-        Without `api` the plugin claims the version that this core offers; a distribution of its own should state the one
-        that it was written for. `modules` are Python modules that no distribution on an index brings, each with the sentence
-        that says how to come by it. Raises PluginError when an argument is malformed or the name is added twice.
+        `api`: the interface version that the plugin was written for; a package should state it.
+        Default: the version of this core. `modules`: Python modules that no package index has, each
+        with a sentence that says how to install it. Raises PluginError if an argument is malformed
+        or the name is added twice.
         """
         here = f"{self.kind.name} {name!r}"
         modules = {} if modules is None else modules
@@ -129,30 +136,32 @@ class Registry:
         self._suggested: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         self.broken: list[BrokenPlugin] = []
         self.excluded: frozenset[str] = frozenset()  # installed distributions whose plugins were not read
-        self.unmatched: list[str] = []  # allowed or denied distributions that bring no plugin: misspelt, or not installed
-        self.hooks: Any = None  # the hook relay of the loader, for observers; None: nobody listens
+        self.unmatched: list[str] = []  # allowed or denied names without a plugin: misspelt, or not installed
+        self.hooks: Any = None  # the loader's plugin manager, for observers; None: no observers
 
     def kind(self, kind: str, distribution: str = "", version: str = "") -> KindRegistry:
-        """What a register hook of `distribution` gets; `commit` takes over what it added."""
+        """Return the argument for a register hook of `distribution`; `commit` adds its records."""
         return KindRegistry(_kind(kind), Provenance(distribution, version))
 
     def commit(self, part: KindRegistry) -> None:
-        """Take over the records of a hook that ended well."""
+        """Add the records of a hook that succeeded."""
         for record in part.added:
             self._records[record.kind].setdefault(record.name, []).append(record)
         self._suggested[part.kind.name].update(part.suggested)
 
     def records(self, kind: str) -> list[PluginRecord]:
-        """All records of a kind, best-ranked first; those that cannot be used say why in `problems`."""
+        """Return all records of a kind, by descending rank. `problems` says why a record cannot be
+        used."""
         found = [_with_clash(record, same) for same in self._records[_kind(kind).name].values() for record in same]
         return sorted(found, key=lambda record: (-record.rank, record.name, record.distribution))
 
     def all_records(self) -> dict[str, list[PluginRecord]]:
-        """Records of every kind, as `frame.core.config.resolve` takes them."""
+        """Return the records of every kind, the input of `frame.core.config.resolve`."""
         return {kind: self.records(kind) for kind in KINDS}
 
     def get(self, kind: str, name: str) -> PluginRecord:
-        """The record of that name. Raises PluginError when it is unknown, ambiguous or cannot be used here."""
+        """Return the record of a name. Raises PluginError if it is unknown, ambiguous or cannot be
+        used here."""
         same = self._records[_kind(kind).name].get(name, [])
         if not same:
             raise PluginError(self._unknown(kind, name))
@@ -164,7 +173,8 @@ class Registry:
         return record
 
     def find(self, name: str) -> list[PluginRecord]:
-        """Records of that name in any kind; `name` may be "kind/name". Raises PluginError when there is none."""
+        """Return the records of a name in any kind; `name` may be "kind/name". Raises PluginError
+        if there is none."""
         kind, _, plain = name.rpartition("/")
         if kind:
             found = [record for record in self.records(kind) if record.name == plain]
@@ -181,7 +191,7 @@ class Registry:
         return found
 
     def load(self, record: PluginRecord) -> type:
-        """Import the record's class. Raises PluginError with the whole chain of causes."""
+        """Import the record's class. Raises PluginError with the chain of causes."""
         who = f"{record.kind} {record.name!r} ({record.distribution or 'no distribution'} {record.version})".replace(" )", ")")
         if record.problems:
             raise PluginError(f"{who} cannot be used: {'; '.join(map(str, record.problems))}.")
@@ -189,7 +199,7 @@ class Registry:
             loaded = _import(record.target)
         except (KeyboardInterrupt, MemoryError):
             raise
-        except BaseException as error:  # a plugin's import may raise anything, SystemExit too
+        except BaseException as error:  # a plugin's import may raise any error, SystemExit included
             raise PluginError(f"{who} was selected but does not load from {record.target}: {cause_chain(error)}") from error
         base = _import(_kind(record.kind).interface)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
@@ -200,11 +210,12 @@ class Registry:
         return loaded
 
     def options(self, record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
-        """The plugin's own settings, validated. Raises PluginError that names the key."""
+        """Validate the plugin's options. Raises PluginError that names the key."""
         return plugin_options(record, values)
 
     def choose(self, choice: PluginChoice) -> tuple[type, BaseModel | None]:
-        """Class and options of a resolved choice, after checking that this process sees the very plugin that was resolved."""
+        """Return class and options of a resolved choice, after checking that this process finds the
+        same plugin."""
         record = self.get(choice.kind, choice.name)
         found = (record.target, record.distribution, record.version)
         if found != (choice.target, choice.distribution, choice.version):
@@ -215,7 +226,8 @@ class Registry:
         return self.load(record), self.options(record, choice.options)
 
     def constructor(self, choice: PluginChoice) -> Callable[..., Any]:
-        """The class of a resolved choice as its kind constructs it. A plugin whose record has options gets them as the last argument."""
+        """Return a constructor of a resolved choice. If the record has options, it passes them as
+        the last argument."""
         target, options = self.choose(choice)
         return target if options is None else lambda *arguments: target(*arguments, options)
 
@@ -232,11 +244,11 @@ class Registry:
     def _broken_note(self) -> str:
         if not self.broken:
             return ""
-        return " These plugins could not be read and may hold it: " + "; ".join(map(str, self.broken)) + "."
+        return " These plugins could not be read and may contain it: " + "; ".join(map(str, self.broken)) + "."
 
 
 def cause_chain(error: BaseException) -> str:
-    """One readable line: the error, where it arose, and every cause below it."""
+    """Return one line: the error, its place, and its chain of causes."""
     parts: list[str] = []
     seen: set[int] = set()
     current: BaseException | None = error
@@ -272,7 +284,7 @@ def _with_clash(record: PluginRecord, same: Sequence[PluginRecord]) -> PluginRec
     owners = sorted({f"{r.distribution} {r.version}".strip() for r in same})
     others = sorted({r.distribution for r in same} - {same[0].distribution})
     clash = Reason(
-        f"the name is brought by {' and by '.join(owners)}; uninstall or deny one",
+        f"the name is registered by {' and by '.join(owners)}; uninstall or deny one",
         f"plugins.deny: [{(others or [same[0].distribution])[0]}]",
     )
     return replace(record, problems=(*record.problems, clash))
@@ -281,7 +293,7 @@ def _with_clash(record: PluginRecord, same: Sequence[PluginRecord]) -> PluginRec
 def _api_problems(api: str, kind: Kind) -> tuple[Reason, ...]:
     if api == kind.api:
         return ()
-    return (Reason(f"it was written for interface {api}, this frame offers {kind.api}; install a version of the plugin for it"),)
+    return (Reason(f"it was written for interface {api}, this frame supports {kind.api}; install a version of the plugin for it"),)
 
 
 def _unmet(requires: tuple[str, ...]) -> tuple[Reason, ...]:

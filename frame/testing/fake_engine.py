@@ -156,8 +156,8 @@ class PoisonedDetokenizer(Detokenizer):
 
     kills = -1
 
-    def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
-        return TextStream(KillingDecoder(), params) if self.kills in prompt_tail else super().stream(params, prompt_tail)
+    def create_stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
+        return TextStream(KillingDecoder(), params) if self.kills in prompt_tail else super().create_stream(params, prompt_tail)
 
 
 def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:

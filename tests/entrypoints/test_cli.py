@@ -166,7 +166,7 @@ def test_configuration_errors_are_78_and_a_sentence(arguments: tuple[str, ...], 
     ("flag", "content", "words"),
     [
         ("--chat-template", b"{% if %}", "the chat template does not compile"),
-        ("--chat-template", b"\xff\xfe", "cannot be read (it is no text in UTF-8)"),
+        ("--chat-template", b"\xff\xfe", "cannot be read (it is not UTF-8 text)"),
         ("--score-prompt", b"{query}", "has no {document}"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Plugin packages that pip installed into a fresh environment: a good one, and every way of being broken, all at the same time."""
+"""Plugin packages that pip installed into a fresh environment: a good one, and every way of being
+broken, all at the same time."""
 
 from __future__ import annotations
 
@@ -151,7 +152,7 @@ def test_all_of_them_are_listed_with_their_state(environment: Environment) -> No
     listed = json.loads(done.stdout)
     state = {(each["name"], each["distribution"]): each["problems"] for each in listed["plugins"]}
     assert state["fcfs", "frame-serve"] == []
-    assert "brought by frame-t-clash 1.2 and by frame-t-good 1.2" in state["good", "frame-t-good"][0]
+    assert "registered by frame-t-clash 1.2 and by frame-t-good 1.2" in state["good", "frame-t-good"][0]
     assert "written for interface scheduling_policy/2" in state["future", "frame-t-version"][0]
     assert {each["distribution"] for each in listed["broken"]} == {
         "frame-t-manifest", "frame-t-exit", "frame-t-hook", "frame-t-bare", "frame-t-rank",
@@ -171,13 +172,13 @@ def test_a_manifest_that_is_broken_is_harmless_until_an_unknown_name_is_asked_fo
     done = environment.frame("plugins", "check", f"{KIND}/hers")
     assert done.returncode == 78
     assert "Unknown scheduling_policy 'hers'" in done.stderr
-    assert "may hold it" in done.stderr
+    assert "may contain it" in done.stderr
     assert "frame-t-manifest 1.2" in done.stderr
     assert "OSError: libfoo.so: cannot open shared object file" in done.stderr
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     resolving = environment.frame("config", "check", "--model", str(tmp_path), "--schedule-policy", "hers")
     assert resolving.returncode == 78
-    assert "may hold it" in resolving.stderr
+    assert "may contain it" in resolving.stderr
 
 
 def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: Environment, tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: 
     check = ("config", "check", "--model", str(tmp_path), "--schedule-policy", "lof")
     done = environment.frame(*check)
     assert done.returncode == 78
-    assert "brought by frame-serve" in done.stderr
+    assert "registered by frame-serve" in done.stderr
     assert "plugins.deny: [frame-t-builtin]" in done.stderr
     denied = environment.frame(*check, "--plugins-deny", "frame-t-builtin")
     assert denied.returncode == 0, denied.stderr
@@ -195,7 +196,7 @@ def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: 
 def test_a_wrong_interface_version_is_refused_when_selected(environment: Environment) -> None:
     done = environment.frame("plugins", "check", "future")
     assert done.returncode == 78
-    assert "it was written for interface scheduling_policy/2, this frame offers scheduling_policy/1" in done.stderr
+    assert "it was written for interface scheduling_policy/2, this frame supports scheduling_policy/1" in done.stderr
 
 
 def test_a_misspelt_hook_is_reported(environment: Environment) -> None:

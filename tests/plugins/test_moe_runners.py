@@ -1,4 +1,5 @@
-"""Every way of multiplying experts gives the definition's result, whatever the shapes and the routing."""
+"""Every way of multiplying experts gives the definition's result, whatever the shapes and the
+routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which parser a chat template leads to: the parts of real templates that show how their models write."""
+"""Which parser a chat template leads to: the parts of real templates that show how their models
+write."""
 
 from __future__ import annotations
 

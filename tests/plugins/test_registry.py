@@ -125,7 +125,7 @@ def test_find_takes_a_plain_or_a_full_name() -> None:
 def test_a_clash_is_fatal_when_asked_for_and_names_both_owners_and_the_remedy() -> None:
     registry = registry_with("fcfs", "other")
     add(registry, "fcfs", distribution="two")
-    with pytest.raises(PluginError, match=r"brought by one 1\.0 and by two 1\.0; uninstall or deny one \(try plugins\.deny: \[two\]\)"):
+    with pytest.raises(PluginError, match=r"registered by one 1\.0 and by two 1\.0; uninstall or deny one \(try plugins\.deny: \[two\]\)"):
         registry.get(KIND, "fcfs")
     assert registry.get(KIND, "other").problems == ()
     assert all(record.problems for record in registry.records(KIND) if record.name == "fcfs")
@@ -134,7 +134,7 @@ def test_a_clash_is_fatal_when_asked_for_and_names_both_owners_and_the_remedy() 
 def test_another_interface_version_is_listed_and_refused_only_when_asked_for() -> None:
     registry = registry_with("new", api="scheduling_policy/2")
     (record,) = registry.records(KIND)
-    assert "written for interface scheduling_policy/2, this frame offers scheduling_policy/1" in record.problems[0].sentence
+    assert "written for interface scheduling_policy/2, this frame supports scheduling_policy/1" in record.problems[0].sentence
     with pytest.raises(PluginError, match="scheduling_policy/2"):
         registry.get(KIND, "new")
     with pytest.raises(PluginError, match="scheduling_policy/2"):

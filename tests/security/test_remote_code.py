@@ -227,7 +227,7 @@ def test_tokenizer_code_runs_where_trusted(tmp_path: Path, is_slow: bool) -> Non
     assert tokenizer.is_python is isinstance(tokenizer.backend, PythonTokenizer) is is_slow
     if is_slow:
         ids = tokenizer.encode("abcd")
-        assert ids == [tokenizer.token_id("ab"), tokenizer.token_id("cd")]
+        assert ids == [tokenizer.find_token_id("ab"), tokenizer.find_token_id("cd")]
         assert tokenizer.encode_batch(["ab", "cd"]) == [[ids[0]], [ids[1]]]
         assert tokenizer.encode_inputs([["ab"], ["ab", "cd"]]) == [([ids[0]], 0), (ids, 1)]
 

@@ -1,6 +1,7 @@
 """The plugin's manifest: its record, capabilities and options.
 
-frame imports this module to list and to check plugins, so it imports no torch; the backend is imported when it is chosen.
+frame imports this module to list and to check plugins, so it imports no torch; the backend is
+imported when it is chosen.
 """
 
 from __future__ import annotations

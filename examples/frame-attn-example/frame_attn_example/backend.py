@@ -1,4 +1,5 @@
-"""Attention over blocks of cached tokens with a running softmax (Milakov and Gimelshein, arXiv 1805.02867).
+"""Attention over blocks of cached tokens with a running softmax (Milakov and Gimelshein, arXiv
+1805.02867).
 
 Written to be read: it loops over the rows of a batch, which a fast backend does not.
 """
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request in a step: where its query tokens stand in the batch, and where its tokens stand in the cache."""
+    """One request in a step: where its query tokens stand in the batch, and where its tokens stand
+    in the cache."""
 
     tokens: slice
     places: torch.Tensor  # int64 [length]; page * page_size + offset
 
 
 class BlockwiseBackend(AttentionBackend):
-    """Reads `block_tokens` cached tokens at a time, so that no score matrix of the whole length exists."""
+    """Reads `block_tokens` cached tokens at a time, so that no score matrix of the whole length
+    exists."""
 
     capabilities: ClassVar[AttentionCapabilities] = CAPABILITIES
 
@@ -49,7 +52,8 @@ class BlockwiseBackend(AttentionBackend):
         return rows
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """This step's k and v are in the cache already (the capabilities leave `stores_kv` at False), so only the cache is read."""
+        """This step's k and v are in the cache already (the capabilities leave `stores_kv` at
+        False), so only the cache is read."""
         keys, values = (part.flatten(0, 1) for part in batch.kv.layer(spec.layer))
         return torch.cat([self._attend(spec, q[row.tokens], keys, values, row.places) for row in batch.plan])
 
@@ -66,7 +70,8 @@ class BlockwiseBackend(AttentionBackend):
     def _attend(
         self, spec: AttentionSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
-        """One row: q [queries, heads, d], keys and values [places, kv_heads, …] -> [queries, heads, dv]."""
+        """One row: q [queries, heads, d], keys and values [places, kv_heads, …] -> [queries, heads,
+        dv]."""
         queries, heads, length = q.shape[0], q.shape[1], places.shape[0]
         group = heads // keys.shape[1]
         own = torch.arange(length - queries, length, device=q.device)[:, None]

@@ -1,6 +1,7 @@
 """Compiles requests' grammars in threads; a request waits here until its grammar is ready.
 
-A grammar that does not compile within its limits ends its own request only. Used by the engine. Must not know the scheduler.
+A grammar that does not compile within its limits ends its own request only. Used by the engine.
+Must not know the scheduler.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class CompilerProcess(Protocol):
     cpu_seconds: float
 
     def compile(self, kind: str, source: str) -> bytes:
-        """Return what `GrammarBackend.dump` made of the compiled grammar. Raises ValueError, one sentence, for an invalid grammar and
-        when a limit ended the process; CompileTimeoutError when it was the time limit."""
+        """Return what `GrammarBackend.dump` made of the compiled grammar. Raises ValueError, one
+        sentence, for an invalid grammar and when a limit ended the process; CompileTimeoutError
+        when it was the time limit."""
         ...
 
     def close(self) -> None: ...
@@ -59,7 +61,8 @@ class CompileTimeoutError(ValueError):
 
 
 class GrammarCache:
-    """LRU cache of compiled grammars, and of the errors of invalid ones, by kind and source. `limit` in bytes."""
+    """LRU cache of compiled grammars, and of the errors of invalid ones, by kind and source.
+    `limit` in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -102,11 +105,12 @@ class _Waiting:
 
 
 class GrammarCompiler:
-    """Compiles in threads, in order of arrival. With `start_process` each thread compiles in its own process, else with the backend.
-    `len` is the number of waiting requests.
+    """Compiles in threads, in order of arrival. With `start_process` each thread compiles in its
+    own process, else with the backend. `len` is the number of waiting requests.
 
-    `make` returns the backend. A thread calls it for the first grammar: a backend may take seconds to load, and most servers never
-    need it. All methods but `_compile` and `_load_backend` run in the engine's thread.
+    `make` returns the backend. A thread calls it for the first grammar: a backend may take seconds
+    to load, and most servers never need it. All methods but `_compile` and `_load_backend` run in
+    the engine's thread.
     """
 
     def __init__(
@@ -134,7 +138,8 @@ class GrammarCompiler:
         return len(self._waiting)
 
     def hold_request(self, message: Generate) -> bool:
-        """Return whether the request has a grammar. If so, `take_ready` returns it later with the grammar or an error."""
+        """Return whether the request has a grammar. If so, `take_ready` returns it later with the
+        grammar or an error."""
         key = message.params.grammar
         if key is None:
             return False
@@ -154,8 +159,9 @@ class GrammarCompiler:
         return self._compiling[key]
 
     def take_ready(self) -> list[tuple[Generate, Grammar | Finish, float]]:
-        """Remove and return the requests whose grammar is compiled or failed, or whose deadline has passed. Each with its grammar, or
-        how it ends, and with its arrival in seconds of the clock, from which its deadline counts."""
+        """Remove and return the requests whose grammar is compiled or failed, or whose deadline has
+        passed. Each with its grammar, or how it ends, and with its arrival in seconds of the clock,
+        from which its deadline counts."""
         for key in [key for key, compilation in self._compiling.items() if compilation.future.done()]:
             error = self._compiling[key].future.exception()
             if error is None or isinstance(error, ValueError):  # other errors may be temporary
@@ -193,7 +199,8 @@ class GrammarCompiler:
         return timed_out(deadline) if now - waiting.arrival > deadline else _outcome(waiting, self._settings.budget)
 
     def _remove(self, rid: str) -> None:
-        """Remove a request. Its compilation is cancelled if it has not started and no other request waits for it."""
+        """Remove a request. Its compilation is cancelled if it has not started and no other request
+        waits for it."""
         source = self._waiting.pop(rid).source
         if isinstance(source, _Compilation):
             source.rids.discard(rid)

@@ -1,7 +1,7 @@
 """Grammars of running requests in a step: accepts sampled tokens and fills token masks.
 
-Calls run in threads. A step does not wait for a slow call: its request is held until the call ends. Used by the scheduler. Must not
-know the compiler.
+Calls run in threads. A step does not wait for a slow call: its request is held until the call ends.
+Used by the scheduler. Must not know the compiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ THREAD_TIMEOUT = 10.0  # seconds that a request waits for a thread
 
 
 def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
-    """How a request ends whose grammar raised `error`. ValueError: the grammar is invalid; other errors are faults of the backend."""
+    """How a request ends whose grammar raised `error`. ValueError: the grammar is invalid; other
+    errors are faults of the backend."""
     if isinstance(error, ValueError):
         kind = params.grammar[0] if params.grammar is not None else None
         return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
@@ -44,7 +45,8 @@ def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
 
 
 class GrammarMeter:
-    """CPU seconds of a request's grammar: used, and allowed (`budget` plus `TOKEN_ALLOWANCE` for each token)."""
+    """CPU seconds of a request's grammar: used, and allowed (`budget` plus `TOKEN_ALLOWANCE` for
+    each token)."""
 
     def __init__(self, budget: float, spent: float = 0.0) -> None:
         self.spent = spent
@@ -66,7 +68,8 @@ class GrammarMeter:
 
 
 class MeteredGrammar:
-    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is exceeded."""
+    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is
+    exceeded."""
 
     def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
         self.meter = meter
@@ -93,8 +96,9 @@ class MeteredGrammar:
 
 
 class GrammarCall(ThreadedCall):
-    """Accepts a token (None: none) and fills the next mask, int32 [words]. `end`: how the token ends the request, if it does;
-    `mask_error`: how the request ends when the mask could not be filled."""
+    """Accepts a token (None: none) and fills the next mask, int32 [words]. `end`: how the token
+    ends the request, if it does; `mask_error`: how the request ends when the mask could not be
+    filled."""
 
     def __init__(self, request: Request, token: int | None, words: int) -> None:
         super().__init__()
@@ -132,8 +136,9 @@ class GrammarCall(ThreadedCall):
 
 
 class GrammarCalls:
-    """Makes the grammar calls of a scheduler's steps. After each step `take_stopped` returns the requests that must leave the device
-    because of a slow call, and `take_settled` those whose slow call has ended. Masks do not depend on the thread that computes them."""
+    """Makes the grammar calls of a scheduler's steps. After each step `take_stopped` returns the
+    requests that must leave the device because of a slow call, and `take_settled` those whose slow
+    call has ended. Masks do not depend on the thread that computes them."""
 
     def __init__(self, vocab_size: int, threads: int | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -148,14 +153,15 @@ class GrammarCalls:
         return len(self._held)
 
     def accept_tokens(self, drawn: Sequence[tuple[Request, int]]) -> list[Finish | None]:
-        """Accept sampled tokens. Returns for each how it ends its request. None: the request continues."""
+        """Accept sampled tokens. Returns for each how it ends its request. None: the request
+        continues."""
         calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if get_grammar_state(each[0]).error is None}
         self._run(list(calls.values()))
         return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
-        """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a grammar allow all tokens. None: no slot
-        has a grammar."""
+        """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a
+        grammar allow all tokens. None: no slot has a grammar."""
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
@@ -189,7 +195,8 @@ class GrammarCalls:
         self._held[request.rid] = call
 
     def take_settled(self) -> list[tuple[Request, Finish | None]]:
-        """Remove and return the held requests whose call has ended, each with how it ends. None: it continues."""
+        """Remove and return the held requests whose call has ended, each with how it ends. None: it
+        continues."""
         found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
         for request, _ in found:
             self.release_request(request)
@@ -231,7 +238,8 @@ class GrammarCalls:
                 self._stop(call if call.thread is not None else self._begin_slow(call))
 
     def _begin_slow(self, call: GrammarCall) -> GrammarCall:
-        """Replace a call that did not start because all threads are busy; the new one runs when a thread is free."""
+        """Replace a call that did not start because all threads are busy; the new one runs when a
+        thread is free."""
         again = GrammarCall(call.request, call.token, self._words)
         self._slow.submit([again])
         return again
@@ -272,7 +280,8 @@ def get_grammar_state(request: Request) -> GrammarState:
 
 
 def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:
-    """Accept a sampled token. Returns how it ends the request (reason "stop" where only the end may follow). None: it continues."""
+    """Accept a sampled token. Returns how it ends the request (reason "stop" where only the end may
+    follow). None: it continues."""
     try:
         if not grammar.accept(token):
             return BROKEN_GRAMMAR
@@ -282,7 +291,8 @@ def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish
 
 
 def replay_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
-    """Accept the output of a recovered request from the grammar's start. Returns how the request ends on failure, else None."""
+    """Accept the output of a recovered request from the grammar's start. Returns how the request
+    ends on failure, else None."""
     try:
         return None if all(grammar.accept(token) for token in tokens) else BROKEN_GRAMMAR
     except Exception as error:  # noqa: BLE001 - as above

@@ -1,6 +1,8 @@
-"""Threads for calls of grammar backends: the engine waits for quick calls and continues without slow ones.
+"""Threads for calls of grammar backends: the engine waits for quick calls and continues without
+slow ones.
 
-A call cannot be interrupted. Used by `frame.core.grammars.grammar_masks`. Must not know the scheduler or a backend.
+A call cannot be interrupted. Used by `frame.core.grammars.grammar_masks`. Must not know the
+scheduler or a backend.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class _Thread(NamedTuple):
 
 
 class ThreadedCall:
-    """One call, made in another thread. `seconds`: its CPU time, once it `is_finished`. Flags change under the lock of its threads."""
+    """One call, made in another thread. `seconds`: its CPU time, once it `is_finished`. Flags
+    change under the lock of its threads."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -67,8 +70,9 @@ class ThreadedCall:
 
 
 class CallBatch:
-    """Calls that several threads share. `is_over` is set when each call is finished or abandoned. One event for all: waiting for each
-    call would wake the engine's thread as often, and it would take the interpreter's lock from the others."""
+    """Calls that several threads share. `is_over` is set when each call is finished or abandoned.
+    One event for all: waiting for each call would wake the engine's thread as often, and it would
+    take the interpreter's lock from the others."""
 
     def __init__(self, calls: Sequence[ThreadedCall]) -> None:
         self.calls = calls
@@ -84,8 +88,8 @@ class CallBatch:
 
 
 class GrammarThreads:
-    """A pool of at most `threads` daemon threads, plus a few that an abandoned call still occupies. All methods but `_work` run in the
-    engine's thread."""
+    """A pool of at most `threads` daemon threads, plus a few that an abandoned call still occupies.
+    All methods but `_work` run in the engine's thread."""
 
     def __init__(self, threads: int, niceness: int = 0) -> None:
         self.threads = threads
@@ -107,15 +111,16 @@ class GrammarThreads:
         return batch
 
     def wait(self, batch: CallBatch) -> None:
-        """Wait until each call is finished or abandoned: it is slow, or no thread is left for it."""
+        """Wait until each call is finished or abandoned: it is slow, or no thread is left for
+        it."""
         while not batch.is_over.wait(QUICK_SECONDS):
             for call in batch.calls:
                 if call.is_slow() or not self._num_active:
                     self.abandon(call, batch)
 
     def abandon(self, call: ThreadedCall, batch: CallBatch | None = None) -> None:
-        """Stop waiting for a call. A call that has not started never starts. The thread of a started call ends with the call and is
-        replaced, up to `MAX_ABANDONED` such threads."""
+        """Stop waiting for a call. A call that has not started never starts. The thread of a
+        started call ends with the call and is replaced, up to `MAX_ABANDONED` such threads."""
         with self._lock:
             if call.is_finished or call.is_abandoned:
                 return

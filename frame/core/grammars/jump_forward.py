@@ -1,8 +1,10 @@
-"""Jump-forward decoding: tokens that a grammar forces are computed in one step instead of sampled one by one.
+"""Jump-forward decoding: tokens that a grammar forces are computed in one step instead of sampled
+one by one.
 
-Where a mask allows a single token, that token is certain before it is sampled, and so may be the next ones. The request gets such a
-run at once: its next row computes all of it, like a chunk of a prompt, and samples the token after it. The tokens are those that
-masked sampling yields. Used by the scheduler. Must not know a backend or a device.
+Where a mask allows a single token, that token is certain before it is sampled, and so may be the
+next ones. The request gets such a run at once: its next row computes all of it, like a chunk of a
+prompt, and samples the token after it. The tokens are those that masked sampling yields. Used by
+the scheduler. Must not know a backend or a device.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ MAX_LOOKAHEAD_SECONDS = 0.01  # CPU seconds; all rows of a step wait for its mas
 class LookaheadGrammar:
     """A `Grammar` that runs ahead of its request while only one token is allowed.
 
-    Its masks and results are those of the wrapped grammar. `forced`: the next tokens, which the wrapped grammar has accepted already.
+    Its masks and results are those of the wrapped grammar. `forced`: the next tokens, which the
+    wrapped grammar has accepted already.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -82,8 +85,8 @@ class LookaheadGrammar:
         return self._ends
 
     def take_forced(self, fewest: int, most: int, stops: Collection[int]) -> list[int]:
-        """Remove and return a run of `fewest` to `most` forced tokens, none of which may end the request: no stop token, and not the
-        grammar's last token. Empty: the run is shorter."""
+        """Remove and return a run of `fewest` to `most` forced tokens, none of which may end the
+        request: no stop token, and not the grammar's last token. Empty: the run is shorter."""
         count = min(most, len(self.forced) - bool(self._ends))
         if count < fewest:
             return []
@@ -113,9 +116,10 @@ class LookaheadGrammar:
 
 
 class JumpForward:
-    """Appends forced tokens to running requests. `fewest`: minimum length of a run; 0: off. `rows`: a run must have one token for each
-    `rows` rows of the step, since a longer row delays the others; 0: no such limit. `tokens`: maximum tokens of a step with runs, which
-    is then computed as single rows (at most `MOST_SINGLE` of its runs); 0: unlimited."""
+    """Appends forced tokens to running requests. `fewest`: minimum length of a run; 0: off. `rows`:
+    a run must have one token for each `rows` rows of the step, since a longer row delays the
+    others; 0: no such limit. `tokens`: maximum tokens of a step with runs, which is then computed
+    as single rows (at most `MOST_SINGLE` of its runs); 0: unlimited."""
 
     def __init__(self, running: RunningSet, fewest: int, rows: int = 0, tokens: int = 0) -> None:
         self.num_tokens = 0  # jumped over: no step sampled them
@@ -125,14 +129,15 @@ class JumpForward:
         self._tokens = tokens
 
     def wrap_grammar(self, grammar: Grammar | None, params: SamplingParams) -> Grammar | None:
-        """Wrap a request's grammar. A request with log-probabilities keeps its own: those come from sampling."""
+        """Wrap a request's grammar. A request with log-probabilities keeps its own: those come from
+        sampling."""
         if grammar is None or not self._fewest or params.logprobs is not None or params.prompt_logprobs is not None:
             return grammar
         return LookaheadGrammar(grammar)
 
     def apply_jumps(self, slots: np.ndarray) -> None:
-        """Append forced tokens to the sampling rows of a step whose masks were just filled. All steps before it must be committed. A row
-        that jumps samples the first token of its run."""
+        """Append forced tokens to the sampling rows of a step whose masks were just filled. All
+        steps before it must be committed. A row that jumps samples the first token of its run."""
         if not self._fewest:
             return
         table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)

@@ -1,1 +1,1 @@
-"""Text: tokenizing, detokenizing and chat templates."""
+"""Text processing: tokenizers, chat templates, detokenization."""

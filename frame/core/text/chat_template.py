@@ -1,6 +1,8 @@
-"""Chat messages to prompt text: the checkpoint's Jinja template in an immutable sandbox, with what templates expect to find there.
+"""Renders chat messages to prompt text with the checkpoint's Jinja template, in an immutable
+sandbox.
 
-Knows no tokenizer but its special tokens' texts, and no HTTP. Arguments of clients reach the template as variables, never as options.
+Used by `Tokenizer`. Must not know HTTP. Arguments of clients reach the template as variables, never
+as options.
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ from frame.core.errors import CheckpointError
 from frame.core.text.named_file import read_named
 from frame.core.text.tool_prompt import as_plain_messages
 
-LARGEST_TEXT = 64 * 1024 * 1024  # characters that a template may make
+LARGEST_TEXT = 64 * 1024 * 1024  # characters of a rendered prompt
 LARGEST_POWER = 1000
-LONGEST_TIME = 20.0  # seconds
-TEMPLATE = "chat_template"  # the argument that brings a template of its own; callers see to it that only trusted ones do
+LONGEST_TIME = 20.0  # seconds of rendering
+TEMPLATE = "chat_template"  # the argument with a template of the request; callers allow it for trusted clients only
 RESERVED = frozenset({"messages", "tools", TEMPLATE})
-CUT = "\u2063cut here\u2063"  # stands behind a message that is to be continued while its template is rendered
+CUT = "\u2063cut here\u2063"  # marks the end of a message to be continued, while the template is rendered
 
 
 class ChatTemplateError(ValueError):
-    """The template refused the messages, or there is no template; the sentence is for the client."""
+    """The template refused the messages, or there is no template. The sentence is for the
+    client."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's turns for training; here it is its body."""
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's turns for training:
+    renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -44,28 +48,30 @@ class _GenerationTag(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Without what makes much of little: a template comes with a checkpoint, and what it is given comes from clients."""
+    """A sandbox without operations that turn a small input into a large one: templates and their
+    variables are untrusted."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = [value for value in (left, right) if isinstance(value, int | float)]
         if operator == "**" and any(abs(value) > LARGEST_POWER for value in numbers):
-            raise SecurityError(f"a power of numbers above {LARGEST_POWER}")
+            raise SecurityError(f"it raises a number above {LARGEST_POWER} to a power")
         sized = next((value for value in (left, right) if isinstance(value, str | list | tuple)), None)
         if sized is not None and numbers and len(sized) * numbers[0] > LARGEST_TEXT:
-            raise SecurityError(f"a repetition of more than {LARGEST_TEXT} parts")
+            raise SecurityError(f"it repeats a text or list to more than {LARGEST_TEXT} parts")
         return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. Raises CheckpointError where it is none."""
+    """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. Raises
+    CheckpointError if it is invalid."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
         self.source = source
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals.pop("lipsum")  # text without end
+        environment.globals.pop("lipsum")  # generates unbounded text
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
@@ -83,8 +89,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. `arguments` may also say `continue_final_message` (the prompt ends within the last message, which the answer goes on
-        with) and `add_generation_prompt`. Raises ChatTemplateError with the template's own complaint."""
+        """Render the prompt. `arguments` may have `continue_final_message` (the prompt ends within
+        the last message, which the model continues) and `add_generation_prompt`. Raises
+        ChatTemplateError with the template's own message."""
         arguments = dict(arguments or {})
         continues = bool(arguments.pop("continue_final_message", False))
         add_generation_prompt = bool(arguments.pop("add_generation_prompt", add_generation_prompt and not continues))
@@ -95,7 +102,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; use the request's own fields")
         if not self._has_tools:
             messages, tools = as_plain_messages(messages, tools), None
-        if not self._has_developer:  # OpenAI's newer name for the system role, which most templates do not know
+        if not self._has_developer:  # OpenAI's newer name of the system role; most templates lack it
             messages = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
         variables = {**self._special_tokens, "documents": None, **arguments}
         try:
@@ -111,21 +118,21 @@ class ChatTemplate:
         return text.rpartition(CUT)[0] if continues else text
 
     def _write(self, **variables: Any) -> str:
-        """The template's output, within a size and a time, which are looked at with each piece of it."""
+        """The template's output. Size and time are checked at each piece of it."""
         pieces: list[str] = []
         size, until = 0, time.monotonic() + LONGEST_TIME
         for piece in self._template.generate(**variables):
             pieces.append(piece)
             size += len(piece)
             if size > LARGEST_TEXT:
-                raise ChatTemplateError(f"the chat template makes more than {LARGEST_TEXT} characters of these messages; send less")
+                raise ChatTemplateError(f"the chat template renders these messages to more than {LARGEST_TEXT} characters; send less")
             if time.monotonic() > until:
                 raise ChatTemplateError(f"the chat template took more than {LONGEST_TIME:g} s for these messages; send less")
         return "".join(pieces)
 
 
 def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:
-    """The messages with a mark behind the last one's text."""
+    """The messages with a mark after the text of the last one."""
     last = messages[-1] if messages else {}
     if add_generation_prompt:
         raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other; keep one")
@@ -135,15 +142,16 @@ def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool
 
 
 def find_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The source of a checkpoint's template: `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`, whose content
-    `config` is. Raises CheckpointError where it cannot be read."""
+    """Return the source of a checkpoint's template, from `chat_template.jinja`,
+    `chat_template.json`, or `config`, the content of `tokenizer_config.json`. Raises
+    CheckpointError if it cannot be read."""
     plain, boxed = folder / "chat_template.jinja", folder / "chat_template.json"
     file = next((file for file in (plain, boxed) if file.is_file()), folder / "tokenizer_config.json")
     try:
         if file == plain:
             return plain.read_text(encoding="utf-8")
         template = (json.loads(boxed.read_text(encoding="utf-8")) if file == boxed else config).get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several named templates
             named = {entry["name"]: entry["template"] for entry in template}
             template = named.get("default", next(iter(named.values()), None))
         if template is not None and not isinstance(template, str):
@@ -154,7 +162,8 @@ def find_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def read_template(file: str) -> str:
-    """The source of the template that `text.chat_template` names. Raises ConfigError where it cannot be read."""
+    """Read the template that `text.chat_template` names. Raises ConfigError if it cannot be
+    read."""
     return read_named("text.chat_template", file, "name a file with a Jinja template")
 
 

@@ -1,7 +1,8 @@
-"""Token ids to text, step by step: `StepTokens` in, `StepText` out, for all requests at once.
+"""Detokenizes the output of a step: `StepTokens` in, `StepText` out, for all requests at once.
 
-Holds one small state a request, dropped when the engine says that the request ended. Knows no socket and no HTTP; how one answer's text is
-made is `frame.core.text.incremental_decoder`'s.
+Keeps one small state per request until the engine reports its end. Used by the client and the
+detokenizer process. Must not know sockets or HTTP; `frame.core.text.incremental_decoder` decodes
+one sequence.
 """
 
 from __future__ import annotations
@@ -22,58 +23,60 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.text.tokenizer import Tokenizer
 
-# what only some requests of a step have
+# fields that only some requests of a step have, by index
 BY_INDEX = tuple(name for name in StepTokens.__struct_fields__ if name not in ("rids", "token_ids"))
 
 
 class Detokenizer:
-    """All requests' streams. `process` takes a step's tokens of every request at once."""
+    """The text streams of all requests."""
 
     def __init__(self, tokenizer: Tokenizer, early_limit: int = 0, inflight: np.ndarray | None = None) -> None:
-        """`early_limit`: of how many requests tokens are kept that came before the request's Watch. 0 where nothing can overtake it.
-        `inflight` (uint64 [1]) has the mark of the request that is at work: whose decoder it was, if this process ends in it."""
+        """`early_limit`: number of requests whose tokens are kept until their `StartDetokenize`
+        arrives; 0 where it always comes first. `inflight` (uint64 [1]) holds the hash of the
+        request being decoded, which attributes a crash of this process to it."""
         self._tokenizer = tokenizer
         self._early_limit = early_limit
         self._inflight = inflight
         self._pieces = tokenizer.pieces
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
         self._streams: dict[str, TextStream] = {}
-        self._early: dict[str, list[StepTokens]] = {}  # tokens that overtook their Watch; two sockets keep no common order
+        self._early: dict[str, list[StepTokens]] = {}  # tokens received before their `StartDetokenize`: the sockets share no order
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
-        """A stream of its own, for one whole answer."""
+    def create_stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
+        """Create a stream for one sequence, which this object does not keep."""
         if self._pieces is None:
             return TextStream(WindowDecoder(self._tokenizer, params.skip_special_tokens, prompt_tail), params)
         pieces, strings = self._table(params.skip_special_tokens)
         return TextStream(ByteDecoder(pieces), params, strings)
 
-    def watch(self, message: StartDetokenize) -> list[StepText]:
-        """Begin a request; returns the text of tokens that came before."""
-        stream = self._streams[message.rid] = self.stream(message.params, message.prompt_tail)
+    def start_request(self, message: StartDetokenize) -> list[StepText]:
+        """Start a request. Returns the text of tokens that were received before."""
+        stream = self._streams[message.rid] = self.create_stream(message.params, message.prompt_tail)
         if self._inflight is not None:
             stream.request_hash = hash_request(message.rid)
         if message.token_ids:
             *_, end = self._feed(stream, message.token_ids, None)
             if end is FAILED:
                 return [StepText(rids=[message.rid], texts=[""], token_ids=[[]], finishes={0: end}, stopped=[0])]
-        return [self.process(tokens) for tokens in self._early.pop(message.rid, ())]
+        return [self.process_step(tokens) for tokens in self._early.pop(message.rid, ())]
 
-    def forget(self, rids: Iterable[str]) -> None:
-        """Drop requests that never reached the engine."""
+    def drop_requests(self, rids: Iterable[str]) -> None:
+        """Drop requests that did not reach the engine."""
         for rid in rids:
             self._streams.pop(rid, None)
             self._early.pop(rid, None)
 
     def reset(self) -> None:
-        """Drop everything (the engine is gone)."""
+        """Drop all requests, after an engine crash."""
         self._streams.clear()
         self._early.clear()
 
-    def process(self, tokens: StepTokens) -> StepText:
-        """The step's text. Requests that hit a stop string are in `stopped`; what the engine still sends of them is left out."""
+    def process_step(self, tokens: StepTokens) -> StepText:
+        """Return the text of a step. `stopped` lists requests that reached a stop string; later
+        tokens of theirs are left out."""
         streams, finishes = self._streams, tokens.finishes
         texts: list[str] = []
         token_ids = tokens.token_ids
@@ -90,7 +93,7 @@ class Detokenizer:
                 texts.append("")
                 continue
             finish = finishes.get(index)
-            if finish is None and len(ids) == 1 and not stream.stops and stream.strings is not None:  # the common case, kept short
+            if finish is None and len(ids) == 1 and not stream.stops and stream.strings is not None:  # the common case
                 text = _whole(stream.strings, ids[0]) if not stream.decoder.pending else None  # type: ignore[attr-defined]
                 if text is not None:
                     texts.append(text)
@@ -142,13 +145,13 @@ class Detokenizer:
         rid = tokens.rids[index]
         if stream is None:
             self._keep_early(rid, _only(tokens, index))
-        elif index in tokens.finishes:  # the engine heard of the stop string
+        elif index in tokens.finishes:  # the engine has ended the stopped request
             del self._streams[rid]
 
     def _keep_early(self, rid: str, tokens: StepTokens) -> None:
         if self._early_limit:
             self._early.setdefault(rid, []).append(tokens)
-        while len(self._early) > self._early_limit:  # the oldest is of a request that nobody will ask for any more
+        while len(self._early) > self._early_limit:  # the oldest request will not start any more
             self._early.pop(next(iter(self._early)))
 
 
@@ -164,13 +167,13 @@ def _as_characters(piece: bytes) -> str | None:
 
 
 def _only(tokens: StepTokens, index: int) -> StepTokens:
-    """The message about one of its requests."""
+    """The part of the message about one request."""
     parts = {name: {0: values[index]} for name in BY_INDEX if index in (values := getattr(tokens, name))}
     return StepTokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **parts)
 
 
 def _trim(tokens: StepTokens, counts: dict[int, int]) -> StepTokens:
-    """The message without the tokens that came after a stop string."""
+    """The message without the tokens after a stop string."""
     ids, logprobs = list(tokens.token_ids), dict(tokens.logprobs)
     for index, count in counts.items():
         ids[index] = ids[index][:count]

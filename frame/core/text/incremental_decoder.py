@@ -1,6 +1,7 @@
-"""One answer's token ids as text, token by token: decoders, stop strings, and what is held back because more may follow.
+"""Incremental decoding of one sequence: decoders, stop strings, and text that is held back.
 
-For every split of the ids into pieces the joined text is the same. Knows no message between processes but how an answer ends.
+The joined text does not depend on how the ids are split. Used by the detokenizer. Must not know
+messages other than `Finish`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAILED = Finish("error", error="the detokenizer failed on this request; the server's log says why")
-PROMPT_TAIL = 6  # tokens before the answer that a windowed decoder needs for its first characters
+PROMPT_TAIL = 6  # prompt tokens that a windowed decoder needs for the first characters of the output
 MAX_PENDING = 16  # tokens that a windowed decoder holds back; a character has four bytes at most
 
 
 class Decoder(Protocol):
-    """One request's incremental decoder."""
+    """The incremental decoder of one sequence."""
 
     def feed(self, token_id: int) -> str:
-        """The characters that are certain after this token."""
+        """Return the characters that no later token can change."""
         ...
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end of the sequence."""
         ...
 
 
 class ByteDecoder:
-    """For byte-level vocabularies: every id is a fixed string of bytes, and the text is the joined bytes as UTF-8."""
+    """Decoder for byte-level vocabularies: each id is a fixed byte string, and the text is the
+    joined bytes as UTF-8."""
 
     __slots__ = ("pending", "pieces")
 
@@ -58,10 +60,12 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For any other decoder: decode a short window with and without the new tokens, and take what was added.
+    """Decoder for all other vocabularies: decodes a short window with and without the new tokens
+    and returns the difference.
 
-    The window begins where text was last certain, so spaces between tokens and merged bytes come out as in the whole text. At most
-    `MAX_PENDING` tokens are held back, so a token costs the same however long its text stays uncertain or empty.
+    The window starts at the last returned character, so that spaces between tokens and merged bytes
+    equal those of the whole text. At most `MAX_PENDING` tokens are held back, which bounds the cost
+    of a token.
     """
 
     __slots__ = ("ids", "num_seen", "shown", "skip_special", "tokenizer")
@@ -70,8 +74,8 @@ class WindowDecoder:
         self.tokenizer = tokenizer
         self.skip_special = skip_special
         self.ids = list(tail)
-        self.num_seen = len(self.ids)  # ids[:known] are out
-        self.shown: int | None = None  # characters of ids[:known]; None: not decoded yet
+        self.num_seen = len(self.ids)  # ids[:num_seen] are returned
+        self.shown: int | None = None  # characters of ids[:num_seen]; None: not decoded yet
 
     def feed(self, token_id: int) -> str:
         self.ids.append(token_id)
@@ -79,10 +83,10 @@ class WindowDecoder:
         is_full = len(self.ids) - self.num_seen >= MAX_PENDING
         if not text:
             if is_full:
-                del self.ids[self.num_seen :]  # tokens without text, such as special ones that are skipped
+                del self.ids[self.num_seen :]  # tokens without text, such as skipped special tokens
             return ""
         if text.endswith("\ufffd") and not is_full:
-            return ""  # perhaps a character's first bytes
+            return ""  # may be the first bytes of a character
         self.ids = self.ids[self.num_seen :]
         self.num_seen, self.shown = len(self.ids), None
         return text
@@ -99,9 +103,10 @@ class WindowDecoder:
 
 
 class StopSearch:
-    """Finds stop strings in a text that arrives in pieces (Knuth, Morris and Pratt), in time proportional to the text.
+    """Finds stop strings in a text that arrives in pieces, in linear time (Knuth, Morris and Pratt
+    1977).
 
-    The tables grow with what matches, so that strings that never match cost nothing.
+    The tables grow with the matched prefix, so that strings that never match cost nothing.
     """
 
     __slots__ = ("_first", "_matched", "_stops", "_tables")
@@ -113,8 +118,8 @@ class StopSearch:
         self._first = re.compile("[" + "".join(re.escape(stop[0]) for stop in stops) + "]")
 
     def feed(self, added: str) -> tuple[int, str] | None:
-        """Read more text -> (characters from the match's start to the text's end, the stop string) of the match that starts first, the
-        longest of these."""
+        """Read more text. Returns (characters from the start of the match to the end of the text,
+        stop string) of the match that starts first, the longest of these. None: no match."""
         if not any(self._matched) and self._first.search(added) is None:
             return None
         ends = [self._find(number, added) for number in range(len(self._stops))]
@@ -126,11 +131,11 @@ class StopSearch:
 
     @property
     def num_held(self) -> int:
-        """How many characters at the end of the text may be the start of a stop string."""
+        """Number of characters at the end of the text that may start a stop string."""
         return max(self._matched)
 
     def _find(self, number: int, added: str) -> int | None:
-        """Where in `added` the stop string ends first; None: nowhere."""
+        """Where in `added` the stop string first ends. None: nowhere."""
         stop, table, matched = self._stops[number], self._tables[number], self._matched[number]
         for place, character in enumerate(added, 1):
             while matched and stop[matched] != character:
@@ -146,7 +151,7 @@ class StopSearch:
 
 
 def _next_entry(stop: str, table: list[int]) -> int:
-    """The entry that follows in a table of `StopSearch`."""
+    """The next entry of a table of `StopSearch`."""
     character, size = stop[len(table)], table[-1]
     while size and stop[size] != character:
         size = table[size - 1]
@@ -154,7 +159,8 @@ def _next_entry(stop: str, table: list[int]) -> int:
 
 
 class TextStream:
-    """One answer's text: decoder, stop strings, and what is held back because a stop string may begin in it."""
+    """The text of one sequence: decoder, stop strings, and held-back text that may start a stop
+    string."""
 
     __slots__ = ("closed", "decoder", "held", "include_stop", "minimum", "request_hash", "search", "seen", "stops", "strings")
 
@@ -166,23 +172,24 @@ class TextStream:
         self.minimum = params.min_tokens if params.stop else 0
         self.seen = 0
         self.held = ""
-        self.closed = False  # a stop string was found; the engine's last tokens of this request are not wanted
-        self.strings = strings  # whole characters by id; None for an id whose bytes are a part of a character
-        self.request_hash = 0  # in a roster
+        self.closed = False  # a stop string was found; later tokens are ignored
+        self.strings = strings  # text by id; None for an id whose bytes are part of a character
+        self.request_hash = 0  # in the in-flight file
 
     def feed(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
-        """-> (text that is certain, how many of the tokens count, how the request ended). A decoder that fails ends the request."""
+        """Returns (text, number of tokens up to a stop string, how the request ended). A decoder
+        that fails ends the request."""
         try:
             return self._feed(token_ids, finish)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic in a library's Rust is no Exception
-            log.exception("the text of a request could not be made; it ends, alone")
+        except BaseException:  # a panic in a Rust library is no Exception
+            log.exception("decoding the text of a request failed; the request ends")
             self.closed = True
             return "", len(token_ids), FAILED
 
     def _feed(self, token_ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
-        # the text of a stop token is not a part of the answer, its id is
+        # the output includes the id of a stop token, not its text
         hidden = finish is not None and isinstance(finish.matched, int) and not self.include_stop and token_ids[-1:] == [finish.matched]
         shown = token_ids[:-1] if hidden else token_ids
         feed, search = self.decoder.feed, self.search
@@ -205,7 +212,8 @@ class TextStream:
         return "".join(parts), len(token_ids), finish
 
     def _cut(self, search: StopSearch, added: str) -> tuple[str, str | None]:
-        """-> (text that no later character can make a part of a stop string, the stop string that was found)."""
+        """Returns (text that cannot become part of a stop string, the stop string that was
+        found)."""
         self.seen += 1
         if self.seen < self.minimum:
             return added, None

@@ -1,4 +1,5 @@
-"""Reads a text file that a setting names, or says in one sentence why it cannot be read. Knows no setting."""
+"""Reads a text file that a setting names. Used for chat templates, score prompts and moderation
+policies."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from frame.core.errors import ConfigError
 
 
 def read_named(setting: str, file: str, remedy: str) -> str:
-    """The text of `file`, which the user gave as `setting`. Raises ConfigError that ends with the remedy."""
+    """Return the text of `file`, the value of `setting`. Raises ConfigError whose sentence ends
+    with `remedy`."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         why = error.strerror or str(error)
     except UnicodeDecodeError:
-        why = "it is no text in UTF-8"
+        why = "it is not UTF-8 text"
     raise ConfigError(f"{setting} {file!r} cannot be read ({why}); {remedy}")

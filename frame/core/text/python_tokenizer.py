@@ -1,6 +1,8 @@
-"""`PythonTokenizer`: a tokenizer that is Python code of transformers' kind, behind the used methods of `tokenizers.Tokenizer`.
+"""`PythonTokenizer`: wraps a transformers tokenizer written in Python in the methods of
+`tokenizers.Tokenizer` that frame uses.
 
-Used by `frame.core.text.tokenizer` for checkpoints that bring such code. It holds the interpreter's lock while it works.
+Used by `frame.core.text.tokenizer` for checkpoints with tokenizer code. It holds the interpreter's
+lock while it tokenizes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Encoded(NamedTuple):
-    """As `tokenizers.Encoding` names them."""
+    """The fields of `tokenizers.Encoding` that frame uses."""
 
     ids: list[int]
     type_ids: list[int]
@@ -18,7 +20,7 @@ class Encoded(NamedTuple):
 
 
 class PythonTokenizer:
-    """`made` is a `PreTrainedTokenizerBase`."""
+    """Wraps `made`, a `PreTrainedTokenizerBase`."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -60,5 +62,6 @@ class PythonTokenizer:
         return dict(self._made.added_tokens_decoder)
 
     def to_str(self) -> str:
-        """No description of it exists: who works on one (a decoder by bytes, a grammar backend) finds nothing."""
+        """An empty description: there is no tokenizer.json for byte-level decoding or grammar
+        backends."""
         return "{}"

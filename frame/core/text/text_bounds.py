@@ -1,7 +1,9 @@
-"""Whether a text can be so many tokens, found without tokenizing all of it. Used by `Tokenizer`; knows no request and no HTTP.
+"""Checks whether a text has too many tokens without tokenizing all of it. Used by `Tokenizer`; must
+not know requests or HTTP.
 
-A text of up to `WHOLE` characters is not looked at. A longer one is refused by its size where every token covers a bounded number of
-characters, and else by the tokens of its slices, which are counted until there are too many. Counting releases the GIL.
+A text of up to `WHOLE` characters always passes. A longer one is refused by its size if a token
+covers a bounded number of characters, else by counting the tokens of its slices, which releases the
+GIL.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-WHOLE = 128 * 1024  # characters that are tokenized at once
+WHOLE = 128 * 1024  # characters that are tokenized in one call
 SLICE = 64 * 1024
-SLACK = 256  # tokens that a cut between two slices may add to the whole text's
-COMPOSED = 4  # characters that NFC makes one of, at most
-_CHARACTERS_KEPT = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})  # pre-tokenizers that drop nothing
+SLACK = 256  # tokens that a cut between two slices may add
+COMPOSED = 4  # maximum number of characters that NFC composes to one
+_CHARACTERS_KEPT = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})  # pre-tokenizers that drop no characters
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
@@ -29,25 +31,28 @@ class TextTooLongError(ValueError):
 
 
 class TextBounds:
-    """The bounds of one tokenizer. `longest`: the most characters that a token covers, None where there is no bound."""
+    """The bounds of one tokenizer. `longest`: the maximum number of characters that a token covers;
+    None: unbounded."""
 
     def __init__(self, backend: Backend, longest: int | None) -> None:
         self._backend = backend
         self._longest = longest
 
     def check_size(self, num_characters: int, most: int) -> None:
-        """Raise TextTooLongError where so many characters are more than `most` tokens, whatever they are."""
+        """Raise TextTooLongError if any text of so many characters has more than `most` tokens."""
         if num_characters > WHOLE and self._longest is not None and num_characters > most * self._longest:
             raise TextTooLongError(most)
 
-    def check(self, text: str, most: int) -> None:
-        """Raise TextTooLongError for a text of more than `most` tokens. Short texts, and those near the limit, pass."""
+    def check_text(self, text: str, most: int) -> None:
+        """Raise TextTooLongError for a text of more than `most` tokens. Short texts, and those near
+        the limit, pass."""
         self.check_size(len(text), most)
-        if self.cut(text, most) is not text:
+        if self.cut_text(text, most) is not text:
             raise TextTooLongError(most)
 
-    def cut(self, text: str, most: int) -> str:
-        """A beginning of the text that has more than `most` tokens; the text itself where it has not so many."""
+    def cut_text(self, text: str, most: int) -> str:
+        """Return a prefix of the text with more than `most` tokens, or the text itself if it has
+        fewer."""
         if len(text) <= WHOLE:
             return text
         count = 0
@@ -59,8 +64,9 @@ class TextBounds:
         return text
 
 
-def in_groups(inputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Texts, or pairs of texts, in groups of about `WHOLE` characters: what is tokenized at once."""
+def split_groups(inputs: Iterable[Any]) -> Iterator[list[Any]]:
+    """Split texts, or pairs of texts, into groups of about `WHOLE` characters, each for one
+    call."""
     group: list[Any] = []
     size = 0
     for one in inputs:
@@ -73,13 +79,13 @@ def in_groups(inputs: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def longest_token(spec: dict[str, Any]) -> int | None:
-    """The most characters of a text that one token of a tokenizer.json covers; None where there is no bound, since a part of the
-    tokenizer drops characters or joins any number of them."""
+def find_longest_token(spec: dict[str, Any]) -> int | None:
+    """The maximum number of characters that one token of a tokenizer.json covers. None: unbounded,
+    since a step of the tokenizer drops characters or joins any number of them."""
     model = spec.get("model") or {}
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):
-        return None  # others make one unknown token of a word, however long it is
+        return None  # other models turn a word of any length into one unknown token
     steps = [*_steps(spec.get("pre_tokenizer"), "pretokenizers")]
     is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
     if not (is_byte_level and all(character in vocab for character in _alphabet())) and not (
@@ -101,7 +107,7 @@ def longest_token(spec: dict[str, Any]) -> int | None:
 
 
 def _steps(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """A normalizer's or pre-tokenizer's steps; those of sequences one by one."""
+    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
     if part is None:
         return
     if part.get("type") == "Sequence":
@@ -117,7 +123,7 @@ def _keeps(step: dict[str, Any]) -> bool:
 
 
 def _lengthens(step: dict[str, Any]) -> bool:
-    """Whether a normalizer replaces a text by one that is not shorter."""
+    """Whether a normalizer step never shortens a text."""
     pattern = (step.get("pattern") or {}).get("String")
     return step.get("type") == "Replace" and isinstance(pattern, str) and len(step.get("content") or "") >= len(pattern)
 

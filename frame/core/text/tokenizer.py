@@ -1,7 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` library; no torch, and transformers only for a folder without tokenizer.json.
+"""Encodes and decodes text with the `tokenizers` library; uses transformers only for a folder
+without tokenizer.json.
 
-Thread-safe: encoding releases the GIL, so a thread pool scales. Knows no request; incremental decoding is in
-`frame.core.text.incremental_decoder`.
+Thread-safe: encoding releases the GIL, so a thread pool scales. Must not know requests or torch.
+Incremental decoding is in `frame.core.text.incremental_decoder`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from frame.core.errors import CheckpointError
 from frame.core.loading.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
 from frame.core.text.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, find_template, read_template
 from frame.core.text.python_tokenizer import PythonTokenizer
-from frame.core.text.text_bounds import TextBounds, in_groups, longest_token
+from frame.core.text.text_bounds import TextBounds, find_longest_token, split_groups
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SHORT = 1024  # characters of a text that is tokenized sooner than the interpreter's lock is released and taken
+SHORT = 1024  # characters; tokenizing a shorter text takes less time than releasing the interpreter's lock
 
-Input = Sequence[str]  # one text, or the two of a pair
-Encoded = tuple[list[int], int]  # token ids, and where a pair's second text begins for models that tell (0: nowhere)
+Input = Sequence[str]  # one text, or a pair
+Encoded = tuple[list[int], int]  # token ids, and the index of a pair's second text for models with type ids (0: none)
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. `eos_token_ids` are those that end an answer (generation_config.json, else the eos token)."""
+    """A checkpoint's tokenizer. `eos_token_ids` end a sequence (generation_config.json, else the
+    eos token)."""
 
     def __init__(
         self, backend: Backend, config: dict[str, Any] | None = None, template: str | None = None, eos_token_ids: Sequence[int] = ()
@@ -42,14 +44,14 @@ class Tokenizer:
         self._config = config or {}
         self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(self._config.get(name))) is not None}
         self._template = ChatTemplate(template, self.special_tokens) if template else None
-        eos = self.token_id(self.special_tokens.get("eos_token", ""))
+        eos = self.find_token_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
         self._leading = self._missing_bos()
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-        """Read a checkpoint's folder. `chat_template` is a file that replaces the folder's; `trust_remote_code` lets Python code of the
-        folder run. Raises ConfigurationError."""
+        """Read a checkpoint's folder. `chat_template`: a file that replaces the folder's template.
+        `trust_remote_code`: allow Python code of the folder. Raises ConfigurationError."""
         folder = Path(path)
         config = read_settings(folder)
         template = read_template(chat_template) if chat_template else find_template(folder, config)
@@ -58,19 +60,20 @@ class Tokenizer:
         return cls(_load_backend(folder, trust_remote_code), config, template, eos_ids)
 
     def describe(self) -> dict[str, Any]:
-        """The contents of `tokenizer_config.json`, with the chat template that is in use."""
+        """Return the contents of `tokenizer_config.json`, with the chat template in use."""
         template = {} if self._template is None else {"chat_template": self._template.source}
         return {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **template}
 
-    # encode --------------------------------------------------------------------------------------------------------
+    # ---- encode ----
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids. Raises TextTooLongError for a long text of more than `most` tokens, before it is tokenized whole."""
+        """Return the token ids. Raises TextTooLongError for a long text of more than `most` tokens
+        before tokenizing all of it."""
         if most is not None:
-            self.bounds.check(text, most)
+            self.bounds.check_text(text, most)
         if len(text) <= SHORT:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # the library holds the interpreter's lock over one text, and not over a list of one
+        else:  # the library releases the interpreter's lock only for lists
             ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return [*self._leading, *ids] if add_special_tokens and self._leading else ids
 
@@ -82,18 +85,19 @@ class Tokenizer:
     def encode_inputs(
         self, inputs: Sequence[Input], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
     ) -> list[Encoded]:
-        """Texts, or pairs of texts that are read together, with their special tokens; those of more than `longest` tokens are cut at
-        the end, before the special tokens that close them. Raises TextTooLongError for a long text of more than `most` tokens."""
+        """Encode texts or pairs with their special tokens. Results of more than `longest` tokens
+        are truncated before the closing special tokens. Raises TextTooLongError for a long text of
+        more than `most` tokens."""
         if most is not None:
             for one in inputs:
                 for text in one:
-                    self.bounds.check(text, most)
+                    self.bounds.check_text(text, most)
         if longest is not None:
-            inputs = [[self.bounds.cut(text, longest) for text in one] for one in inputs]
+            inputs = [[self.bounds.cut_text(text, longest) for text in one] for one in inputs]
         each: list[Any] = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
         lead = self._leading if add_special_tokens else []
         found = []
-        for group in in_groups(each):
+        for group in split_groups(each):
             for encoding in self.backend.encode_batch_fast(group, add_special_tokens=add_special_tokens):
                 ids, types = [*lead, *encoding.ids], encoding.type_ids
                 if longest is not None and len(ids) > longest:
@@ -103,14 +107,15 @@ class Tokenizer:
                 found.append((ids, second if second < len(ids) else 0))
         return found
 
-    def chat_text(
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         arguments: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt of a conversation. Raises ChatTemplateError with a sentence for the client."""
+        """Render the prompt of a conversation. Raises ChatTemplateError with a sentence for the
+        client."""
         arguments = dict(arguments or {})
         source = arguments.pop(TEMPLATE, None)
         template = self._template if source is None else self._template_of(source)
@@ -131,58 +136,60 @@ class Tokenizer:
         arguments: dict[str, Any] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """A conversation as token ids; the template writes the special tokens itself, unless `arguments` has `add_special_tokens`. Raises
-        TextTooLongError as `encode` does."""
+        """Encode a conversation. The template writes the special tokens, unless `arguments` has
+        `add_special_tokens`. Raises TextTooLongError as `encode` does."""
         arguments = dict(arguments or {})
         special = bool(arguments.pop("add_special_tokens", False))
-        return self.encode(self.chat_text(messages, tools, arguments), add_special_tokens=special, most=most)
+        return self.encode(self.render_chat(messages, tools, arguments), add_special_tokens=special, most=most)
 
-    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with `bad_words` as token ids, each word both at a text's start and after a space."""
+    def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with `bad_words` as token ids, each word both without and with a
+        space before it."""
         texts = [lead + word.lstrip() for word in params.bad_words for lead in ("", " ")]
         spellings = {tuple(ids) for ids in self.encode_batch(texts, False)}
         return msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(filter(None, spellings))))
 
-    # decode --------------------------------------------------------------------------------------------------------
+    # ---- decode ----
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(token_ids) <= SHORT:
             return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]  # without the interpreter's lock
 
-    def token_text(self, token_id: int) -> str:
-        """One token's own text, as logprobs show it."""
+    def get_token_text(self, token_id: int) -> str:
+        """Return the text of one token, as log-probabilities show it."""
         return self.pieces[token_id].decode("utf-8", "replace") if self.pieces is not None else self.decode([token_id], False)
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def get_token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id] if self.pieces is not None else self.decode([token_id], False).encode()
 
     @property
     def is_python(self) -> bool:
-        """Whether it is Python code, of which no description exists."""
+        """Whether it is Python code without a tokenizer.json."""
         return isinstance(self.backend, PythonTokenizer)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def token_id(self, text: str) -> int | None:
+    def find_token_id(self, text: str) -> int | None:
         return self.backend.token_to_id(text)
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tokenizer knows; the model's own vocabulary may be padded beyond."""
+        """Number of ids of the tokenizer. The model's vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def _description(self) -> tuple[str | None, int | None]:
-        """The decoder's type, and the most characters that a token covers. Reading it takes a while for a large vocabulary."""
+        """The decoder's type, and the maximum number of characters that a token covers. Slow for a
+        large vocabulary."""
         spec = json.loads(self.backend.to_str())
-        return (spec.get("decoder") or {}).get("type"), longest_token(spec)
+        return (spec.get("decoder") or {}).get("type"), find_longest_token(spec)
 
     @cached_property
     def bounds(self) -> TextBounds:
-        """What is known of a text's tokens before it is tokenized."""
+        """Bounds on a text's number of tokens, checked before tokenizing."""
         return TextBounds(self.backend, self._description[1])
 
     @cached_property
@@ -192,8 +199,8 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> list[bytes] | None:
-        """Each id's bytes, when the decoder is the byte-level one, for which the text of a sequence is the text of its joined bytes;
-        None for any other decoder."""
+        """Each id's bytes for the byte-level decoder, whose text is that of the joined bytes. None
+        for other decoders."""
         if self._description[0] != "ByteLevel":
             return None
         vocab = self.backend.get_vocab(with_added_tokens=True)
@@ -203,15 +210,16 @@ class Tokenizer:
         return table
 
     def _missing_bos(self) -> list[int]:
-        """The bos token, when the configuration wants it first and tokenizer.json does not put it there."""
-        bos = self.token_id(self.special_tokens.get("bos_token", ""))
+        """The bos token, if the configuration asks for it and tokenizer.json does not add it."""
+        bos = self.find_token_id(self.special_tokens.get("bos_token", ""))
         if bos is None or self._config.get("add_bos_token") is not True:
             return []
         return [] if self.backend.encode("a").ids[:1] == [bos] else [bos]
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (Radford et al. 2019): printable bytes stand for themselves, the rest for U+0100 onwards."""
+    """GPT-2's printable characters for bytes (Radford et al. 2019): printable bytes map to
+    themselves, the others to U+0100 onwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
@@ -223,7 +231,7 @@ _BYTES = _bytes_of_characters()
 def _piece(text: str) -> bytes:
     try:
         return bytes([_BYTES[character] for character in text])
-    except KeyError:  # an added token with a character that stands for no byte is its own text
+    except KeyError:  # an added token with a character that maps to no byte
         return text.encode()
 
 
@@ -232,7 +240,8 @@ def _token_text(value: Any) -> str | None:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """A folder's `tokenizer_config.json`; empty where there is none. Raises CheckpointError where it is no JSON."""
+    """Read a folder's `tokenizer_config.json`; empty if missing. Raises CheckpointError if it is
+    not JSON."""
     return _read_json(folder / "tokenizer_config.json")
 
 
@@ -266,19 +275,19 @@ def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
         return slow.backend_tokenizer
     except Exception as error:
         raise CheckpointError(
-            f"{folder} holds no tokenizer.json, and no tokenizer can be made of its other files ({' '.join(str(error).split())}); "
+            f"{folder} holds no tokenizer.json, and no tokenizer can be created from its other files ({' '.join(str(error).split())}); "
             "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
         ) from error
 
 
 def _run_code(folder: Path, kind: str, reference: str, trust_remote_code: bool) -> Backend:
-    """The tokenizer that the folder's own class makes, or that its processor holds."""
+    """The tokenizer made by the folder's own class, or held by its processor."""
     own = load_class(folder if trust_remote_code else None, "tokenizer", reference)
     try:
         made = own.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the code raises
+    except Exception as error:  # the code may raise any error
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"{folder}: its own tokenizer ({reference}) cannot be made ({cause})") from error
+        raise CheckpointError(f"{folder}: its own tokenizer ({reference}) cannot be created ({cause})") from error
     if kind == "AutoProcessor":
         made = made.tokenizer
     backend = getattr(made, "backend_tokenizer", None)
@@ -286,7 +295,8 @@ def _run_code(folder: Path, kind: str, reference: str, trust_remote_code: bool) 
 
 
 def _plain(backend: Backend) -> Backend:
-    """Without padding and truncation, which files of embedding models ask for: both are for batches of one length."""
+    """Disable padding and truncation, which embedding models request for batches of equal
+    length."""
     backend.no_padding()
     backend.no_truncation()
     return backend

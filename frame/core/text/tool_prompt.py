@@ -1,6 +1,7 @@
-"""Tools, their calls and their results as plain messages, for chat templates that know nothing of tools.
+"""Writes tools, calls and results as plain messages, for chat templates without tool support.
 
-The form is the one that most models have seen: `<tools>`, `<tool_call>`, `<tool_response>`, as Hermes introduced it. Knows no template.
+The format is Hermes's `<tools>`, `<tool_call>` and `<tool_response>`. Used by `ChatTemplate`; must
+not know a template.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _KNOWN = ("system", "developer")
 
 
 def as_plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The messages with the tools in the system message, calls in the assistant's text and results as messages of the user."""
+    """Return the messages with tools in the system message, calls in the assistant's text and
+    results as user messages."""
     plain = [_plain(message) for message in messages]
     if not tools:
         return plain

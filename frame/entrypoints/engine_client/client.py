@@ -288,7 +288,7 @@ class EngineClient:
 
     def _take(self, message: AnyMessage, touched: list[RequestState]) -> None:
         if isinstance(message, StepTokens) and self._detokenizer is not None:
-            message = self._detokenizer.process(message)
+            message = self._detokenizer.process_step(message)
         if isinstance(message, StepText):
             self._feed.take(message, message.texts, touched)
             if message.stopped:
@@ -349,7 +349,7 @@ class EngineClient:
         if admitted:
             self.link.send(Abort(rids=admitted))
             if self._detokenizer is not None:
-                self._detokenizer.forget(admitted)
+                self._detokenizer.drop_requests(admitted)
 
     # deaths --------------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class EngineClient:
         sequence.standing.admissions += 1
         texts: list[StepText] = []
         if self._detokenizer is not None:
-            texts = self._detokenizer.watch(watch_of(sequence, message))
+            texts = self._detokenizer.start_request(watch_of(sequence, message))
         elif self._remote_text:
             self.link.send(watch_of(sequence, message))
         self.link.send(message)

@@ -341,7 +341,7 @@ class Services:
         if not any(own.stop or own.bad_words for own in params):
             return params
         tokenizer = self.need_tokenizer()  # stop strings are matched on text
-        made = {id(own): await asyncio.to_thread(tokenizer.with_bad_words, own) for own in _unique(params) if own.bad_words}
+        made = {id(own): await asyncio.to_thread(tokenizer.encode_bad_words, own) for own in _unique(params) if own.bad_words}
         return [made.get(id(own), own) for own in params]
 
     async def complete(self, answer: RequestState) -> list[SequenceState]:

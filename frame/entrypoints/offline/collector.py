@@ -98,7 +98,7 @@ class Collector:
         for sequence in running:
             wants_text = bool(sequence.params.stop) or job.on_delta is not None
             if self.detokenizer is not None and wants_text and sequence.stream is None:
-                sequence.stream = self.detokenizer.stream(sequence.params, sequence.prompt_tail)
+                sequence.stream = self.detokenizer.create_stream(sequence.params, sequence.prompt_tail)
         with self._lock:
             if self.dead is not None:
                 raise RuntimeError(self.dead)
@@ -183,7 +183,7 @@ class Collector:
         for sequence in job.sequences:
             output = sequence.output
             if sequence.stream is None and output.token_ids:
-                stream = self.detokenizer.stream(sequence.params, sequence.prompt_tail)
+                stream = self.detokenizer.create_stream(sequence.params, sequence.prompt_tail)
                 output.text, _, end = stream.feed(output.token_ids, Finish("length", output.matched))
                 if end is FAILED:
                     output.finish_reason, output.error = end.reason, end.error

@@ -257,7 +257,7 @@ class Engine:
         return ids
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        return self.tokenizer.with_bad_words(params) if params.bad_words else params
+        return self.tokenizer.encode_bad_words(params) if params.bad_words else params
 
     def _run(self, job: Job, done: threading.Event) -> None:
         """To the end, whatever becomes of the engine. `done` is set by the job."""

@@ -147,14 +147,14 @@ def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | No
     """A detokenizer process's whole work. A message that cannot be handled ends its requests, and nobody else's."""
     try:
         if isinstance(message, StepTokens):
-            text = detokenizer.process(message)
+            text = detokenizer.process_step(message)
             if spans is not None:
                 spans.take(text)
             return [text] if text.rids else []
         if isinstance(message, StartDetokenize):
             if spans is not None:
                 spans.watch(message)
-            return detokenizer.watch(message)
+            return detokenizer.start_request(message)
     except Exception:
         logging.getLogger(__name__).exception("a %s could not be handled", type(message).__name__)
         return [_given_up(message.rids)] if isinstance(message, StepTokens) else []

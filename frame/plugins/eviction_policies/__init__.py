@@ -1,6 +1,7 @@
-"""Manifest of the in-tree eviction policies: records only, nothing heavy is imported here.
+"""Manifest of the in-tree eviction policies: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 def register_eviction_policies(registry: KindRegistry) -> None:
     """Add the in-tree eviction policies."""
     here = "frame.plugins.eviction_policies"
-    registry.add("lru", f"{here}.lru:Lru", api=API, summary="The prefix that was used longest ago goes first.")
+    registry.add("lru", f"{here}.lru:Lru", api=API, summary="Evicts the least recently used prefix.")
     registry.add(
-        "lfu", f"{here}.lfu:Lfu", api=API, summary="The prefix that was used least often goes first, among equals the one used longest ago."
+        "lfu", f"{here}.lfu:Lfu", api=API, summary="Evicts the least frequently used prefix; on a tie the least recently used."
     )
-    registry.add("fifo", f"{here}.fifo:Fifo", api=API, summary="The prefix that was cached first goes first, used or not.")
+    registry.add("fifo", f"{here}.fifo:Fifo", api=API, summary="Evicts the prefix that was cached first.")
     registry.add(
-        "mru", f"{here}.mru:Mru", api=API, summary="The prefix that was used last goes first: for scans over more prefixes than fit."
+        "mru", f"{here}.mru:Mru", api=API, summary="Evicts the most recently used prefix, for scans over more prefixes than fit."
     )
-    registry.add("slru", f"{here}.slru:Slru", api=API, summary="Prefixes used once go before those used again, each by recency.")
+    registry.add("slru", f"{here}.slru:Slru", api=API, summary="Segmented LRU: evicts prefixes used once before those used again.")
     registry.add(
         "priority",
         f"{here}.priority:Priority",
         api=API,
-        summary="The prefix of the lowest request priority goes first, among equals the one used longest ago.",
+        summary="Evicts the prefix with the lowest request priority; on a tie the least recently used.",
     )

@@ -1,4 +1,4 @@
-"""`fifo`: the prefix that was cached first goes first, used or not."""
+"""`fifo`: evicts the prefix that was cached first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 
 
 class Fifo(EvictionPolicy):
-    """The prefix that was cached first goes first, used or not."""
+    """Evicts the prefix that was cached first."""
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (node.created,)

@@ -1,4 +1,4 @@
-"""`lfu`: the prefix that was used least often goes first, among equals the one used longest ago."""
+"""`lfu`: evicts the least frequently used prefix; on a tie the least recently used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 
 
 class Lfu(EvictionPolicy):
-    """The prefix that was used least often goes first, among equals the one used longest ago."""
+    """Evicts the least frequently used prefix; on a tie the least recently used."""
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (node.hits, node.last_access)

@@ -1,4 +1,4 @@
-"""`lru`: the prefix that was used longest ago goes first."""
+"""`lru`: evicts the least recently used prefix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 
 
 class Lru(EvictionPolicy):
-    """The prefix that was used longest ago goes first."""
+    """Evicts the least recently used prefix."""
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (node.last_access,)

@@ -1,4 +1,4 @@
-"""`mru`: the prefix that was used last goes first: for scans over more prefixes than fit."""
+"""`mru`: evicts the most recently used prefix, for scans over more prefixes than fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 
 
 class Mru(EvictionPolicy):
-    """The prefix that was used last goes first: for scans over more prefixes than fit."""
+    """Evicts the most recently used prefix, for scans over more prefixes than fit."""
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (-node.last_access,)

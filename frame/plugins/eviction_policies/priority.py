@@ -1,4 +1,5 @@
-"""`priority`: the prefix of the lowest request priority goes first, among equals the one used longest ago."""
+"""`priority`: evicts the prefix with the lowest request priority; on a tie the least recently
+used."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
 
 
 class Priority(EvictionPolicy):
-    """The prefix of the lowest request priority goes first, among equals the one used longest ago."""
+    """Evicts the prefix with the lowest request priority; on a tie the least recently used."""
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (node.priority, node.last_access)

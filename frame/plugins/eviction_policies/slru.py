@@ -1,4 +1,4 @@
-"""`slru`: segmented least recently used. A prefix is on probation until it is used a second time."""
+"""`slru`: segmented LRU (least recently used)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ PROTECTED_FROM = 2  # uses
 
 
 class Slru(EvictionPolicy):
-    """Prefixes that were used once go before all that were used again; in each segment the one used longest ago goes first.
+    """Evicts prefixes that were used once before all that were used again; within a segment the
+    least recently used.
 
-    One pass over many new prompts so cannot push out the prefixes that are in steady use (Karedla, Love, Wherry 1994).
+    A prefix enters the protected segment with its second use.
     """
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
-"""Manifest of the in-tree grammars: records only, nothing heavy is imported here.
+"""Manifest of the in-tree grammar backends: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_grammars(registry: KindRegistry) -> None:
-    """Add the in-tree grammars."""
+    """Add the in-tree grammar backends."""
     registry.add(
         "combined",
         "frame.plugins.grammars.combined:CombinedBackend",
         capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
         requires=("llguidance>=1.8", "xgrammar>=0.2"),
-        summary="Every kind of grammar: by llguidance, whose masks cost less; structural tags and what that refuses by xgrammar.",
+        summary="All kinds: llguidance; xgrammar for structural tags and for what llguidance rejects.",
         rank=20,
         api="grammar/2",
     )
@@ -34,7 +35,7 @@ def register_grammars(registry: KindRegistry) -> None:
         capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
         requires=("xgrammar>=0.2",),
-        summary="Every kind of grammar by xgrammar; compiles ahead, so that masks are cheap.",
+        summary="All kinds, by xgrammar: compiles a grammar first, in milliseconds to seconds.",
         rank=10,
         api="grammar/2",
     )
@@ -44,7 +45,7 @@ def register_grammars(registry: KindRegistry) -> None:
         capabilities=GrammarCapabilities(("json_schema", "json_object", "regex", "ebnf", "choice")),
         options=GrammarOptions,
         requires=("llguidance>=1.8",),
-        summary="JSON schema, JSON, regular expressions, EBNF and choices by llguidance; compiles at once, covers more of JSON schema.",
+        summary="JSON schema, JSON, regular expressions, EBNF and choices, by llguidance: compiles in a millisecond.",
         api="grammar/2",
     )
     registry.suggest_distribution("automata", "frame-automata")

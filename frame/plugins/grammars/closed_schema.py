@@ -1,19 +1,21 @@
-"""JSON schemas as clients mean them: an object has the properties that its schema names, and no others. Knows no backend."""
+"""Closes JSON schemas: an object has only the properties that its schema names. Used by backends;
+knows no library."""
 
 from __future__ import annotations
 
 from typing import Any
 
-OPEN_ENDED = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # say themselves what else there may be
-COMBINED = ("allOf", "if", "not", "$ref", "dependentSchemas")  # together with properties: closing one part would close out the others'
+OPEN_ENDED = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # define further properties
+COMBINED = ("allOf", "if", "not", "$ref", "dependentSchemas")  # closing one part would exclude the properties of the other
 BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 LISTS = ("anyOf", "oneOf", "prefixItems")
 ONE = ("items", "additionalProperties")
 
 
-def closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` in every object that names properties and says nothing of others. Schemas that are
-    put together of several for one object (`allOf` and the like) are left as they are."""
+def close_schema(schema: Any) -> Any:
+    """Return the schema with `additionalProperties: false` in every object that names properties
+    and does not define further ones. Schemas that combine several schemas for one object (`allOf`
+    and the like) are returned unchanged."""
     return schema if _joins(schema) else _closed(schema)
 
 
@@ -35,7 +37,7 @@ def _inside(key: str, value: Any) -> Any:
 
 
 def _joins(schema: Any) -> bool:
-    """Whether some object's properties come from several places."""
+    """Whether the properties of an object come from several schemas."""
     if not isinstance(schema, dict):
         return False
     combines = "properties" in schema and any(key in schema for key in (*COMBINED, "anyOf", "oneOf"))

@@ -1,6 +1,7 @@
-"""Each grammar by the library that makes its masks for less: llguidance, but xgrammar for structural tags and for what llguidance refuses.
+"""The grammar backend `combined`: llguidance, and xgrammar for structural tags and for grammars
+that llguidance rejects.
 
-Knows one tokenizer and one vocabulary; xgrammar, which takes seconds to load, is loaded when it is needed first.
+Knows one tokenizer and one vocabulary. xgrammar takes seconds to load and is loaded on first use.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class CombinedBackend(GrammarBackend):
-    """Compiles for one tokenizer that both libraries can read. Raises ValueError when they cannot."""
+    """Compiles for one tokenizer. Raises ValueError if one of the libraries cannot read it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
         options = options if isinstance(options, XGrammarOptions) else XGrammarOptions()
         self._arguments = tokenizer, vocab_size, options
         self._llguidance = LLGuidanceBackend(*self._arguments)
         self._xgrammar: GrammarBackend | None = None
-        self._lock = threading.Lock()  # while that is made
+        self._lock = threading.Lock()  # guards `_xgrammar`
 
     def compile(self, kind: str, source: str) -> CompiledGrammar:
-        """See `GrammarBackend.compile`. What both refuse is refused in llguidance's words."""
+        """See `GrammarBackend.compile`. The error of a grammar that both reject is llguidance's."""
         if kind == "structural_tag":
-            return self._other().compile(kind, source)
+            return self._load_xgrammar().compile(kind, source)
         try:
             return self._llguidance.compile(kind, source)
         except ValueError as refusal:
             try:
-                return self._other().compile(kind, source)
+                return self._load_xgrammar().compile(kind, source)
             except ValueError:
                 raise refusal from None
 
@@ -44,9 +45,9 @@ class CombinedBackend(GrammarBackend):
         return b"" if self._xgrammar is None else self._xgrammar.dump(compiled)
 
     def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
-        return self._other().load(kind, source, data) if data else self._llguidance.load(kind, source, data)
+        return self._load_xgrammar().load(kind, source, data) if data else self._llguidance.load(kind, source, data)
 
-    def _other(self) -> GrammarBackend:
+    def _load_xgrammar(self) -> GrammarBackend:
         with self._lock:
             if self._xgrammar is None:
                 from frame.plugins.grammars.xgrammar import XGrammarBackend

@@ -1,6 +1,8 @@
-"""Reads EBNF in the GBNF dialect (`root ::= "a" [0-9]+ other`) and translates it to llguidance's Lark dialect.
+"""Reads EBNF in the GBNF dialect (`root ::= "a" [0-9]+ other`) and translates it to llguidance's
+Lark dialect.
 
-Used by the backend `llguidance`, and by backend packages that need the parsed rules. Knows no vocabulary and no library.
+Used by the backend `llguidance`, and by backend packages that need the parsed rules. Knows no
+vocabulary and no library.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from dataclasses import dataclass
 
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
-MOST_DEPTH = 60
-MOST_PARTS = 2_000
-NO_RUN = (-1, -1)  # marks characters that are no run, though a run may be of the same
+MAX_DEPTH = 60
+MAX_PARTS = 2_000
+NO_RUN = (-1, -1)  # marks characters outside of a run
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-", "'": "'", "/": "/", "^": "^"}
 HEX = {"x": 2, "u": 4, "U": 8}
 NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
@@ -38,18 +40,19 @@ def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An expression: "text", "class", "rule" (by its name), "sequence", "choice", or "repeat" of one part."""
+    """An expression. `kind`: "text", "class", "rule", "sequence", "choice", or "repeat" of one
+    part."""
 
     kind: str
-    text: str = ""  # of "text", and of "rule": its name
-    ranges: tuple[tuple[int, int], ...] = ()  # of "class"; code points, both ends in
+    text: str = ""  # of "text"; of "rule": its name
+    ranges: tuple[tuple[int, int], ...] = ()  # of "class"; code points, both ends included
     parts: tuple[Part, ...] = ()
     least: int = 0
     most: int | None = None
 
     @property
     def run(self) -> tuple[tuple[int, int], ...]:
-        """The characters of a `[…]+` or `[…]*`; empty for other parts."""
+        """The ranges of a `[…]+` or `[…]*`; empty for other parts."""
         is_run = self.kind == "repeat" and self.most is None and self.least < 2 and self.parts[0].kind == "class"
         return self.parts[0].ranges if is_run else ()
 
@@ -58,11 +61,12 @@ Rules = Mapping[str, Part]
 
 
 def read(source: str) -> Rules:
-    """The rules by name; `root` is one of them, and all that are named are there. Raises UnsupportedSyntaxError."""
+    """Return the rules by name. `root` and all referenced rules exist. Raises
+    UnsupportedSyntaxError."""
     rules = _Reader(source).rules()
     parts = [part for rule in rules.values() for part in _inside(rule)]
-    if len(parts) > MOST_PARTS:
-        raise UnsupportedSyntaxError(f"more than {MOST_PARTS} parts")
+    if len(parts) > MAX_PARTS:
+        raise UnsupportedSyntaxError(f"more than {MAX_PARTS} parts")
     named = {part.text for part in parts if part.kind == "rule"}
     if "root" not in rules or named - rules.keys():
         raise UnsupportedSyntaxError("a rule is missing")
@@ -70,12 +74,13 @@ def read(source: str) -> Rules:
 
 
 def to_lark(rules: Rules) -> str:
-    """The grammar as llguidance reads it."""
-    runs = lexemes(rules)  # all other lexemes are single characters, of which none is the beginning of another
+    """Return the grammar in llguidance's Lark dialect. Runs (`[a-z]+`) are one lexeme if that is
+    equivalent: fewer parser steps."""
+    runs = find_lexemes(rules)  # all other lexemes are single characters, so none is a prefix of another
     numbers = {name: f"rule{number}" for number, name in enumerate(rules)}
 
     def written(part: Part) -> str:
-        if part.kind == "text":  # by characters: of two lexemes that begin alike the longer one would be taken
+        if part.kind == "text":  # by character: of two lexemes with a common prefix the longer one would win
             return " ".join(json.dumps(char, ensure_ascii=False) for char in part.text) or '""'
         if part.kind == "class":
             return f"/{_class(part.ranges)}/"
@@ -92,9 +97,9 @@ def to_lark(rules: Rules) -> str:
     return "\n".join([f"start: {numbers['root']}", *(f"{numbers[name]}: {written(rule)}" for name, rule in rules.items())])
 
 
-def lexemes(rules: Rules) -> set[tuple[tuple[int, int], ...]]:
-    """The runs that are one lexeme without loss. A lexeme takes all that it can, so none of its characters may come from elsewhere in the
-    grammar, nor may a run of the same follow it."""
+def find_lexemes(rules: Rules) -> set[tuple[tuple[int, int], ...]]:
+    """Return the runs that can be one lexeme. A lexeme matches greedily, so none of its characters
+    may come from elsewhere in the grammar, and no run of the same characters may follow it."""
     runs = {part.run for rule in rules.values() for part in _inside(rule) if part.run}
     others: set[tuple[tuple[int, int], ...]] = set(runs)
     for rule in rules.values():
@@ -108,7 +113,8 @@ def lexemes(rules: Rules) -> set[tuple[tuple[int, int], ...]]:
 
 
 def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]) -> set[tuple[tuple[int, int], ...]]:
-    """Those after which one of the same may come: which runs begin and follow each rule, to the fixed point."""
+    """The runs that the same run may follow: a fixed point over the runs that begin and follow each
+    rule."""
     first: dict[str, set[object]] = {name: set() for name in rules}
     after: dict[str, set[object]] = {name: set() for name in rules}
     nullable: dict[str, bool] = dict.fromkeys(rules, False)
@@ -169,7 +175,7 @@ def _inside(part: Part) -> Iterator[Part]:
 
 
 def _with_runs(part: Part, is_run: bool = False) -> Iterator[tuple[Part, bool]]:
-    """All parts inside, and whether they are what a run repeats."""
+    """All parts inside, and whether a run repeats them."""
     yield part, is_run
     for each in part.parts:
         yield from _with_runs(each, bool(part.run))
@@ -184,7 +190,7 @@ def _class(ranges: tuple[tuple[int, int], ...]) -> str:
 
 
 class _Reader:
-    """Recursive descent; `at` is the next character's place."""
+    """Recursive descent; `at`: index of the next character."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -202,8 +208,8 @@ class _Reader:
         return found
 
     def _choice(self, depth: int) -> Part:
-        if depth > MOST_DEPTH:
-            raise UnsupportedSyntaxError(f"more than {MOST_DEPTH} parentheses in each other")
+        if depth > MAX_DEPTH:
+            raise UnsupportedSyntaxError(f"more than {MAX_DEPTH} parentheses in each other")
         choices = [self._sequence(depth)]
         while self._take("|"):
             choices.append(self._sequence(depth))

@@ -1,7 +1,7 @@
 """The grammar backend `llguidance`: JSON schema, JSON objects, regular expressions, EBNF, choices.
 
-A grammar compiles in about a millisecond; masks are computed at run time, each under the library's own work limits. Knows one tokenizer
-and one vocabulary.
+A grammar compiles in about a millisecond; masks are computed at run time, each under the library's
+own work limits. Knows one tokenizer and one vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.closed_schema import closed
+from frame.plugins.grammars.closed_schema import close_schema
 from frame.plugins.grammars.options import GrammarOptions
 from frame.plugins.grammars.sources import check_source, one_sentence
 
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 MAX_MATCHERS = min(8, os.cpu_count() or 1)  # of one grammar; as many threads compute its masks in parallel
-# For EBNF: accepting a token holds the interpreter's lock, and the work for an ambiguous grammar grows with the square of this number.
-# The library's own limit of 2000 stays for JSON schemas: an object with 300 optional properties needs 1,200.
+# For EBNF: accepting a token holds the interpreter's lock, and the work for an ambiguous grammar
+# grows with the square of this number. The library's own limit of 2000 stays for JSON schemas: an
+# object with 300 optional properties needs 1,200.
 MAX_EBNF_ITEMS = 256
 QUICK = 5e-3  # seconds; a grammar that takes longer to parse gets one matcher
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
-# ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives `\\<` and `\\>` a meaning of its own.
+# ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives
+# `\\<` and `\\>` a meaning of its own.
 _ASCII_ESCAPES = {
     "d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]",
     "s": r"[\x20\t-\r]", "S": r"[^\x20\t-\r]", "<": "<", ">": ">",
@@ -47,11 +49,12 @@ class LLGrammar:
         self._is_ended = False
 
     def fill(self, mask: np.ndarray) -> bool:
-        """See `Grammar.fill`; when the end was accepted everything is allowed. Raises ValueError when the library's limits are reached."""
+        """See `Grammar.fill`. All tokens are allowed after the end token. Raises ValueError when
+        the library's limits are reached."""
         if self._is_ended:
             mask[...] = -1
             return False
-        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # three times as quick as `mask.ctypes`
+        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
         self._check_limits()
         return True
 
@@ -77,8 +80,9 @@ class LLGrammar:
 class LLCompiled:
     """A compiled grammar (`CompiledGrammar`).
 
-    Copies of a matcher share what was found out about the grammar, and a lock. So that several threads can make masks, requests get
-    copies of several matchers in turn; further ones are made as they are needed, if that takes no longer than a step can wait.
+    Copies of a matcher share cached states and a lock. So that several threads can compute masks,
+    requests get copies of several matchers in turn. Further matchers are created on demand, if
+    parsing takes no longer than a step can wait.
     """
 
     def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int]) -> None:
@@ -88,12 +92,12 @@ class LLCompiled:
         self._most = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._turn = 0
         self._stops = stop_token_ids
-        # the library does not say; lexer states come to tens of kilobytes
+        # an estimate: lexer states take tens of kilobytes
         self.num_bytes = 64 * len(source) + self._most * (64 << 10)
 
     @property
     def matcher(self) -> Any:
-        """The first."""
+        """The first matcher."""
         return self._matchers[0]
 
     def start(self) -> LLGrammar:
@@ -105,7 +109,8 @@ class LLCompiled:
 
 
 class LLGuidanceBackend(GrammarBackend):
-    """Compiles for one tokenizer: a `tokenizers.Tokenizer`, or what holds one as `backend`, with its `eos_token_ids`.
+    """Compiles for one tokenizer: a `tokenizers.Tokenizer`, or an object that holds one as
+    `backend`, with its `eos_token_ids`.
 
     Raises ValueError when the tokenizer cannot be read or is larger than the model's vocabulary.
     """
@@ -119,7 +124,8 @@ class LLGuidanceBackend(GrammarBackend):
         self._stops = frozenset(self._tokenizer.eos_tokens)
 
     def compile(self, kind: str, source: str) -> LLCompiled:
-        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
+        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
+        large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         try:
             translated = self._translate(kind, source)
@@ -146,7 +152,7 @@ class LLGuidanceBackend(GrammarBackend):
             overrides: Any = {"whitespace_flexible": False}
             if self._options.any_whitespace:
                 overrides = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{self._options.max_whitespace}}}"}
-            schema = json.dumps(closed(json.loads(source))) if kind == "json_schema" else '{"type": "object"}'
+            schema = json.dumps(close_schema(json.loads(source))) if kind == "json_schema" else '{"type": "object"}'
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
         if kind == "choice":
             return str(grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False)))
@@ -161,5 +167,6 @@ class LLGuidanceBackend(GrammarBackend):
 
 
 def with_ascii_escapes(pattern: str) -> str:
-    """The expression with `\\d`, `\\w`, `\\s` and their complements written as ASCII classes, inside classes too."""
+    """The expression with `\\d`, `\\w`, `\\s` and their complements written as ASCII classes,
+    inside classes too."""
     return re.sub(r"\\(.)", lambda found: _ASCII_ESCAPES.get(found[1], found[0]), pattern, flags=re.DOTALL)

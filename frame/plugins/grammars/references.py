@@ -1,5 +1,5 @@
-"""References between JSON schemas: each must lead to a schema of the same document, because libraries that cannot follow one allow
-anything in its place, or fetch it. Knows no compiler."""
+"""Checks `$ref` in JSON schemas: each must point into the same document. A library would allow any
+value for a reference that it cannot resolve, or fetch it. Knows no library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-# keywords by what they hold; under all others (`enum`, `const`, `default`, `examples`) is data, where `$ref` is a name like any other
+# keywords whose values are schemas; the others (`enum`, `const`, `default`, `examples`) contain
+# data, where `$ref` is a plain name
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 SCHEMAS = frozenset(
     ("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties",
@@ -15,21 +16,22 @@ SCHEMAS = frozenset(
 )  # fmt: skip
 ANCHORS = ("$anchor", "$dynamicAnchor")
 UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
-LONGEST = 100  # characters of a reference that are repeated to the client
+LONGEST = 100  # characters of a reference in an error
 
 
 def check_references(kind: str, parsed: Any, pointers_only: bool) -> None:
-    """Raise ValueError, one sentence, for a reference of a `json_schema`, or of a schema in a `structural_tag`, that cannot be followed.
-    `pointers_only`: the compiler follows `#` and `#/...`, but no `$anchor` and no `$id`."""
+    """Raise ValueError, one sentence, for a reference in a `json_schema`, or in a schema of a
+    `structural_tag`, that cannot be resolved. `pointers_only`: the library resolves `#` and
+    `#/...`, but neither `$anchor` nor `$id`."""
     if kind == "json_schema":
         _Document(kind, parsed).check(pointers_only)
         return
-    for schema in _schemas_of_tag(parsed):  # which may be a tool's, where the client knows of no tag
+    for schema in _schemas_of_tag(parsed):  # which may come from a tool, so the error does not name the tag
         _Document("a schema of this request", schema).check(pointers_only)
 
 
 class _Document:
-    """A schema that stands alone, and by which names its parts can be referred to."""
+    """A schema document, and the names of its parts."""
 
     def __init__(self, name: str, root: Any) -> None:
         self._name = name
@@ -40,7 +42,7 @@ class _Document:
         self._collect(root, "")
 
     def check(self, pointers_only: bool) -> None:
-        for schema, base in self._found:  # grows while targets are found in places that hold no schemas by themselves
+        for schema, base in self._found:  # grows while targets are found outside of the schema keywords
             for keyword in UNFOLLOWED:
                 if keyword in schema:
                     raise ValueError(f"{self._name} has a {keyword}, which is not supported; use a $ref such as '#/$defs/NAME'")
@@ -49,17 +51,17 @@ class _Document:
 
     def _follow(self, reference: Any, base: str, pointers_only: bool) -> None:
         if pointers_only and isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
-            raise self._refused(reference, "which this grammar backend does not follow")
+            raise self._refused(reference, "which this grammar backend does not resolve")
         resource, fragment = _split(reference, base)
         if resource not in self._resources:
             raise self._refused(reference, "which is outside of the schema")
         if fragment and not fragment.startswith("/"):
             if (resource, fragment) not in self._anchors:
-                raise self._refused(reference, "which names no part of the schema")
+                raise self._refused(reference, "which points to no part of the schema")
             return
         target = _at(self._resources[resource], fragment)
         if not isinstance(target, dict | bool):
-            raise self._refused(reference, "which names no part of the schema")
+            raise self._refused(reference, "which points to no part of the schema")
         self._collect(target, resource)
 
     def _collect(self, schema: Any, base: str) -> None:
@@ -70,7 +72,7 @@ class _Document:
             address, name = _split(schema["$id"], base)
             base = base if address is None else address
             self._resources.setdefault(base, schema)
-            self._anchors.add((base, name))  # as it was written up to draft 7
+            self._anchors.add((base, name))  # the form up to draft 7
         self._anchors.update((base, schema[keyword]) for keyword in ANCHORS if isinstance(schema.get(keyword), str))
         self._found.append((schema, base))
         for part in _parts(schema):
@@ -78,7 +80,7 @@ class _Document:
 
     def _refused(self, reference: Any, reason: str) -> ValueError:
         shown = reference[:LONGEST] if isinstance(reference, str) else reference
-        remedy = "put what it means into the schema's $defs and refer to it as '#/$defs/NAME'"
+        remedy = "move its target into the schema's $defs and refer to it as '#/$defs/NAME'"
         return ValueError(f"{self._name} has the $ref {shown!r}, {reason}; {remedy}")
 
 
@@ -91,7 +93,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _split(reference: Any, base: str) -> tuple[str | None, str]:
-    """The address of a resource, None where it is none, and the fragment."""
+    """The address of a resource (None: invalid) and the fragment."""
     try:
         address = base + reference if reference.startswith("#") else urljoin(base, reference)
     except (AttributeError, ValueError):
@@ -101,7 +103,7 @@ def _split(reference: Any, base: str) -> tuple[str | None, str]:
 
 
 def _at(node: Any, pointer: str) -> Any:
-    """What a JSON pointer names, None when that is nothing."""
+    """The target of a JSON pointer. None: no target."""
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(node, list) and name.isascii() and name.isdigit():
@@ -112,7 +114,7 @@ def _at(node: Any, pointer: str) -> Any:
 
 
 def _schemas_of_tag(node: Any) -> Iterator[Any]:
-    """The schemas of a structural tag, which stand alone each."""
+    """The schemas of a structural tag; each is a document of its own."""
     if isinstance(node, list):
         for each in node:
             yield from _schemas_of_tag(each)

@@ -1,4 +1,5 @@
-"""What every grammar's source is checked for before a compiler sees it, because it comes from a client. Knows no compiler."""
+"""Checks the source of a grammar, which comes from a client, before a library reads it. Knows no
+library."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ JSON_KINDS = ("json_schema", "structural_tag")
 
 
 def check_source(kind: str, source: str, max_chars: int, max_depth: int, pointers_only: bool = False) -> None:
-    """Raise ValueError, one sentence, for a source that is too long, too deep for a recursive reader, no JSON where it must be, or whose
-    schemas refer to what cannot be followed; `pointers_only`: see `check_references`."""
+    """Raise ValueError, one sentence, for a source that is too long or too deep, that is not JSON
+    where it must be, or whose references cannot be resolved. `pointers_only`: see
+    `check_references`."""
     if len(source) > max_chars:
         raise ValueError(f"{kind} has {len(source)} characters; the limit is {max_chars}")
     if "\0" in source:
-        raise ValueError(f"{kind} holds a NUL character; remove it")
+        raise ValueError(f"{kind} contains a NUL character; remove it")
     if kind not in JSON_KINDS:
         return
     _check_depth(kind, source, max_depth)
     try:
         parsed = json.loads(source)
     except ValueError as error:
-        raise ValueError(f"{kind} is no JSON: {error}") from None
+        raise ValueError(f"{kind} is not JSON: {error}") from None
     if not isinstance(parsed, dict | bool):
         raise ValueError(f"{kind} must be a JSON object")
     check_references(kind, parsed, pointers_only)
@@ -45,5 +47,5 @@ def _check_depth(kind: str, source: str, limit: int) -> None:
 
 
 def one_sentence(kind: str, reason: str, longest: int = 200) -> str:
-    """A compiler's own words about a grammar, without line breaks."""
+    """The library's own message about a grammar, on one line."""
     return f"{kind} does not compile: {' '.join(reason.split())[:longest]}"

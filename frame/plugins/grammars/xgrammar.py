@@ -1,6 +1,7 @@
-"""Grammars by xgrammar: JSON schema, any JSON object, regular expressions, EBNF, choices, structural tags.
+"""The grammar backend `xgrammar`: JSON schema, JSON objects, regular expressions, EBNF, choices,
+structural tags.
 
-Knows one tokenizer and one vocabulary; which request has which grammar is the scheduler's, limits of time and memory are the engine's.
+Knows one tokenizer and one vocabulary. The engine limits time and memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.sampling import CompiledGrammar
 
-_PREAMBLE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .* is false: )?", re.DOTALL)  # where in the library's source
+_PREAMBLE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .* is false: )?", re.DOTALL)  # source location and failed check
 
 
 class XGrammar:
@@ -32,10 +33,10 @@ class XGrammar:
     def __init__(self, compiled: XCompiled) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled.handle)
         self._vocabulary = compiled.vocabulary
-        self._next: np.ndarray | None = None  # the mask, where `is_finished` has made it
+        self._next: np.ndarray | None = None  # the mask, if `is_finished` has computed it
 
     def fill(self, mask: np.ndarray) -> bool:
-        """See `Grammar.fill`; when the end was accepted everything is allowed."""
+        """See `Grammar.fill`. All tokens are allowed after the end token."""
         if self._next is not None:
             mask[:] = self._next
             return True
@@ -59,7 +60,7 @@ class XGrammar:
 
 
 class Vocabulary:
-    """`others`: the bits of all tokens that are no end token, int32 [words]."""
+    """The end tokens of a vocabulary. `others`: the bits of all other tokens, int32 [words]."""
 
     def __init__(self, size: int, stop_token_ids: tuple[int, ...]) -> None:
         self.words = -(-size // 32)
@@ -74,16 +75,18 @@ class XCompiled:
     def __init__(self, handle: Any, vocabulary: Vocabulary, num_bytes: int = 0) -> None:
         self.handle = handle
         self.vocabulary = vocabulary
-        self.num_bytes = max(num_bytes, int(handle.memory_size_bytes))  # which leaves some parts out
+        self.num_bytes = max(num_bytes, int(handle.memory_size_bytes))  # the library's figure leaves some parts out
 
     def start(self) -> XGrammar:
         return XGrammar(self)
 
 
 class XGrammarBackend(GrammarBackend):
-    """Compiles for one tokenizer: a folder in Hugging Face layout, a `tokenizers.Tokenizer`, or what holds one as `backend`.
+    """Compiles for one tokenizer: a folder in Hugging Face layout, a `tokenizers.Tokenizer`, or an
+    object that holds one as `backend`.
 
-    End tokens are the tokenizer's `eos_token_ids` where it has them. Raises ValueError when the tokenizer cannot be read.
+    The end tokens are the tokenizer's `eos_token_ids` if it has them. Raises ValueError if the
+    tokenizer cannot be read.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
@@ -96,7 +99,8 @@ class XGrammarBackend(GrammarBackend):
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=self._options.threads, cache_enabled=False)
 
     def compile(self, kind: str, source: str) -> XCompiled:
-        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
+        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
+        large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth, pointers_only=True)
         try:
             compiled = XCompiled(self._compile(kind, source), self._vocabulary)
@@ -132,14 +136,15 @@ class XGrammarBackend(GrammarBackend):
         raise ValueError(f"grammar kind {kind!r} is unknown")
 
     def _whitespace(self) -> dict[str, Any]:
-        """How JSON is written: without free whitespace it has a space behind each comma and colon, since the library writes the parts that
-        a schema leaves open with no other separators."""
+        """The arguments for whitespace. Without free whitespace there is a space after each comma
+        and colon: the library has no other separators for the parts that a schema leaves open."""
         if self._options.any_whitespace:
             return {"any_whitespace": True, "max_whitespace_cnt": self._options.max_whitespace}
         return {"any_whitespace": False}
 
     def _compact(self, form: Any) -> Any:
-        """A structural tag whose JSON is written as elsewhere, where it says nothing of whitespace: the library has no field for that."""
+        """Apply the whitespace options to the JSON parts of a structural tag that do not set them:
+        the library has no field for that."""
         if isinstance(form, list):
             return [self._compact(part) for part in form]
         if not isinstance(form, dict):

@@ -1,6 +1,7 @@
-"""Manifest of the in-tree logits processors: records only, nothing heavy is imported here.
+"""Manifest of the in-tree logits processors: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _HERE = "frame.plugins.logits_processors"
 
 @hookimpl
 def register_logits_processors(registry: KindRegistry) -> None:
-    """Add the in-tree logits processors; the one of higher rank is applied first."""
+    """Add the in-tree logits processors. They are applied by descending rank."""
     for rank, name, target, summary in (
         (40, "penalties", "penalties:Penalties", "Frequency, presence and repetition penalties."),
-        (30, "logit-bias", "logit_bias:LogitBias", "A number added to single logits."),
+        (30, "logit-bias", "logit_bias:LogitBias", "Adds a bias to single logits."),
         (20, "bad-words", "bad_words:BadWords", "Bans token sequences."),
-        (10, "min-tokens", "min_tokens:MinTokens", "Bans the end of a request until it has so many tokens."),
+        (10, "min-tokens", "min_tokens:MinTokens", "Bans the end of a request until its minimum length."),
     ):
         registry.add(name, f"{_HERE}.{target}", api="logits_processor/1", summary=summary, rank=rank)

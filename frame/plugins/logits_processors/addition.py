@@ -1,4 +1,4 @@
-"""Adding to single logits of some rows. Knows no processor and no state."""
+"""Adds values to single logits of some rows. Used by the processors; knows no state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 
 def add_to(logits: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """logits[rows[i], columns[i, j]] += values[i, j], also where a column comes twice. rows int64 [m], columns int64 [m, k], values like
-    logits [m, k]; where a column comes twice, all but one of its values are 0 or all are minus infinity."""
-    if logits.is_cuda and logits.is_contiguous():  # where `index_put_` sorts, several kernels long; the order of additions is no matter
+    """logits[rows[i], columns[i, j]] += values[i, j]. rows int64 [m], columns int64 [m, k], values
+    [m, k] of the logits' dtype. If a row has a column twice, all but one of its values must be 0,
+    or all must be minus infinity."""
+    if logits.is_cuda and logits.is_contiguous():  # `index_put_` would sort, with several kernels; the order of additions does not matter
         places = rows.unsqueeze(1) * logits.shape[1] + columns
         logits.view(-1).index_add_(0, places.view(-1), values.reshape(-1))
     else:

@@ -1,6 +1,7 @@
-"""`bad_words`: token sequences that may not come about: a sequence's last token is banned where the tokens before it are the row's last.
+"""`bad_words`: bans token sequences: the last token of a sequence is banned where the row ends with
+the tokens before it.
 
-As in transformers, prompt and output both count as what came before; a word of one token is always banned.
+As in transformers, the row is prompt plus output; a sequence of one token is always banned.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
     from frame.core.interfaces.sampling_params import SamplingParams
 
-_ANY = -1  # padding of a word's beginning: fits every token
-_NEVER = -2  # padding of a history that is shorter than the words: fits none
-_NONE = -3  # padding of the list of words
+_ANY = -1  # padding of a prefix: matches every token
+_NEVER = -2  # padding of a row shorter than the prefix: matches no token
+_NONE = -3  # padding of the list of sequences
 
 
 class BadWords(LogitsProcessor):
-    """State by wanting request: the words' last tokens [words], their beginnings [length, words] and the row's last tokens [length],
-    both counted backwards from the token to come."""
+    """State per request: the sequences' last tokens [words], their prefixes [length, words] and the
+    row's last tokens [length], both in reverse order, int64."""
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
         self._vocab_size = vocab_size
@@ -46,7 +47,7 @@ class BadWords(LogitsProcessor):
         before = torch.full((length, len(words)), _ANY, dtype=torch.int64)
         for column, word in enumerate(words):
             before[: len(word) - 1, column] = torch.tensor(word[-2::-1], dtype=torch.int64)
-        # a row keeps as many tokens as the longest word of all needs: that many are compared
+        # a row keeps as many tokens as the longest prefix of all requests has
         depth = max(length, self._state["history"].shape[1] if self._state.capacity else 0)
         history = torch.full((depth,), _NEVER, dtype=torch.int64)
         recent = torch.from_numpy(setup.token_ids[::-1][:depth].astype("int64"))

@@ -1,4 +1,4 @@
-"""`logit_bias`: a number added to single logits, by token id."""
+"""`logit_bias`: adds a bias to single logits, by token id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LogitBias(LogitsProcessor):
-    """State: ids and numbers, [wanting requests, most biases of one]; padding adds 0 to token 0."""
+    """State: ids and biases, [requests, maximum number of biases]. Padding adds 0 to token 0."""
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
         columns = {"ids": Column(torch.int64, shape=(0,)), "values": Column(torch.float32, shape=(0,))}

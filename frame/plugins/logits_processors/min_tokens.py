@@ -1,4 +1,5 @@
-"""`min_tokens`: bans the tokens that end a request (end of sequence, `stop_token_ids`) until it has so many tokens of output."""
+"""`min_tokens`: bans the end tokens (end of sequence, `stop_token_ids`) until the output has its
+minimum length."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class MinTokens(LogitsProcessor):
-    """State: the position from which the end is allowed, and ids [wanting requests, most ids of one], padded with -1."""
+    """State: the position from which the end is allowed, and the end ids [requests, maximum number
+    of ids], padded with -1."""
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
         self._vocab_size = vocab_size

@@ -1,6 +1,7 @@
-"""Frequency, presence and repetition penalties, over counts of each request's tokens.
+"""`penalties`: frequency, presence and repetition penalties from each request's token counts.
 
-Frequency and presence (OpenAI) look at the output alone; repetition (Keskar et al. 2019, arXiv 1909.05858 §4.1) at prompt and output.
+Frequency and presence penalties (OpenAI) count the output; repetition (Keskar et al. 2019, arXiv
+1909.05858 §4.1) prompt and output.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
     from frame.core.interfaces.sampling_params import SamplingParams
 
-_IN_PROMPT = 1 << 30  # this bit of a count says that the prompt holds the token; the bits below count the output
+_IN_PROMPT = 1 << 30  # set if the prompt contains the token; the bits below count the output
 
 
 class Penalties(LogitsProcessor):
-    """State: int32 [wanting requests, vocab]."""
+    """State: token counts, int32 [requests, vocab]."""
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
         self._vocab_size = vocab_size

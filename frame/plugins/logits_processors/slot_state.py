@@ -1,7 +1,8 @@
-"""Compact device state of logits processors: tensors with one row a request that wants one, found by slot.
+"""Compact device state of logits processors: tensors with one row per request that uses the
+processor, indexed by slot.
 
-Nothing is allocated until the first request wants it; rows grow by doubling, and all is freed when the last one leaves.
-Knows no processor: tensors are declared by name, trailing shape, type and fill value.
+Allocated with the first such request; rows grow by doubling, and all memory is freed with the last
+row. Must not know a processor: tensors are declared by name, trailing shape, dtype and fill value.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One tensor of the state: [rows, *shape], new rows and new width filled with `fill`."""
+    """One tensor of the state, [rows, *shape]. New rows and new columns are filled with `fill`."""
 
     dtype: torch.dtype
     fill: float = 0
@@ -22,9 +23,9 @@ class Column:
 
 
 class SlotState:
-    """Rows by slot. `state[name]` is the tensor, `rows(slots)` where the slots' rows are.
+    """Rows by slot: `state[name]` is a tensor, `rows(slots)` the rows of slots.
 
-    An allocation that fails leaves the state as it was: the slot has no row, and all others keep theirs.
+    A failed allocation leaves the state unchanged: the slot has no row, and the others keep theirs.
     """
 
     def __init__(self, max_slots: int, device: torch.device, columns: Mapping[str, Column]) -> None:
@@ -44,11 +45,12 @@ class SlotState:
         return len(next(iter(self._tensors.values()))) if self._tensors else 0
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """slots int64 [m] -> their rows, int64 [m]."""
+        """Return the rows of slots, int64 [m] -> int64 [m]."""
         return self._row_of.index_select(0, slots)
 
     def admit(self, slot: int, values: Mapping[str, torch.Tensor | float]) -> None:
-        """Give a slot a row: `values` by name (narrower ones are padded), the rest as declared."""
+        """Assign a row to a slot and set `values` by name (narrower ones are padded); the other
+        tensors get their fill value."""
         if slot in self._rows:
             self.release(slot)
         if not self._free:
@@ -62,11 +64,11 @@ class SlotState:
                 target[tuple(slice(size) for size in value.shape)] = value.to(self._device, column.dtype, non_blocking=True)
             else:
                 self._tensors[name][row].fill_(column.fill if value is None else value)
-        self._row_of[slot].fill_(row)  # an assignment of a number would wait for a GPU
+        self._row_of[slot].fill_(row)  # assigning a number would synchronise with the GPU
         self._rows[slot] = self._free.pop()
 
     def release(self, slot: int) -> None:
-        """Take a slot's row back; the last one frees everything."""
+        """Free a slot's row. With the last row all memory is freed."""
         self._free.append(self._rows.pop(slot))
         if not self._rows:
             self._free.clear()
@@ -84,7 +86,7 @@ class SlotState:
         self._free.extend(range(capacity - 1, old - 1, -1))
 
     def _widen(self, name: str, shape: torch.Size) -> None:
-        """Make room for a value of this shape in every row."""
+        """Widen every row for a value of this shape."""
         before = self._tensors[name]
         if all(have >= want for have, want in zip(before.shape[1:], shape, strict=True)):
             return

@@ -1,6 +1,7 @@
-"""Manifest of the in-tree MoE dispatchers: records only, nothing heavy is imported here.
+"""Manifest of the in-tree MoE dispatchers: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations

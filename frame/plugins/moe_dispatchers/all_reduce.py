@@ -1,4 +1,5 @@
-"""Tokens stay where they are: each rank holds a slice of every expert, and the results are summed over the ranks."""
+"""`all_reduce`: each rank holds a slice of every expert, and the results are summed over the
+ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from frame.core.interfaces.moe import Dispatched, MoEDispatcher
 
 
 class AllReduce(MoEDispatcher):
-    """For tensor parallelism inside experts; on one rank it does nothing."""
+    """Tensor parallelism inside experts. Does nothing on one rank."""
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
         return Dispatched(x, ids, weights)

@@ -1,6 +1,7 @@
-"""Manifest of the in-tree MoE runners: records only, nothing heavy is imported here.
+"""Manifest of the in-tree MoE runners: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities(MoECapabilities):
-    """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
+    """Capabilities of Triton kernels: a GPU, or a CPU under TRITON_INTERPRET=1, which is slow and
+    meant for tests."""
 
     def unsupported(self, requirements: MoERequirements) -> list[Reason]:
         if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -36,7 +38,7 @@ def register_moe_runners(registry: KindRegistry) -> None:
         capabilities=MoECapabilities(devices=("cpu", "cuda")),
         api=RUNNER_API,
         rank=10,
-        summary="PyTorch operations only: grouped multiplication, or all experts at once for small ones.",
+        summary="PyTorch operations: grouped matrix multiplication, or all experts at once for small ones.",
     )
     registry.add(
         "triton",
@@ -45,7 +47,7 @@ def register_moe_runners(registry: KindRegistry) -> None:
         api=RUNNER_API,
         requires=("triton>=3.4",),
         rank=30,
-        summary="Own kernels: at the speed of memory for few tokens, on the tensor cores for many.",
+        summary="Triton kernels: bound by memory bandwidth for few tokens, on tensor cores for many.",
     )
     registry.add(
         "torch_grouped",
@@ -53,7 +55,7 @@ def register_moe_runners(registry: KindRegistry) -> None:
         capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True),
         api=RUNNER_API,
         rank=20,
-        summary="PyTorch's grouped multiplication of tokens sorted by expert.",
+        summary="PyTorch's grouped matrix multiplication of tokens sorted by expert.",
     )
     registry.add(
         "deep_gemm",
@@ -62,5 +64,5 @@ def register_moe_runners(registry: KindRegistry) -> None:
         api=RUNNER_API,
         requires=("sgl-deep-gemm>=0.1.4,<0.2", "triton>=3.4"),
         rank=5,
-        summary="DeepGEMM's grouped multiplication, in bfloat16 or float8 blocks; by name, where it is installed.",
+        summary="DeepGEMM's grouped matrix multiplication, in bfloat16 or float8 blocks. `auto` does not choose it.",
     )

@@ -1,6 +1,7 @@
-"""Expert multiplications by DeepGEMM, in bfloat16 or in float8 blocks: tokens sorted by expert, in blocks of 128 rows.
+"""Expert GEMMs by DeepGEMM, in bfloat16 or float8 blocks: tokens sorted by expert, in blocks of 128
+rows.
 
-The library compiles each shape when it first meets it, and needs nvcc for that. Knows no routing and no rank.
+The library compiles each shape on first use, which needs nvcc. Knows no routing and no rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class DeepGemm(MoERunner):
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], plain or with `_fp8_scale` by blocks of 128 x 128."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], plain or with
+    `_fp8_scale` by blocks of 128 x 128."""
 
     takes_fp8 = ("block",)
 
@@ -42,20 +44,22 @@ class DeepGemm(MoERunner):
         x = tuple(part.index_select(0, source) for part in _operand(tokens.x, experts, "gate_up"))
         act = silu_mul(_product(x, experts, "gate_up", owners, tokens.x.dtype))
         rows = _product(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
-        places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last takes rows that pad
+        places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last entry takes padding rows
         places.index_copy_(0, pairs, torch.arange(len(pairs), device=act.device))
         return combine_pairs(rows, top, (places[:-1], tokens.weights.contiguous()))
 
 
 def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the pair of each row int64, `num_pairs` where there is none; its expert int32, -1 in blocks that are not used)."""
+    """Returns (each row's pair, int64, `num_pairs` for padding; each row's expert, int32, -1 in
+    unused blocks)."""
     blocks = torch.arange(len(order.experts), device=order.used.device)
     owners = torch.where(blocks < order.used, order.experts, -1).repeat_interleave(order.block, output_size=len(order.pairs))
     return torch.where(owners >= 0, order.pairs, num_pairs).long(), owners
 
 
 def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tensor, ...]:
-    """Rows as they are multiplied with these weights: plain, or float8 (as bytes, which can be gathered) with their scales."""
+    """Rows in the form that these weights need: plain, or float8 (viewed as bytes, which can be
+    gathered) with scales."""
     if getattr(experts, f"{name}_fp8_scale", None) is None:
         return (x,)
     values, scale = quantize_groups(x)
@@ -63,7 +67,7 @@ def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tens
 
 
 def _product(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Each row times its expert's weights, transposed."""
+    """Multiply each row by its expert's transposed weights."""
     weights: torch.Tensor = getattr(experts, name)
     out = torch.empty(len(owners), weights.shape[1], dtype=dtype, device=owners.device)
     try:

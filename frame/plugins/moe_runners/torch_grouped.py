@@ -1,4 +1,5 @@
-"""Expert multiplications by PyTorch's grouped multiplication over tokens sorted by expert, without a word from the device to the host.
+"""Expert GEMMs by PyTorch's grouped matrix multiplication over tokens sorted by expert, without
+synchronising with the host.
 
 Knows no routing and no rank: it gets tokens with the ids and weights of their experts.
 """
@@ -13,7 +14,8 @@ from frame.core.interfaces.moe import Dispatched, MoERunner
 
 
 class TorchGrouped(MoERunner):
-    """Plain bfloat16 weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], sizes multiples of 8."""
+    """Needs bfloat16 weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden,
+    inner], sizes multiples of 8."""
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]

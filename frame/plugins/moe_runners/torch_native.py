@@ -1,6 +1,8 @@
-"""Expert multiplications in PyTorch operations, three ways; which one is taken follows `benchmarks/moe_cpu.py`.
+"""Expert GEMMs in PyTorch operations, in three variants; the choice follows
+`benchmarks/moe_cpu.py`.
 
-Gates are copied out of their rows before SiLU: over short pieces with gaps it takes more than twice as long as copy and SiLU together.
+Gates are copied out of their rows before SiLU: over short pieces with gaps it takes more than twice
+as long as copy and SiLU together.
 
 Knows no routing and no rank: it gets tokens with the ids and weights of their experts.
 """
@@ -18,11 +20,12 @@ from frame.models.layers.packed import packed_linear, padded_rows
 
 Weights = torch.Tensor | Sequence[torch.Tensor]  # of all experts, plain or packed
 
-_DENSE_TOKENS = 256  # more tokens make enough work for each expert
+_DENSE_TOKENS = 256  # above this, each expert has enough work of its own
 
 
 class TorchNative(MoERunner):
-    """Plain weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]; their packed forms where there are any."""
+    """Uses weights `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], or
+    their packed forms if present."""
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
@@ -37,7 +40,8 @@ class TorchNative(MoERunner):
 
 
 def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Two multiplications over all experts side by side, in packed form; a token's weight for the others is zero."""
+    """Two multiplications over all experts, in packed form. The weight of an expert that a token is
+    not routed to is zero."""
     weights = tokens.x.new_zeros(tokens.x.shape[0], num_experts).scatter_add_(1, tokens.ids, tokens.weights.to(tokens.x.dtype))
     gate, up = packed_linear(tokens.x, gate_up, None).view(tokens.x.shape[0], num_experts, 2, -1).unbind(2)
     active = F.silu(gate.contiguous()).mul_(up).mul_(weights.unsqueeze(-1))  # [tokens, experts, inner]
@@ -45,13 +49,14 @@ def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, num
 
 
 def prefers_dense(tokens: Dispatched, num_experts: int) -> bool:
-    """Whether a batch is small, but not tiny beside the number of experts: then all of them cost less than sorting tokens."""
+    """Whether computing all experts costs less than sorting tokens: the batch is small, but not
+    much smaller than the experts."""
     count, top = tokens.ids.shape
     return count <= _DENSE_TOKENS and 16 * count * top >= num_experts
 
 
 def run_grouped(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Tokens sorted by expert, one grouped multiplication a weight."""
+    """Tokens sorted by expert, one grouped multiplication per weight."""
     order, source = _sorted(tokens)
     ends = torch.bincount(tokens.ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
     gate, up = F.grouped_mm(tokens.x.index_select(0, source), gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
@@ -59,14 +64,15 @@ def run_grouped(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -
 
 
 def run_each(tokens: Dispatched, gate_up: Weights, down: Weights) -> torch.Tensor:
-    """Tokens sorted by expert, one pass an expert in use; each expert's number of tokens is rounded up, see `layers.packed`."""
+    """Tokens sorted by expert, one pass per expert in use. Each expert's number of tokens is
+    rounded up, see `layers.packed`."""
     count, top = tokens.ids.shape
     ids = tokens.ids.flatten()
     counts = torch.bincount(ids, minlength=len(down))
     sizes = [padded_rows(number) for number in counts.tolist()]
     padding = torch.tensor(sizes, device=ids.device) - counts
     numbers = torch.arange(len(ids), device=ids.device)
-    places = torch.empty_like(ids)  # of each (token, expert) pair, among all experts' rows
+    places = torch.empty_like(ids)  # row of each (token, expert) pair
     places[ids.argsort()] = numbers + (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=len(ids))
     source = ids.new_zeros(sum(sizes)).index_copy_(0, places, numbers // top)
     weights = tokens.x.new_zeros(sum(sizes)).index_copy_(0, places, tokens.weights.flatten().to(tokens.x.dtype)).unsqueeze(1)
@@ -84,21 +90,23 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _sorted(tokens: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the order of (token, expert) pairs by expert, the token of each pair in this order)."""
+    """Returns (the order of (token, expert) pairs by expert, the token of each pair in this
+    order)."""
     order = tokens.ids.flatten().argsort()
     return order, order // tokens.ids.shape[1]
 
 
 def _gather(tokens: Dispatched, order: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Weigh the pairs' results and add them up by token, in float32."""
+    """Weight the pairs' results and sum them by token, in float32."""
     weighed = out * tokens.weights.flatten()[order].unsqueeze(-1)
     total = torch.zeros(tokens.x.shape, dtype=weighed.dtype, device=out.device)
     return total.index_add_(0, source, weighed).to(out.dtype)
 
 
 def _can_group(*weights: torch.Tensor) -> bool:
-    """PyTorch's grouped multiplication wants 16-byte rows, and bfloat16 on CUDA. On the CPU it is a product an expert; for bfloat16 each
-    of these would be compiled for its own number of tokens."""
+    """Whether PyTorch's grouped multiplication supports the operands: 16-byte rows, and bfloat16 on
+    CUDA. On a CPU it is one product per expert, and for bfloat16 each would be compiled for its own
+    number of tokens."""
     if (weights[0].device.type == "cpu") == (weights[0].dtype == torch.bfloat16):
         return False
     rows = (size * weight.element_size() for weight in weights for size in weight.shape[-2:])

@@ -1,7 +1,9 @@
-"""Expert multiplications by Triton kernels: nothing is read on the host, so that a step can be captured in a CUDA graph.
+"""Expert GEMMs by Triton kernels, without synchronising with the host, so that a CUDA graph can
+capture them.
 
-A few tokens go to kernels that read each pair's expert at the speed of memory; more are sorted by expert first. Knows no routing and
-no rank: it gets tokens with the ids and weights of their experts.
+Few tokens go to kernels that are bound by reading each pair's expert; more tokens are sorted by
+expert first. Knows no routing and no rank: it gets tokens with the ids and weights of their
+experts.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.build import BuildContext
 
-_CPU_MEMORY = 1 << 20  # of the interpreter, which has no limit
+_CPU_MEMORY = 1 << 20  # bytes of shared memory assumed for the interpreter, which has no limit
 
 
 class Triton(MoERunner):
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs contiguous; float8 ones with `_fp8_scale`
-    float32 by blocks of 128 x 128 or by output, and sizes that are multiples of 128: then tokens are rounded too."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], inputs
+    contiguous; float8 ones with `_fp8_scale` float32 by blocks of 128 x 128 or by output, and sizes
+    that are multiples of 128: then tokens are rounded too."""
 
     takes_fp8 = ("block", "output")
 
@@ -48,7 +51,7 @@ class Triton(MoERunner):
             raise ValueError("The triton MoE runner needs a GPU; on a CPU it runs only under TRITON_INTERPRET=1: use torch_native there.")
         self._has_tma = context.device.type == "cpu" or torch.cuda.get_device_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
-        self._compiled: set[tuple[int, ...]] = set()  # sizes of layers: as many as a model has
+        self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
 
     def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
         parts = self.run_parts(tokens, experts)
@@ -65,7 +68,7 @@ class Triton(MoERunner):
         return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), first, second)
 
     def _compile(self, tokens: Dispatched, first: Weights, second: Weights) -> None:
-        """Run as many tokens as it takes to meet every form of the kernels, so that no later step waits for a compiler."""
+        """Run every variant of the kernels once, so that no later step waits for a compilation."""
         top, experts, most = tokens.ids.shape[1], len(first.values), self.context.limits.max_tokens_per_step
         for count in list_token_thresholds(top, experts, CHUNKS, most):
             ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
@@ -88,7 +91,7 @@ class Triton(MoERunner):
         return compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), dtype).view(*pairs.ids.shape, -1)
 
     def _fit_tile(self, tile: Tile, weights: Weights, width: int) -> Tile:
-        """The tile for these weights, on this device."""
+        """The tile sizes for these weights on this device."""
         values = weights.values
         _, outputs, inputs = values.shape
         tma = tile.tma and self._has_tma and values.stride(0) == outputs * values.stride(1) and inputs * values.element_size() % 16 == 0

@@ -1,6 +1,7 @@
-"""Manifest of the in-tree reasoning parsers: records only, nothing heavy is imported here.
+"""Manifest of the in-tree reasoning parsers: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
         "think-tags",
         _THINK_TAGS,
         options=ThinkTagsOptions,
-        summary="Thinking between <think> and </think> at the start of an answer.",
+        summary="Reasoning between <think> and </think> at the start of the output.",
         capabilities=ParserCapabilities(("</think>",), never=_OTHERS),
         api=_API,
     )
@@ -42,7 +43,7 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
         "deepseek_r1",
         _THINK_TAGS,
         options=DeepSeekR1Options,
-        summary="DeepSeek-R1 and V3.1: thinking up to </think>; the opening tag may be missing.",
+        summary="DeepSeek-R1 and V3.1: reasoning up to </think>; the opening tag may be missing.",
         capabilities=ParserCapabilities(("</think>", "<｜Assistant｜>")),
         api=_API,
     )
@@ -57,7 +58,7 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
     registry.add(
         "gpt-oss",
         "frame.plugins.reasoning_parsers.gpt_oss:GptOss",
-        summary="gpt-oss (harmony): the analysis channel is thinking.",
+        summary="gpt-oss (harmony): the analysis channel is reasoning.",
         capabilities=ParserCapabilities(("<|channel|>", "analysis")),
         api=_API,
     )

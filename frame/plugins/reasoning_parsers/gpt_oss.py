@@ -1,6 +1,8 @@
-"""The harmony format of gpt-oss: `<|start|>assistant<|channel|>NAME<|message|>text<|end|>`, where the channel `analysis` is thinking.
+"""The harmony format of gpt-oss: `<|start|>assistant<|channel|>NAME<|message|>text<|end|>`, where
+the channel `analysis` is reasoning.
 
-Messages to a function are passed on as content, in the form that the tool-call parser `gpt-oss` reads. Other marks are left out.
+Messages to a function are passed on as content in the form that the tool call parser `gpt-oss`
+reads. Other marks are dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=(
 
 
 class GptOss(ReasoningParser):
-    """Text without any header is content."""
+    """Parses harmony messages. Text without a header is content."""
 
     keeps_special_tokens = True
 
@@ -28,7 +30,7 @@ class GptOss(ReasoningParser):
         self._is_header = True
         self._is_thinking = False
         self._is_call = False
-        self._count = {True: 0, False: 0}  # messages of thinking and of content
+        self._count = {True: 0, False: 0}  # messages of reasoning and of content
         self._reasoning: list[str] = []
         self._content: list[str] = []
 
@@ -61,7 +63,7 @@ class GptOss(ReasoningParser):
         held, self._held = self._held, ""
         if not self._is_header:
             self._say(held)
-        elif not any(self._count.values()):  # no message at all
+        elif not any(self._count.values()):  # there was no message
             self._content.append(held)
         return self._taken()
 

@@ -1,4 +1,4 @@
-"""Thinking as Magistral writes it: as think-tags, where the tags are special tokens."""
+"""`mistral`: Magistral's reasoning, between tags that are special tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from frame.plugins.reasoning_parsers.think_tags import ThinkTags
 
 
 class Mistral(ThinkTags):
-    """The tags themselves are options."""
+    """think-tags whose tags, set by the options, are special tokens."""
 
     keeps_special_tokens = True

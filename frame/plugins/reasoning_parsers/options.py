@@ -1,4 +1,4 @@
-"""Settings of the in-tree reasoning parsers."""
+"""Options of the in-tree reasoning parsers. Imports no parser."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ThinkTagsOptions(BaseModel):
-    """The tags, and whether the prompt already holds the opening one."""
+    """The tags, and who writes the opening one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    open: str = Field(default="<think>", min_length=1, description="What starts the thinking.")
-    close: str = Field(default="</think>", min_length=1, description="What ends it.")
-    starts_open: bool = Field(default=False, description="The chat template opens the thinking, so answers start inside of it.")
+    open: str = Field(default="<think>", min_length=1, description="The tag that starts the reasoning.")
+    close: str = Field(default="</think>", min_length=1, description="The tag that ends the reasoning.")
+    starts_open: bool = Field(default=False, description="The chat template writes the opening tag: output starts inside the reasoning.")
     opens_itself: bool = Field(
-        default=True, description="The model may open the thinking where the template does not, also before an answer of a prescribed form."
+        default=True, description="The model may write the opening tag if the template does not, also before structured output."
     )
 
 
 class DeepSeekR1Options(ThinkTagsOptions):
-    """As think-tags, for answers that start inside of the thinking whatever the prompt's end."""
+    """think-tags for output that always starts inside the reasoning."""
 
-    starts_open: bool = Field(default=True, description="Text before the closing tag is thinking, also where nothing opened it.")
+    starts_open: bool = Field(default=True, description="Text before the closing tag is reasoning, also without an opening tag.")
 
 
 class MistralOptions(ThinkTagsOptions):
-    """As think-tags, with Mistral's marks."""
+    """think-tags with Mistral's tags."""
 
-    open: str = Field(default="[THINK]", min_length=1, description="What starts the thinking.")
-    close: str = Field(default="[/THINK]", min_length=1, description="What ends it.")
+    open: str = Field(default="[THINK]", min_length=1, description="The tag that starts the reasoning.")
+    close: str = Field(default="[/THINK]", min_length=1, description="The tag that ends the reasoning.")

@@ -1,6 +1,8 @@
-"""Thinking between tags at the start of an answer: `<think>…</think>`, as DeepSeek-R1, Qwen3 and many others write it.
+"""`think-tags`: reasoning between tags at the start of the output, `<think>…</think>`, as in
+DeepSeek-R1 and Qwen3.
 
-Whitespace around the tags belongs to neither part. Text that does not start with the tag is all answer, and tags further on are text.
+Whitespace around the tags belongs to neither part. Output that does not start with the tag is
+content, and later tags are text.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ _START, _THINKING, _GAP, _ANSWER = range(4)
 
 
 class ThinkTags(ReasoningParser):
-    """Holds back only what may turn out to be a tag, or whitespace beside one."""
+    """Parses the tags. Holds back only text that may become a tag, and whitespace next to a tag."""
 
     def __init__(self, options: ThinkTagsOptions | None = None) -> None:
         self._options = options or ThinkTagsOptions()
@@ -20,10 +22,11 @@ class ThinkTags(ReasoningParser):
         self._opens_itself = self._options.opens_itself
         self._state = _START
         self._held = ""
-        self._is_first = True  # nothing of the thinking was given out yet
+        self._is_first = True  # no reasoning text was returned yet
 
     def begin(self, prompt_end: str, may_think: bool = True) -> None:
-        """What the prompt ends with counts more than `starts_open`, and so does thinking that is switched off."""
+        """See `ReasoningParser.begin`. The end of the prompt, and reasoning that is switched off,
+        override `starts_open`."""
         self._starts_open = self._starts_open and may_think
         self._opens_itself = self._opens_itself and may_think
         end = prompt_end.rstrip()
@@ -66,7 +69,7 @@ class ThinkTags(ReasoningParser):
         return ReasoningDelta(content=held)
 
     def _begin(self) -> None:
-        """Decide whether the text starts with the opening tag, once enough of it is there."""
+        """Decide whether the text starts with the opening tag, once it is long enough."""
         tag, text = self._options.open, self._held.lstrip()
         if tag.startswith(text) and text != tag:
             return

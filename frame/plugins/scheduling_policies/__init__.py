@@ -1,6 +1,7 @@
-"""Manifest of the in-tree scheduling policies: records only, nothing heavy is imported here.
+"""Manifest of the in-tree scheduling policies: records only. Must not import the plugins.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def register_scheduling_policies(registry: KindRegistry) -> None:
         "dfs-weight",
         f"{here}.dfs_weight:DepthFirstByWeight",
         api=API,
-        summary="Requests that share cached prefixes together, the largest group first.",
+        summary="Groups requests by shared cached prefix, the largest group first.",
     )
     registry.add(
         "lof", f"{here}.lof:LongestOutputFirst", api=API, summary="Longest allowed output first, so that no long one is left for the end."

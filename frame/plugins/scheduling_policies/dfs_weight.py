@@ -1,6 +1,7 @@
-"""`dfs-weight`: walks the tree of cached prefixes depth first, branches with most waiting requests first.
+"""`dfs-weight`: visits the tree of cached prefixes depth first, the branch with most waiting
+requests first.
 
-Requests that share a prefix so run one after the other, while it is cached.
+Requests that share a prefix run one after the other, while it is cached.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class DepthFirstByWeight(SchedulingPolicy):
-    """Groups by shared cached pages: the largest group first, longer shared prefixes before what ends at a branch,
-    requests without a cached prefix last; among equals the oldest. Who has waited too long goes before all.
+    """Groups by shared cached pages: the largest group first, longer shared prefixes before those
+    that end at a branch, requests without a cached prefix last; on a tie the oldest. Requests past
+    the waiting limit come first.
 
-    Two prefixes share their first n pages exactly when these are the same pages, so the pages alone give the tree.
+    Prefixes share their first n pages exactly if these are the same pages, so the pages define the
+    tree.
     """
 
     needs_matches: ClassVar[bool] = True
@@ -46,7 +49,7 @@ def _visit(group: list[tuple[np.ndarray, Request]], depth: int, ordered: list[Re
 
 
 def _shared(rows: list[np.ndarray], at_least: int) -> int:
-    """How many leading pages all rows share."""
+    """The number of leading pages that all rows share."""
     first, shared = rows[0], min(len(row) for row in rows)
     for row in rows[1:]:
         differs = row[at_least:shared] != first[at_least:shared]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Fcfs(SchedulingPolicy):
-    """The queue as it is."""
+    """Keeps the order of arrival."""
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting

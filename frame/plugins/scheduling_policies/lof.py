@@ -1,4 +1,5 @@
-"""`lof`: longest output first. Long answers started early leave no tail of lone requests at the end of a batch job."""
+"""`lof`: longest output first, which avoids a tail of single long requests at the end of a batch
+job."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class LongestOutputFirst(SchedulingPolicy):
-    """The request that may yet produce most tokens first; among equals the oldest. Who has waited too long goes before all."""
+    """The request with most remaining output tokens first; on a tie the oldest. Requests past the
+    waiting limit come first."""
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return late_first(sorted(waiting, key=_remaining, reverse=True), view)

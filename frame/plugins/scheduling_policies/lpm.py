@@ -1,4 +1,4 @@
-"""`lpm`: longest prefix match first, so that what is cached is used before it is evicted."""
+"""`lpm`: longest prefix match first, which uses cached prefixes before they are evicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class LongestPrefixMatch(SchedulingPolicy):
-    """The request with most cached tokens first; among equals the oldest. Who has waited too long goes before all."""
+    """The request with most cached tokens first; on a tie the oldest. Requests past the waiting
+    limit come first."""
 
     needs_matches: ClassVar[bool] = True
 

@@ -1,4 +1,5 @@
-"""`priority`: highest request priority first, and lower ones give way while they run."""
+"""`priority`: highest request priority first; a waiting request preempts running requests of lower
+priority."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class PriorityFirst(SchedulingPolicy):
-    """Higher `priority` first; among equals the oldest. A running request gives way to a waiting one of higher priority."""
+    """Higher `priority` first; on a tie the oldest. A waiting request preempts a running one of
+    lower priority."""
 
     by_priority: ClassVar[bool] = True
 
@@ -20,7 +22,7 @@ class PriorityFirst(SchedulingPolicy):
         return sorted(waiting, key=_priority, reverse=True)
 
     def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
-        """The newest of the lowest priority, never the oldest of all."""
+        """The newest request of the lowest priority, never the oldest of all requests."""
         return min(reversed(running[1:]), key=_priority, default=None)
 
     def preempts(self, waiting: Request, running: Request) -> bool:

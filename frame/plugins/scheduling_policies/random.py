@@ -1,4 +1,4 @@
-"""`random`: a baseline to measure other policies against."""
+"""`random`: a random order, the baseline for measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RandomOrder(SchedulingPolicy):
-    """A random permutation, the same for the same requests and the same moment."""
+    """A random permutation, equal for equal requests and time."""
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return Random(view.now).sample(waiting, len(waiting))

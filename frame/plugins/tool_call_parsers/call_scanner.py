@@ -1,6 +1,8 @@
-"""Reads `{"name": …, "arguments": …}` one character at a time, and gives the arguments' text out as it comes.
+"""Reads `{"name": …, "arguments": …}` character by character and returns the text of the arguments
+as it arrives.
 
-Knows JSON's outline (strings, nesting) and no tool; further keys are skipped. Arguments that are a JSON string of JSON are unwrapped.
+Used by the parsers of calls in JSON. Other keys are skipped. Arguments that are JSON inside a JSON
+string are unwrapped.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ _SPACE = " \t\r\n"
 
 
 class CallScanner:
-    """`feed` text until `is_closed` or `is_bad`. The call is started when its name is known and its arguments begin (or are missing).
-    With `names`, an object that names none of them is no call."""
+    """`feed` text until `is_closed` or `is_bad`. `is_started`: the name is known and the arguments
+    begin (or are missing). With `names`, an object with another name is not a call."""
 
     def __init__(self, names: Container[str] | None = None) -> None:
         self.name: str | None = None
@@ -29,10 +31,11 @@ class CallScanner:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._out: list[str] = []  # arguments, which may come before the name
+        self._out: list[str] = []  # arguments; may come before the name
 
     def feed(self, text: str) -> int:
-        """Read as far as the object goes; returns how many characters were read, the one that was wrong included."""
+        """Read up to the end of the object. Returns how many characters were read, including a
+        wrong one."""
         size = len(text)
         for count, char in enumerate(text, 1):
             self._read(char)
@@ -45,18 +48,18 @@ class CallScanner:
 
     @property
     def raw(self) -> str:
-        """All that was read of what has not become a call."""
+        """The text read so far, if it has not become a call."""
         return "".join(self._raw)
 
-    def take(self) -> str:
-        """The arguments' text since the last call; nothing before the call is started."""
+    def take_arguments(self) -> str:
+        """Remove and return the text of the arguments. Empty before `is_started`."""
         if not self.is_started:
             return ""
         text = "".join(self._out)
         self._out.clear()
         return text
 
-    # one reader for each place in the object ------------------------------------------------------------------------------
+    # ---- one reader for each position in the object ----
 
     def _object(self, char: str) -> None:
         self._expect(char, "{", self._first_key)
@@ -139,7 +142,7 @@ class CallScanner:
         elif char not in _SPACE:
             self.is_bad = True
 
-    # what the readers share ------------------------------------------------------------------------------------------------
+    # ---- helpers of the readers ----
 
     def _expect(self, char: str, wanted: str, then: object) -> None:
         if char == wanted:
@@ -153,7 +156,7 @@ class CallScanner:
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def _take_string(self, char: str) -> bool:
-        """Whether this was the string's closing quote."""
+        """Whether this is the closing quote of the string."""
         if char == '"' and not self._is_escaped:
             return True
         self._is_escaped = char == "\\" and not self._is_escaped

@@ -1,4 +1,4 @@
-"""What DeepSeek-V3's and V3.1's tool calls have in common: the marks around them, and how a grammar is made of them."""
+"""The common part of DeepSeek-V3's and V3.1's tool calls: marks and grammar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ BEGIN, END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜
 
 
 class DeepSeek(HeadedCalls):
-    """What both have in common; `before` stands around the name, `after` behind the arguments, `between` between calls."""
+    """The common base. `before`: text around the name; `after`: after the arguments; `between`:
+    between calls."""
 
     keeps_special_tokens = True
     opening, close, around = BEGIN, END, (ALL_BEGIN, ALL_END)

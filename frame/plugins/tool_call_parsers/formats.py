@@ -1,4 +1,5 @@
-"""Grammars of tool calls, put together from what one call looks like. Knows structural tags and no model."""
+"""Builds the grammar of tool calls, as a structural tag, from the format of one call. Knows no
+model."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from frame.core.interfaces.parsing import CallRule, Format, Function
 
-Tag = Callable[[Function, Format], Format]  # a function and the format of its arguments -> the format of the call
+Tag = Callable[[Function, Format], Format]  # (function, format of its arguments) -> format of the call
 
 
 def arguments_of(function: Function, rule: CallRule, style: str = "json") -> Format:
-    """What stands for the arguments: the schema where the call is forced or the function strict, else any object."""
+    """The format of the arguments: the schema if the call is required or the function is strict,
+    else any object."""
     schema = function.parameters if rule.is_required or function.is_strict else {"type": "object"}
     found: Format = {"type": "json_schema", "json_schema": schema}
     return found if style == "json" else {**found, "style": style}
@@ -37,7 +39,7 @@ def either(elements: Sequence[Format]) -> Format:
 
 
 def several(calls: Sequence[Format], separator: str, rule: CallRule) -> Format:
-    """One call or more, and nothing else."""
+    """One or more calls and nothing else."""
     return {
         "type": "tags_with_separator",
         "tags": list(calls),
@@ -48,11 +50,11 @@ def several(calls: Sequence[Format], separator: str, rule: CallRule) -> Format:
 
 
 def within_text(trigger: str, calls: Sequence[Format], rule: CallRule) -> Format:
-    """Any text, in which `trigger` begins one of `calls`."""
+    """Free text in which `trigger` begins one of `calls`."""
     return {"type": "triggered_tags", "triggers": [trigger], "tags": list(calls), "stop_after_first": not rule.is_parallel}
 
 
 def marked(rule: CallRule, call: Tag, trigger: str, separator: str) -> Format:
-    """Calls that each have marks of their own: several when they are required, else within text."""
+    """Calls with marks of their own: only calls if they are required, else within text."""
     calls = [call(function, arguments_of(function, rule)) for function in rule.functions]
     return several(calls, separator, rule) if rule.is_required else within_text(trigger, calls, rule)

@@ -1,4 +1,5 @@
-"""Tool calls in the harmony format of gpt-oss: a message of the commentary channel with a function as its recipient.
+"""`gpt-oss`: tool calls in the harmony format: a message of the commentary channel with a function
+as its recipient.
 
 Other channels are the reasoning parser's (`gpt-oss`), which passes these messages on as they are.
 """
@@ -16,14 +17,15 @@ OPEN, CALL, NEXT = "<|channel|>commentary to=functions.", "<|call|>", "<|start|>
 
 
 class GptOss(HeadedCalls):
-    """`<|call|>` ends the turn as a stop token, so it is seldom seen."""
+    """Parses harmony calls. `<|call|>` is a stop token that ends the turn, so the text seldom
+    contains it."""
 
     keeps_special_tokens = True
     opening, close, around = OPEN, CALL, (NEXT,)
     header = re.compile(r"(?P<name>[^\s<{]+)\s*(?:(?:<\|constrain\|>)?\s*json)?\s*<\|message\|>\s*")
 
     def grammar(self, rule: CallRule) -> Format:
-        """One call: the stop token that ends it ends the turn."""
+        """The format of one call. The stop token at its end ends the turn."""
         return marked(replace(rule, is_parallel=False), _call, OPEN, "")
 
 

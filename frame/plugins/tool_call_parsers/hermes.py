@@ -1,7 +1,8 @@
-"""Tool calls in the Hermes form, which Qwen and many others use: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+"""`hermes`: tool calls in the Hermes format, which Qwen and many others use: `<tool_call>{"name":
+…, "arguments": {…}}</tool_call>`.
 
-Arguments are passed on character by character as they are written. A block that is no call is text, tags included;
-whitespace around a call belongs to it.
+Arguments are passed on character by character as they are written. A block that is no call is text,
+tags included; whitespace around a call belongs to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(Machine):
-    """Holds back only what may turn out to be a tag, or whitespace before one."""
+    """Parses the tags. Holds back only text that may become a tag, and whitespace before a tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,11 +28,11 @@ class Hermes(Machine):
 
     def start(self) -> bool:
         if self._follows_call:
-            self._follows_call = not self.strip()
-        if self.speak(OPEN) is None:
+            self._follows_call = not self.strip_held()
+        if self.emit_until(OPEN) is None:
             return False
-        self._run = ObjectRun(self, self.cut(self.held.index(OPEN) + len(OPEN)), "")
-        return self.go(self._objects)
+        self._run = ObjectRun(self, self.take_held(self.held.index(OPEN) + len(OPEN)), "")
+        return self.set_state(self._objects)
 
     def _objects(self) -> bool:
         run = self._run
@@ -39,21 +40,21 @@ class Hermes(Machine):
             return False
         if not run.is_over:
             return True
-        return self.go(self._tail if run.num_calls else self.start)
+        return self.set_state(self._tail if run.num_calls else self.start)
 
     def _tail(self) -> bool:
-        """What else stands before the closing tag is dropped."""
-        if self.drop(CLOSE) is None:
+        """State: drop the text before the closing tag."""
+        if self.drop_until(CLOSE) is None:
             return False
-        self.cut(len(CLOSE))
+        self.take_held(len(CLOSE))
         self._follows_call = True
-        return self.go(self.start)
+        return self.set_state(self.start)
 
     def end(self) -> None:
         if self.read == self._objects and self._run is not None:
             self._run.end()
         elif self.read == self.start:
-            self.say(self.held)
+            self.emit_content(self.held)
 
 
 def _call(function: Function, arguments: Format) -> Format:

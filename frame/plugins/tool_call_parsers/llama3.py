@@ -1,5 +1,5 @@
-"""Tool calls as Llama 3.1 to 3.3 write them: the answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`; several are
-separated by semicolons.
+"""`llama3`: tool calls of Llama 3.1 to 3.3: the output is `{"name": …, "parameters": {…}}`, perhaps
+after `<|python_tag|>`; several are separated by semicolons.
 
 An answer that is another JSON object, or names no function that was offered, is text.
 """
@@ -15,7 +15,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3(Machine):
-    """Objects count at the answer's start and after the tag only."""
+    """Objects are calls only at the start of the output and after the tag."""
 
     keeps_special_tokens = True
 
@@ -40,19 +40,19 @@ class Llama3(Machine):
         if not stripped or (TAG.startswith(stripped) and stripped != TAG):
             return False
         if stripped[0] == "{":
-            return self._begin_run(self.cut(len(self.held) - len(stripped)))
-        return self.go(self._text)
+            return self._begin_run(self.take_held(len(self.held) - len(stripped)))
+        return self.set_state(self._text)
 
     def _text(self) -> bool:
         if self._follows_call:
-            self._follows_call = not self.strip()
-        if self.speak(TAG) is None:
+            self._follows_call = not self.strip_held()
+        if self.emit_until(TAG) is None:
             return False
-        return self._begin_run(self.cut(self.held.index(TAG) + len(TAG)))
+        return self._begin_run(self.take_held(self.held.index(TAG) + len(TAG)))
 
     def _begin_run(self, lead: str) -> bool:
         self._run = ObjectRun(self, lead, ";,", self.names)
-        return self.go(self._objects)
+        return self.set_state(self._objects)
 
     def _objects(self) -> bool:
         run = self._run
@@ -61,15 +61,15 @@ class Llama3(Machine):
         if not run.is_over:
             return True
         self._follows_call = run.num_calls > 0
-        return self.go(self._text)
+        return self.set_state(self._text)
 
     def finish_cut(self) -> ToolDelta:
         if self.read == self._objects and self._run is not None and not self._run.may_be_call:
-            self._run.end()  # an answer in JSON
+            self._run.end()  # content in JSON
         return super().finish_cut()
 
     def end(self) -> None:
         if self.read == self._objects and self._run is not None:
             self._run.end()
         else:
-            self.say(self.held)
+            self.emit_content(self.held)

@@ -1,6 +1,7 @@
-"""What parsers of tool calls share: text is held until the reader of the present state can say what it is.
+"""The state machine of tool call parsers: text is held until the current state can classify it.
 
-A state is a method that consumes some of `held` and returns whether to go on; it decides by the text alone, never by where a piece ends.
+A state is a method that consumes some of `held` and returns whether to continue. It decides by the
+text alone, not by how it is split.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from collections.abc import Callable, Sequence
 
 from frame.core.interfaces.parsing import Function, ToolCallDelta, ToolCallParser, ToolDelta, held_back
 
-WIDEST_GAP = 64  # characters of whitespace before a mark that belong to the mark
+MAX_GAP = 64  # whitespace characters before a mark that belong to the mark
 
 _OUTSIDE, _INSIDE = re.compile(r'[{}\[\]"]'), re.compile(r'["\\]')
 
 
 class Machine(ToolCallParser):
-    """`read` is the present state. Content and calls are gathered by `say`, `start_call` and `argue`."""
+    """`read` is the current state. `emit_content`, `start_call` and `emit_arguments` collect the
+    result."""
 
     def __init__(self) -> None:
         self.held = ""
         self.read: Callable[[], bool] = self.start
         self.names: frozenset[str] = frozenset()
         self._num_calls = 0
-        self._searched = 0  # characters of `held` that hold no mark
+        self._searched = 0  # characters of `held` without a mark
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
 
@@ -42,24 +44,24 @@ class Machine(ToolCallParser):
         return self._taken()
 
     def finish_cut(self) -> ToolDelta:
-        """What is held may begin a call, and is dropped."""
+        """Drop the held text: it may begin a call."""
         self.held = ""
         return self._taken()
 
     def start(self) -> bool:
-        """The first state."""
+        """The initial state."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """The text is over: say what is still held, where it is content."""
-        self.say(self.held)
+        """The text has ended: emit the held text that is content."""
+        self.emit_content(self.held)
 
-    def go(self, state: Callable[[], bool]) -> bool:
-        """Change the state; always true."""
+    def set_state(self, state: Callable[[], bool]) -> bool:
+        """Change the state. Returns true."""
         self.read, self._searched = state, 0
         return True
 
-    def say(self, text: str) -> None:
+    def emit_content(self, text: str) -> None:
         if text:
             self._content.append(text)
 
@@ -67,19 +69,20 @@ class Machine(ToolCallParser):
         self._calls.append(ToolCallDelta(self._num_calls, name, arguments))
         self._num_calls += 1
 
-    def argue(self, arguments: str) -> None:
-        """Further text of the last call's arguments."""
+    def emit_arguments(self, arguments: str) -> None:
+        """Append to the arguments of the last call."""
         if arguments:
             self._calls.append(ToolCallDelta(self._num_calls - 1, None, arguments))
 
-    def cut(self, count: int) -> str:
-        """Take characters off the front of what is held."""
+    def take_held(self, count: int) -> str:
+        """Remove and return the first `count` held characters."""
         found, self.held = self.held[:count], self.held[count:]
         self._searched = 0
         return found
 
-    def find(self, *marks: str) -> tuple[int, str] | None:
-        """The first place of one of `marks`, the longest where two begin together; what was searched before is not searched again."""
+    def find_mark(self, *marks: str) -> tuple[int, str] | None:
+        """Return the first of `marks` in the held text with its index, the longest of several at
+        one index. Continues the last search."""
         start = max(0, self._searched - max(map(len, marks)) + 1)
         found = [(at, -len(mark), mark) for mark in marks if (at := self.held.find(mark, start)) >= 0]
         self._searched = len(self.held)
@@ -88,24 +91,25 @@ class Machine(ToolCallParser):
         at, _, mark = min(found)
         return at, mark
 
-    def speak(self, *marks: str) -> str | None:
-        """Say all text up to the first of `marks` and return that; None when none has come. The mark stays held, and so does whitespace
-        before it."""
-        found = self.find(*marks)
+    def emit_until(self, *marks: str) -> str | None:
+        """Emit the text up to the first of `marks` and return that mark. None: no mark yet. The
+        mark, and whitespace before it, stay held."""
+        found = self.find_mark(*marks)
         until = len(self.held) - held_back(self.held, *marks) if found is None else found[0]
-        near = max(0, until - WIDEST_GAP)
-        self.say(self.cut(near + len(self.held[near:until].rstrip())))
+        near = max(0, until - MAX_GAP)
+        self.emit_content(self.take_held(near + len(self.held[near:until].rstrip())))
         return None if found is None else found[1]
 
-    def drop(self, *marks: str) -> str | None:
-        """Drop all text up to the first of `marks` and return that, which stays held; None when none has come."""
-        found = self.find(*marks)
-        self.cut(len(self.held) - held_back(self.held, *marks) if found is None else found[0])
+    def drop_until(self, *marks: str) -> str | None:
+        """Drop the text up to the first of `marks`, which stays held, and return that mark. None:
+        no mark yet."""
+        found = self.find_mark(*marks)
+        self.take_held(len(self.held) - held_back(self.held, *marks) if found is None else found[0])
         return None if found is None else found[1]
 
-    def strip(self, characters: str | None = None) -> bool:
-        """Drop whitespace (or `characters`) at the front; returns whether anything is left."""
-        self.cut(len(self.held) - len(self.held.lstrip(characters)))
+    def strip_held(self, characters: str | None = None) -> bool:
+        """Drop leading whitespace (or `characters`). Returns whether text is left."""
+        self.take_held(len(self.held) - len(self.held.lstrip(characters)))
         return bool(self.held)
 
     def _taken(self) -> ToolDelta:
@@ -116,7 +120,7 @@ class Machine(ToolCallParser):
 
 
 class JsonSpan:
-    """Follows one JSON object or array, whose first character comes first, to its closing bracket."""
+    """Finds the end of one JSON object or array, from its first character on."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -124,7 +128,8 @@ class JsonSpan:
         self._skips = False  # the next character is escaped
 
     def feed(self, text: str) -> int | None:
-        """How many characters of this piece belong to the value, once it is closed; None while it is open."""
+        """Return how many characters of this piece belong to the value. None: the value is not
+        closed yet."""
         place = 0
         while True:
             if self._skips:

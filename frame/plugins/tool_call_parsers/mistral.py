@@ -1,4 +1,5 @@
-"""Tool calls as Mistral's models write them: `[TOOL_CALLS]name[ARGS]{…}`, or the older `[TOOL_CALLS] [{"name": …, "arguments": …}, …]`."""
+"""`mistral`: tool calls of Mistral's models: `[TOOL_CALLS]name[ARGS]{…}`, or the older
+`[TOOL_CALLS] [{"name": …, "arguments": …}, …]`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
 class Mistral(HeadedCalls):
-    """Reads both forms; constrained calls have the newer one."""
+    """Parses both formats; constrained calls use the newer one."""
 
     keeps_special_tokens = True
     opening = OPEN
@@ -29,8 +30,8 @@ class Mistral(HeadedCalls):
     def reject(self, begin: int, brace: int) -> bool:
         if brace < 0 or self.held[begin:brace].strip() != "[":
             return super().reject(begin, brace)
-        self._run = ObjectRun(self, self.cut(brace), ",")
-        return self.go(self._list)
+        self._run = ObjectRun(self, self.take_held(brace), ",")
+        return self.set_state(self._list)
 
     def _list(self) -> bool:
         run = self._run
@@ -39,9 +40,9 @@ class Mistral(HeadedCalls):
         if not run.is_over:
             return True
         if run.num_calls:
-            self.cut(self.held.startswith("]"))
+            self.take_held(self.held.startswith("]"))
             self.follows_call = True
-        return self.go(self.start)
+        return self.set_state(self.start)
 
     def end(self) -> None:
         if self.read == self._list and self._run is not None:

@@ -1,4 +1,5 @@
-"""Reads a run of call objects, `{"name": …, "arguments": …}` one after the other, out of a machine's text. Knows no marks."""
+"""Reads consecutive call objects, `{"name": …, "arguments": …}`, from the held text of a `Machine`.
+Knows no marks."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from collections.abc import Container
 from frame.plugins.tool_call_parsers.call_scanner import CallScanner
 from frame.plugins.tool_call_parsers.machine import Machine
 
-_KEYS = ("name", "arguments", "parameters", "type", "id")  # that a call may begin with
+_KEYS = ("name", "arguments", "parameters", "type", "id")  # first keys of a call
 _FIRST_KEY = re.compile(r"\s*\{\s*(?:\"(?P<key>[^\"]*)(?P<end>\"?))?")
 
 
 class ObjectRun:
-    """`read` until `is_over`: at the first thing that is no call object. `lead` is text that stands before the first object, and is
-    said when that is no call; `separators` may stand between objects, besides whitespace."""
+    """`read` until `is_over`: the next text is not a call object. `lead`: text before the first
+    object, emitted if that is not a call; `separators`: allowed between objects, besides
+    whitespace."""
 
     def __init__(self, machine: Machine, lead: str, separators: str, names: Container[str] | None = None) -> None:
         self.is_over = False
@@ -26,25 +28,25 @@ class ObjectRun:
         self._scanner: CallScanner | None = None
 
     def read(self) -> bool:
-        """Whether the machine should go on."""
+        """Read held text. Returns whether the machine should continue."""
         machine = self._machine
         if self._scanner is None:
             if self.num_calls:
-                machine.strip(self._separators)
+                machine.strip_held(self._separators)
             else:
-                self._lead.append(machine.cut(len(machine.held) - len(machine.held.lstrip())))
+                self._lead.append(machine.take_held(len(machine.held) - len(machine.held.lstrip())))
             if not machine.held:
                 return False
             if machine.held[0] != "{":
                 return self._stop("")
             self._scanner = CallScanner(self._names)
         scanner, was_started = self._scanner, self._scanner.is_started
-        machine.cut(scanner.feed(machine.held))
+        machine.take_held(scanner.feed(machine.held))
         if scanner.is_bad and not scanner.is_started:
             return self._stop(scanner.raw)
         if scanner.is_started:
-            arguments = scanner.take()
-            machine.argue(arguments) if was_started else machine.start_call(scanner.name or "", arguments)
+            arguments = scanner.take_arguments()
+            machine.emit_arguments(arguments) if was_started else machine.start_call(scanner.name or "", arguments)
         if not (scanner.is_bad or scanner.is_closed):
             return False
         self.num_calls += 1
@@ -54,21 +56,22 @@ class ObjectRun:
 
     @property
     def may_be_call(self) -> bool:
-        """Whether what is being read can still become a call, going by its first key; an object without a mark may be an answer in JSON."""
+        """Whether the current object can become a call, by its first key. An object without a mark
+        may be content in JSON."""
         found = None if self._scanner is None else _FIRST_KEY.match(self._scanner.raw)
         if found is None or found["key"] is None or any(lead.strip() for lead in self._lead):
             return True
         return any(key == found["key"] if found["end"] else key.startswith(found["key"]) for key in _KEYS)
 
     def end(self) -> None:
-        """The text is over: what was read of an object that never became a call is text."""
+        """The text has ended: an object that did not become a call is content."""
         if self._scanner is None:
             if not self.num_calls:
-                self._machine.say("".join(self._lead))
+                self._machine.emit_content("".join(self._lead))
         elif not self._scanner.is_started:
             self._stop(self._scanner.raw)
 
     def _stop(self, raw: str) -> bool:
-        self._machine.say(("".join(self._lead) if not self.num_calls else "") + raw)
+        self._machine.emit_content(("".join(self._lead) if not self.num_calls else "") + raw)
         self.is_over = True
         return True

@@ -1,7 +1,8 @@
-"""Tool calls as a list of Python calls with literal arguments, which is the whole answer: `[f(a=1, b="x"), g()]` (Llama 4, Llama 3.2).
+"""Tool calls as a list of Python calls with literal arguments, which is the whole answer: `[f(a=1,
+b="x"), g()]` (Llama 4, Llama 3.2).
 
-Nothing is evaluated: the text is parsed, and only literals are taken. A call is passed on when it is complete; what is no list of calls
-to offered functions is text.
+Nothing is evaluated: the text is parsed, and only literals are taken. A call is passed on when it
+is complete; what is no list of calls to offered functions is text.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class Pythonic(Machine):
-    """`held` holds the call that is being read, from its name on."""
+    """Parses a list of calls. `held` starts with the name of the current call."""
 
     keeps_special_tokens = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._lead = ""  # said when no call follows
+        self._lead = ""  # emitted if no call follows
         self._name = ""
-        self._place = 0  # how far the call's text was read
+        self._place = 0  # characters of the call that were read
         self._depth = 0
         self._quote = ""
 
@@ -52,26 +53,26 @@ class Pythonic(Machine):
         if not stripped or any(mark.startswith(stripped) and mark != stripped for mark in MARKS):
             return False
         if stripped.startswith(MARKS):
-            self._lead += self.cut(self.held.index(">") + 1)
+            self._lead += self.take_held(self.held.index(">") + 1)
             return True
         if stripped[0] != "[":
-            return self.go(self._text)
-        self._lead += self.cut(self.held.index("[") + 1)
-        return self.go(self._head)
+            return self.set_state(self._text)
+        self._lead += self.take_held(self.held.index("[") + 1)
+        return self.set_state(self._head)
 
     def _head(self) -> bool:
         found = _HEAD.match(self.held, 0, LONGEST_HEAD)
         if found is None:
             if len(self.held) < LONGEST_HEAD and _HEAD_BEGINS.fullmatch(self.held):
                 return False
-            return self.go(self._text)
+            return self.set_state(self._text)
         if found["name"] not in self.names:
-            return self.go(self._text)
+            return self.set_state(self._text)
         self._name, self._place, self._depth, self._quote = found["name"], found.end(), 1, ""
-        return self.go(self._body)
+        return self.set_state(self._body)
 
     def _body(self) -> bool:
-        """Find the closing bracket of the call."""
+        """State: find the closing bracket of the call."""
         while self._depth:
             if self._quote and not self._skip_string():
                 return False
@@ -85,17 +86,17 @@ class Pythonic(Machine):
             else:
                 self._depth += 1 if char in "([{" else -1
                 if self._depth > DEEPEST:
-                    return self.go(self._text)
+                    return self.set_state(self._text)
         arguments = _arguments(self.held[self.held.index("(") + 1 : self._place - 1])
         if arguments is None:
-            return self.go(self._text)
-        self.cut(self._place)
+            return self.set_state(self._text)
+        self.take_held(self._place)
         self._lead = ""
         self.start_call(self._name, arguments)
-        return self.go(self._between)
+        return self.set_state(self._between)
 
     def _skip_string(self) -> bool:
-        """Go behind the string's closing quote; false when it has not come."""
+        """Move past the closing quote of the string. False: it has not arrived."""
         while True:
             found = re.compile(rf"[\\{self._quote}]").search(self.held, self._place)
             if found is None:
@@ -110,39 +111,39 @@ class Pythonic(Machine):
             self._place = found.end() + 1
 
     def _between(self) -> bool:
-        if not self.strip():
+        if not self.strip_held():
             return False
         if self.held[0] == ",":
-            self.cut(1)
-            return self.go(self._head)
+            self.take_held(1)
+            return self.set_state(self._head)
         if self.held[0] == "]":
-            self.cut(1)
-            return self.go(self._last)
-        return self.go(self._text)
+            self.take_held(1)
+            return self.set_state(self._last)
+        return self.set_state(self._text)
 
     def _last(self) -> bool:
-        """Behind the list: whitespace and the closing mark belong to it."""
-        if not self.strip() or (MARKS[1].startswith(self.held) and MARKS[1] != self.held):
+        """State after the list: drop whitespace and the closing mark."""
+        if not self.strip_held() or (MARKS[1].startswith(self.held) and MARKS[1] != self.held):
             return False
         if self.held.startswith(MARKS[1]):
-            self.cut(len(MARKS[1]))
+            self.take_held(len(MARKS[1]))
             return True
-        return self.go(self._text)
+        return self.set_state(self._text)
 
     def _text(self) -> bool:
-        self.say(self._lead + self.held)
+        self.emit_content(self._lead + self.held)
         self._lead = self.held = ""
         return False
 
     def end(self) -> None:
-        self.say(self._lead + self.held)
+        self.emit_content(self._lead + self.held)
 
 
 def _arguments(source: str) -> str | None:
-    """Keyword arguments with literal values as a JSON object; None for anything else."""
+    """Convert keyword arguments with literal values to a JSON object. None: other syntax."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about unknown escapes
             tree = ast.parse(f"f({source}\n)", mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args or not isinstance(tree.func, ast.Name):
             return None
@@ -157,7 +158,7 @@ def _arguments(source: str) -> str | None:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of a literal. Raises ValueError for what is none."""
+    """The value of a literal. Raises ValueError for other syntax."""
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | int | float | bool)):
         return node.value
     if isinstance(node, ast.Name) and node.id.lower() in _WORDS:
@@ -180,12 +181,12 @@ def _key(node: ast.expr | None) -> str:
 
 
 def _is_argument(key: str) -> bool:
-    """Whether Python can name an argument so."""
+    """Whether the name is valid for a Python argument."""
     return key.isidentifier() and not keyword.iskeyword(key)
 
 
 def _call(function: Function, rule: CallRule) -> Format:
-    """`name(key=value, …)`: required parameters first, then any of the others, in their order."""
+    """`name(key=value, …)`: required parameters first, then any of the others, in order."""
     schema = function.parameters
     properties: dict[str, Any] = schema.get("properties") or {}
     required = [key for key in schema.get("required", ()) if key in properties]

@@ -1,6 +1,8 @@
-"""Tool calls as Qwen3-Coder writes them: `<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>`.
+"""`qwen3_coder`: tool calls of Qwen3-Coder:
+`<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>`.
 
-Values are plain text; what type they have is said by the function's schema. A parameter is passed on when it is complete.
+Values are plain text; what type they have is said by the function's schema. A parameter is passed
+on when it is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 class Qwen3Coder(Machine):
-    """The outer tag may be missing, as it sometimes is; a block without a function is text."""
+    """Parses the tags. The outer tag may be missing; a block without a function is content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,71 +52,71 @@ class Qwen3Coder(Machine):
 
     def start(self) -> bool:
         if self._follows_call:
-            self._follows_call = not self.strip()
-        return self.speak(OPEN, FUNCTION) is not None and self.go(self._header)
+            self._follows_call = not self.strip_held()
+        return self.emit_until(OPEN, FUNCTION) is not None and self.set_state(self._header)
 
     def _header(self) -> bool:
-        """`held` is whitespace, one of the tags, and what has come of `<function=NAME>`."""
+        """State: `held` is whitespace, one of the tags, and the start of `<function=NAME>`."""
         found = _HEADER.match(self.held, 0, LONGEST_NAME)
         if found is not None:
             self._name, self._has_arguments = found["name"], False
-            self.cut(found.end())
+            self.take_held(found.end())
             self.start_call(self._name, "{")
-            return self.go(self._parameters)
+            return self.set_state(self._parameters)
         if len(self.held) < LONGEST_NAME and _HEADER_BEGINS.fullmatch(self.held):
             return False
-        self.say(self.cut(self.held.index("<") + 1))
-        return self.go(self.start)
+        self.emit_content(self.take_held(self.held.index("<") + 1))
+        return self.set_state(self.start)
 
     def _parameters(self) -> bool:
-        mark = self.drop(PARAMETER, FUNCTION_END, CLOSE)
+        mark = self.drop_until(PARAMETER, FUNCTION_END, CLOSE)
         if mark is None:
             return False
         if mark != PARAMETER:
-            self.argue("}")
-            return self.go(self._after)
+            self.emit_arguments("}")
+            return self.set_state(self._after)
         end = self.held.find(">", 0, LONGEST_NAME)
         if end < 0:
             if len(self.held) >= LONGEST_NAME:
-                self.cut(len(mark))
+                self.take_held(len(mark))
                 return True
             return False
-        self._key = self.cut(end + 1)[len(PARAMETER) : -1].strip()
-        return self.go(self._value)
+        self._key = self.take_held(end + 1)[len(PARAMETER) : -1].strip()
+        return self.set_state(self._value)
 
     def _value(self) -> bool:
-        found = self.find(PARAMETER_END, PARAMETER, FUNCTION_END)
+        found = self.find_mark(PARAMETER_END, PARAMETER, FUNCTION_END)
         if found is None:
             return False
         place, mark = found
-        value = self.cut(place).removeprefix("\n").removesuffix("\n")
+        value = self.take_held(place).removeprefix("\n").removesuffix("\n")
         if mark == PARAMETER_END:
-            self.cut(len(mark))
+            self.take_held(len(mark))
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(self._key) if isinstance(properties, dict) else None
         if isinstance(schema, dict) and value.strip() in _given(schema):
-            value = value.strip()  # whitespace around one of given texts means nothing
+            value = value.strip()  # whitespace around an enum value has no meaning
         types = _types(schema)
         comma = ", " if self._has_arguments else ""
-        self.argue(f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {_as_json(value, types)}")
+        self.emit_arguments(f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {_as_json(value, types)}")
         self._has_arguments = True
-        return self.go(self._parameters)
+        return self.set_state(self._parameters)
 
     def _after(self) -> bool:
-        """Drop all up to the closing tag, or to the next function."""
+        """State: drop the text up to the closing tag or the next function."""
         if self.held.startswith(FUNCTION_END):
-            self.cut(len(FUNCTION_END))
-        mark = self.drop(CLOSE, OPEN, FUNCTION)
+            self.take_held(len(FUNCTION_END))
+        mark = self.drop_until(CLOSE, OPEN, FUNCTION)
         if mark is None:
             return False
         if mark == CLOSE:
-            self.cut(len(mark))
+            self.take_held(len(mark))
         self._follows_call = True
-        return self.go(self.start)
+        return self.set_state(self.start)
 
     def end(self) -> None:
         if self.read in (self.start, self._header):
-            self.say(self.held)
+            self.emit_content(self.held)
 
 
 _HEADER = re.compile(rf"\s*(?:{OPEN}\s*)?{FUNCTION}(?P<name>[^<>\s]+)\s*>")
@@ -123,13 +125,13 @@ _HEADER_BEGINS = re.compile(rf"\s*(?:{OPEN}\s*(?:{_STARTS})?|{FUNCTION})(?:(?<==
 
 
 def _given(schema: dict[str, Any]) -> list[Any]:
-    """The values that the schema gives one by one."""
+    """The values that the schema lists."""
     values = schema.get("enum")
     return [*(values if isinstance(values, list) else ()), schema.get("const")]
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """The JSON types that a value may have; none when the schema does not say."""
+    """The JSON types of a value. Empty: the schema has none."""
     if not isinstance(schema, dict):
         return frozenset()
     named = schema.get("type")
@@ -146,7 +148,7 @@ def _types(schema: Any) -> frozenset[str]:
 
 
 def _as_json(source: str, types: frozenset[str]) -> str:
-    """The JSON of a value: its text, when that is of one of `types`, else a string."""
+    """The JSON form of a value: its text if that is of one of `types`, else a string."""
     if types - {"string"}:
         try:
             value = json.loads(source, parse_constant=_refuse)

@@ -1,6 +1,8 @@
-"""Grammars of regular languages as automata of our own: a state's mask is made once, for all requests of a grammar, and kept.
+"""Token masks of regular languages: a state's mask is computed once for all requests of a grammar,
+and cached.
 
-A text that a state leaves no choice about is given in the tokenizer's own tokens. Knows one vocabulary.
+Text that a state forces is returned in the tokens that the tokenizer would produce. Used by the
+backend. Knows one vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frame_automata.kept import Costs, Kept, Mask
-from frame_automata.regular import Language, Node, form_of, rebuilt
+from frame_automata.mask_cache import Costs, LruCache, Mask
+from frame_automata.regular import Language, Node, form_of, rebuild
 from frame_automata.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
 from frame_automata.vocabulary_tree import NOT_AT_ALL, VocabularyTree
 
@@ -24,20 +26,21 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.sampling import Grammar
 
-MOST_FORCED = 64  # bytes
-LEAST_RUN = 4  # repetitions that are worth a look at the whole vocabulary
-MOST_RUNS = 16  # that are kept; a megabyte each for 128,000 tokens
-MOST_RECENT = 1024  # masks
-MOST_WIDE = 16  # repetitions that a state may be in at a time
-REHEARSALS = 4  # texts
-REHEARSED_BYTES = 400
-REHEARSED_SECONDS = 0.015  # of CPU
-ENDS = sum(1 << byte for byte in b'"]},:')  # bytes that end a part of JSON
-KEPT_BYTES = 48 << 20  # of masks, and of costs
+MAX_FORCED_BYTES = 64
+MIN_RUN = 4  # repetitions; a shorter run does not pay for a pass over the whole vocabulary
+MAX_RUNS = 16  # kinds of runs that are cached; a megabyte each for 128,000 tokens
+MAX_RECENT = 1024  # masks found without a lock
+MAX_PARALLEL_COUNTS = 16  # of one state
+WARMUP_TEXTS = 4  # random texts whose masks are computed at compile time
+WARMUP_BYTES = 400
+WARMUP_SECONDS = 0.015  # of CPU
+ENDS = sum(1 << byte for byte in b'"]},:')  # bytes that end a JSON value or name
+CACHE_BYTES = 48 << 20  # of masks, and as much of costs
 
 
 class Vocabulary:
-    """A tokenizer's tokens. `tokenize` splits bytes as the tokenizer would; `stops` end a text."""
+    """The tokens of a tokenizer. `tokenize` splits bytes as the tokenizer does; `stops` are the end
+    tokens."""
 
     def __init__(self, texts: Sequence[bytes], stops: frozenset[int], tokenize: Callable[[bytes], list[int]]) -> None:
         self.tree = VocabularyTree(texts)
@@ -47,11 +50,12 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def prepare(self, node: Node) -> None:
-        """Find out what masks of a language will need, but for its states."""
+        """Compute what the masks of a language need of the vocabulary, once for each kind of
+        run."""
         seen, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
-            if is_run(each) and (each.most is None or each.most >= LEAST_RUN):
+            if is_run(each) and (each.most is None or each.most >= MIN_RUN):
                 self._learn(each.parts[0])
             waiting += [part for part in each.parts if part not in seen]
             seen.update(each.parts)
@@ -62,35 +66,36 @@ class Vocabulary:
             return
         needs, alone, language = None, None, Language()
         with suppress(TooMuchWorkError):
-            table, nodes = States(language).table(language.repeat(rebuilt(language, part), 0, None))
-            if not any(node.is_nullable for node in nodes[2:]):  # a part's end must be certain where it comes
+            table, nodes = States(language).table(language.repeat(rebuild(language, part), 0, None))
+            if not any(node.is_nullable for node in nodes[2:]):  # the end of a repetition must be unambiguous
                 needs, alone = self.tree.repetitions(table), self.tree.costs_alone(table)
         with self._lock:
-            known = self.repetitions if len(self.repetitions.rows) < MOST_RUNS else Repetitions.none(self.tree.num_nodes)
+            known = self.repetitions if len(self.repetitions.rows) < MAX_RUNS else Repetitions.none(self.tree.num_nodes)
             self.repetitions = known.plus(form, needs, alone)
 
 
 class Masks:
-    """Masks by state, the latest that were used, up to a number of bytes."""
+    """LRU cache of masks by state, limited in bytes."""
 
-    def __init__(self, vocabulary: Vocabulary, limit: int = KEPT_BYTES) -> None:
+    def __init__(self, vocabulary: Vocabulary, limit: int = CACHE_BYTES) -> None:
         self.vocabulary = vocabulary
-        self._kept: Kept[Node, Mask] = Kept(limit)
-        self._costs: Kept[tuple[Node, Node], Costs] = Kept(limit)
-        self._recent: dict[Node, Mask] = {}  # by nodes as they are, where there is neither order nor lock
+        self._cache: LruCache[Node, Mask] = LruCache(limit)
+        self._costs: LruCache[tuple[Node, Node], Costs] = LruCache(limit)
+        self._recent: dict[Node, Mask] = {}  # by node, without order and lock
 
-    def of(self, states: States, node: Node) -> Mask:
-        """The allowed tokens. Raises ValueError where there are none, or they take too much work."""
+    def get_mask(self, states: States, node: Node) -> Mask:
+        """Return the allowed tokens of a state. Raises ValueError if there is none,
+        TooMuchWorkError if the mask needs too much work."""
         found = self._recent.get(node)
         if found is None:
             check_width(node)
             states.language.forget()
             state = states.language.clamp(node, self.vocabulary.tree.longest)
-            found = self._kept.get(state)
+            found = self._cache.get(state)
             if found is None:
                 found = self._make(states, state)
-                self._kept.put(state, found)
-            if len(self._recent) > MOST_RECENT:
+                self._cache.put(state, found)
+            if len(self._recent) > MAX_RECENT:
                 self._recent.clear()
             self._recent[node] = found
         return found
@@ -108,12 +113,12 @@ class Masks:
             with states.lock:
                 found = Mask.of(self.vocabulary.tree.mask(states.begin(state, self.vocabulary.repetitions), states, also))
         if not found.words.any():
-            raise ValueError("no token of the vocabulary continues the text as the grammar wants it")
+            raise ValueError("no token of the vocabulary continues the text as the grammar requires")
         return found
 
     def _costs_of(self, states: States, repeat: Node, after: Node) -> Costs | None:
-        """Where a state may repeat something so many times before it goes on otherwise: what each token takes of that. It is found out
-        once for all such numbers. None elsewhere."""
+        """For a state that may repeat something a limited number of times: how many repetitions
+        each token takes. Computed once for all such limits. None: not such a state."""
         if not is_run(repeat) or repeat.least or repeat.most is None:
             return None
         (part,), known = repeat.parts, self.vocabulary.repetitions
@@ -133,9 +138,10 @@ class Masks:
         return found
 
     def _forced(self, language: Language, state: Node) -> int | None:
-        """The first token of the text that must follow, where the tokenizer would not join it with what comes after."""
+        """The first token of the forced text, if the tokenizer would not join it with the text
+        after it."""
         text = bytearray()
-        while len(text) < MOST_FORCED and not state.is_nullable:
+        while len(text) < MAX_FORCED_BYTES and not state.is_nullable:
             byte = only_byte(state)
             if byte is None:
                 break
@@ -145,43 +151,44 @@ class Masks:
             return None
         tokens = self.vocabulary.tokenize(bytes(text))
         texts = self.vocabulary.tree.texts
-        if len(tokens) < 2 and state is not language.empty:  # the last may go on
+        if len(tokens) < 2 and state is not language.empty:  # the last token may be longer
             return None
         return tokens[0] if tokens and b"".join(texts[token] for token in tokens) == text else None
 
 
 class AutomatonGrammar:
-    """One request's place in a regular language (`Grammar`). Where a mask is too much work another grammar takes over."""
+    """One request's state in a regular language (`Grammar`). If a mask needs too much work, the
+    fallback grammar takes over."""
 
     def __init__(self, compiled: AutomatonCompiled) -> None:
         self._compiled = compiled
         self._tokens: list[int] = []
-        self._other: Grammar | None = None
+        self._fallback_grammar: Grammar | None = None
         self._language = compiled.language
         self._node = compiled.node
         self._masks = compiled.masks
         self._is_ended = False
 
     def fill(self, mask: np.ndarray) -> bool:
-        """See `Grammar.fill`; when the end was accepted everything is allowed."""
-        if self._other is not None:
-            return self._other.fill(mask)
+        """See `Grammar.fill`. All tokens are allowed after the end token."""
+        if self._fallback_grammar is not None:
+            return self._fallback_grammar.fill(mask)
         if self._is_ended:
             mask[...] = -1
             return False
         try:
-            self._masks.of(self._compiled.states, self._node).write(mask)
+            self._masks.get_mask(self._compiled.states, self._node).write(mask)
         except TooMuchWorkError:
-            self._compiled.is_hard = True
-            self._other = self._compiled.otherwise()
-            if not all(self._other.accept(token) for token in self._tokens):
+            self._compiled.is_too_large = True
+            self._fallback_grammar = self._compiled.start_fallback()
+            if not all(self._fallback_grammar.accept(token) for token in self._tokens):
                 raise
-            return self._other.fill(mask)
+            return self._fallback_grammar.fill(mask)
         return True
 
     def accept(self, token_id: int) -> bool:
-        if self._other is not None:
-            return self._other.accept(token_id)
+        if self._fallback_grammar is not None:
+            return self._fallback_grammar.accept(token_id)
         if self._is_ended:
             return False
         vocabulary = self._masks.vocabulary
@@ -197,61 +204,63 @@ class AutomatonGrammar:
         return True
 
     def is_finished(self) -> bool:
-        if self._other is not None:
-            return self._other.is_finished()
+        if self._fallback_grammar is not None:
+            return self._fallback_grammar.is_finished()
         return self._is_ended or self._node is self._language.empty
 
 
 class AutomatonCompiled:
-    """A regular language, ready for any number of requests (`CompiledGrammar`). `otherwise` starts the same grammar by other means, for
-    masks that are too much work. Raises ValueError when the language has no text, TooMuchWorkError when its first mask is too much."""
+    """A compiled regular language (`CompiledGrammar`). `start_fallback` starts the same grammar
+    with another backend, for masks that need too much work. Raises ValueError if the language is
+    empty, TooMuchWorkError if its first mask needs too much work."""
 
-    def __init__(self, language: Language, node: Node, masks: Masks, otherwise: Callable[[], Grammar]) -> None:
+    def __init__(self, language: Language, node: Node, masks: Masks, start_fallback: Callable[[], Grammar]) -> None:
         if node is language.none:
             raise ValueError("the grammar allows no text at all")
         self.language = language
         self.states = States(language)
         self.node = node
         self.masks = masks
-        self.otherwise = otherwise
-        self.is_hard = False  # whether a mask of it was too much work
-        self.num_bytes = 2 << 20  # a guess: what states take; masks are the backend's
+        self.start_fallback = start_fallback
+        self.is_too_large = False  # whether a mask needed too much work
+        self.num_bytes = 2 << 20  # an estimate of the states; the backend owns the masks
         masks.vocabulary.prepare(node)
-        masks.of(self.states, node)
-        self._rehearse()
+        masks.get_mask(self.states, node)
+        self._warm_up()
 
     def start(self) -> Grammar:
-        return self.otherwise() if self.is_hard else AutomatonGrammar(self)
+        return self.start_fallback() if self.is_too_large else AutomatonGrammar(self)
 
-    def _rehearse(self) -> None:
-        """Make the masks that some short texts need, while no step waits for them."""
+    def _warm_up(self) -> None:
+        """Compute the masks along a few random texts, while no step waits for them."""
         numbers, texts = random.Random(0), self.masks.vocabulary.tree.texts
         began = time.thread_time()
         try:
-            for _ in range(REHEARSALS):
+            for _ in range(WARMUP_TEXTS):
                 node = self.node
-                for token in self.masks.vocabulary.tokenize(some_text(numbers, self.language, node)):
-                    if time.thread_time() - began > REHEARSED_SECONDS or node is self.language.none:
+                for token in self.masks.vocabulary.tokenize(draw_text(numbers, self.language, node)):
+                    if time.thread_time() - began > WARMUP_SECONDS or node is self.language.none:
                         return
-                    self.masks.of(self.states, node)
+                    self.masks.get_mask(self.states, node)
                     node = self.states.follow(node, texts[token])
         except TooMuchWorkError:
-            self.is_hard = True
-        except ValueError:  # no token: found out again where it matters
+            self.is_too_large = True
+        except ValueError:  # no token continues the text; the request that gets there reports it
             pass
 
 
 def check_width(node: Node) -> None:
-    """Raise TooMuchWorkError for a state in which many counts run side by side: each byte makes a new state of it."""
+    """Raise TooMuchWorkError for a state with many counts in parallel: each byte leads to a new
+    state."""
     parts = node.parts if node.kind == "alt" else (node.parts[0].parts if node.kind == "cat" and node.parts[0].kind == "alt" else ())
-    if sum((part.parts[0] if part.kind == "cat" else part).kind == "repeat" for part in parts) > MOST_WIDE:
+    if sum((part.parts[0] if part.kind == "cat" else part).kind == "repeat" for part in parts) > MAX_PARALLEL_COUNTS:
         raise TooMuchWorkError("the grammar has too many counts side by side; simplify it")
 
 
-def some_text(numbers: random.Random, language: Language, node: Node) -> bytes:
-    """The beginning of a text, one that comes to an end of its parts soon."""
+def draw_text(numbers: random.Random, language: Language, node: Node) -> bytes:
+    """Draw a random prefix of a text; JSON values in it end early."""
     found = bytearray()
-    while len(found) < REHEARSED_BYTES and node.first:
+    while len(found) < WARMUP_BYTES and node.first:
         members = node.first & ENDS if node.first & ENDS and numbers.random() < 0.5 else node.first
         bytes_ = [byte for byte in range(256) if members >> byte & 1]
         found.append(numbers.choice(bytes_))

@@ -1,4 +1,5 @@
-"""The grammar backend `automata`: regular grammars as automata, all others by frame's backend `combined`.
+"""The grammar backend `automata`: regular grammars as automata, all others by frame's backend
+`combined`.
 
 Knows one tokenizer and one vocabulary. Reaches `combined` by name, through the registry.
 """
@@ -13,7 +14,7 @@ from llguidance import LLTokenizer
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.closed_schema import closed
+from frame.plugins.grammars.closed_schema import close_schema
 from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
 from frame.plugins.grammars.options import XGrammarOptions
 from frame.plugins.grammars.sources import check_source, one_sentence
@@ -33,7 +34,8 @@ REGULAR_KINDS = ("regex", "choice", "ebnf", "json_schema")
 
 
 class AutomataBackend(GrammarBackend):
-    """Compiles for one tokenizer: a `tokenizers.Tokenizer`, or an object that holds one as `backend`, with its `eos_token_ids`.
+    """Compiles for one tokenizer: a `tokenizers.Tokenizer`, or an object that holds one as
+    `backend`, with its `eos_token_ids`.
 
     Raises ValueError when the tokenizer cannot be read or is larger than the model's vocabulary.
     """
@@ -47,7 +49,8 @@ class AutomataBackend(GrammarBackend):
         self._lock = threading.Lock()  # guards the construction of `_masks`
 
     def compile(self, kind: str, source: str) -> CompiledGrammar:
-        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too large or does not compile."""
+        """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
+        large or does not compile."""
         if kind not in REGULAR_KINDS:
             return self._fallback.compile(kind, source)
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
@@ -74,7 +77,8 @@ class AutomataBackend(GrammarBackend):
         elif kind == "regex":
             node = read(language, source)
         elif kind == "json_schema":
-            node = read_schema(language, closed(json.loads(source)), self._options.max_whitespace if self._options.any_whitespace else 0)
+            whitespace = self._options.max_whitespace if self._options.any_whitespace else 0
+            node = read_schema(language, close_schema(json.loads(source)), whitespace)
         else:
             node = literals(language, json.loads(source))
         return AutomatonCompiled(language, node, self._get_masks(), lambda: self._fallback.compile(kind, source).start())

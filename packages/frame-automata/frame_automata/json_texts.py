@@ -1,4 +1,4 @@
-"""JSON's strings and numbers as regular languages: characters as a string has them, whole numbers of a range. Knows no schema."""
+"""JSON strings and numbers as regular languages. Used by `schema_language`; knows no schema."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from frame_automata.regular import Language, Node
 from frame_automata.regular_syntax import characters, literal
 
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
-ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92), (127, 127)]  # the last need not be
+ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92), (127, 127)]  # JSON does not require the last
 ANY: Ranges = [(0, SURROGATES[0] - 1), (SURROGATES[1] + 1, LAST)]
 BACKSLASH = 1 << 92
 DIGITS = sum(1 << byte for byte in b"0123456789")
 
 
 def character(language: Language, ranges: Ranges) -> Node:
-    """One character of these ranges as it is written in a string: as itself, or by the shortest escape where it must be by one."""
+    """One character of these ranges in a JSON string: itself, or its shortest escape where JSON
+    requires one."""
     plain = complement([*complement(ranges), *ESCAPED])
     special = sorted({code for low, high in ranges for code in range(low, min(high, 127) + 1) if _is_escaped(code)})
     short = sum(1 << ord(SHORT[code]) for code in special if code in SHORT)
@@ -24,7 +25,7 @@ def character(language: Language, ranges: Ranges) -> Node:
 
 
 def integers(language: Language, least: int | None, most: int | None) -> Node:
-    """Whole numbers from `least` to `most`, both ends in; None: no bound. 0 is written without a sign."""
+    """Integers from `least` to `most`, both included; None: no bound. 0 has no sign."""
     minus = language.one_byte(1 << ord("-"))
     found = []
     if most is None or most >= 0:
@@ -36,7 +37,7 @@ def integers(language: Language, least: int | None, most: int | None) -> Node:
 
 
 def numbers(language: Language, *, is_signed: bool) -> Node:
-    """Any number; `is_signed`: below 0 too."""
+    """Any number; `is_signed`: negative ones too."""
     digit = language.one_byte(DIGITS)
     some = language.repeat(digit, 1, None)
     sign = language.repeat(language.one_byte(1 << ord("-")), 0, 1) if is_signed else language.empty
@@ -71,7 +72,7 @@ def _naturals(language: Language, least: int, most: int | None) -> Node:
 
 
 def _between(language: Language, low: str, high: str) -> Node:
-    """The digits from `low` to `high`, which are as many."""
+    """The numbers from `low` to `high`, which have equally many digits."""
     rest = len(low) - 1
     if not low:
         return language.empty

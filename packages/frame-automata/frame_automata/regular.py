@@ -1,7 +1,8 @@
-"""Regular languages over bytes, by derivatives: an expression is a state, and what may follow a byte is another (Brzozowski 1964).
+"""Regular languages over bytes, by derivatives (Brzozowski 1964): an expression is a state, its
+derivative by a byte the next state.
 
-Counts stay numbers in the expression instead of copies of what is counted, and states whose counts differ beyond what one token can reach
-share a mask (`clamp`). Knows no syntax and no vocabulary.
+Counts stay numbers instead of copies of the counted part. States whose counts differ beyond the
+reach of one token share a mask (`clamp`). Knows no syntax and no vocabulary.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LARGE = 1 << 20
-MOST_NODES = 60_000  # nodes and derivatives of one language, until all that are not in use are forgotten
+MAX_NODES = 60_000  # nodes and derivatives of one language; above that the caches are cleared
 
 
 @dataclass(slots=True, eq=False)  # a frozen class takes four times as long to make; nodes are never changed
 class Node:
-    """An expression. Made by a `Language`, where equal expressions are one object."""
+    """An expression. Created by a `Language`, where equal expressions are the same object."""
 
     kind: str  # "none": no text, "empty": the empty text, "bytes", "cat", "alt", "repeat"
     members: int = 0  # of "bytes": bit b is set for byte b
     parts: tuple[Node, ...] = ()  # of "cat": two; of "alt": two or more, in any order; of "repeat": one
     least: int = 0
     most: int | None = None  # of "repeat"; None: no bound
-    is_nullable: bool = False  # whether the empty text is one of its texts
-    first: int = 0  # the bytes that its texts begin with; bit b is set for byte b
-    size: int = 1  # of parts in parts; LARGE where something is repeated
+    is_nullable: bool = False  # whether the empty text matches
+    first: int = 0  # the first bytes of its texts; bit b is set for byte b
+    size: int = 1  # number of nested parts; LARGE for a repetition
 
 
 @dataclass(slots=True)
 class Language:
-    """Makes nodes, and their derivatives. Every node but `none` has a text."""
+    """Creates nodes and their derivatives. Every node but `none` matches some text."""
 
-    num_derived: int = 0  # how often a derivative was worked out
+    num_derived: int = 0  # number of computed derivatives
     none: Node = field(default_factory=lambda: Node("none"))
     empty: Node = field(default_factory=lambda: Node("empty", is_nullable=True))
     _nodes: dict[tuple[object, ...], Node] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Language:
         return self._node("repeat", (part,), least=least, most=most, is_nullable=least == 0)
 
     def derive(self, node: Node, byte: int) -> Node:
-        """What may follow `byte`."""
+        """Return the derivative by a byte."""
         if not node.first >> byte & 1:
             return self.none
         key = node, byte
@@ -103,7 +104,7 @@ class Language:
         return found
 
     def follow(self, node: Node, text: bytes) -> Node:
-        """What may follow `text`."""
+        """Return the derivative by a text."""
         known, at, end = self._derivatives, 0, len(text)
         while at < end:
             if node.kind == "cat" and (repeat := node.parts[0]).kind == "repeat":
@@ -117,15 +118,15 @@ class Language:
         return node
 
     def form(self, node: Node) -> Form:
-        """`form_of`, remembered."""
+        """`form_of`, cached."""
         found = self._forms.get(node)
         if found is None:
             found = self._forms[node] = form_of(node)
         return found
 
     def clamp(self, node: Node, longest: int) -> Node:
-        """A node that says the same of every text of up to `longest` bytes: whether it may begin so. Counts that such a text cannot come
-        near are cut down to one that it cannot reach."""
+        """Return a node that accepts the same prefixes of up to `longest` bytes. Counts beyond the
+        reach of such a prefix are reduced to `longest + 1`."""
         key = node, longest
         found = self._clamped.get(key)
         if found is None:
@@ -134,13 +135,14 @@ class Language:
         return found
 
     def forget(self) -> None:
-        """Drop what was found out, when it is much. Nodes in use stay good; equal ones made later are others."""
-        if len(self._nodes) + len(self._derivatives) + len(self._further) > MOST_NODES:
+        """Clear the caches if they are large. Existing nodes stay valid; equal nodes created later
+        are other objects."""
+        if len(self._nodes) + len(self._derivatives) + len(self._further) > MAX_NODES:
             self._nodes, self._derivatives, self._clamped = {}, {}, {}
             self._further, self._passes, self._forms = {}, {}, {}
 
     def _passed(self, part: Node, after: Node) -> bytes:
-        """The bytes that are one repetition of a part where something else may come after it."""
+        """The bytes that are one whole repetition of `part` and cannot start `after`."""
         key = part, after
         found = self._passes.get(key)
         if found is None:
@@ -152,7 +154,7 @@ class Language:
         return found
 
     def _after(self, node: Node, count: int) -> Node:
-        """A sequence that begins with something repeated, so many repetitions on."""
+        """The state of a sequence that begins with a repetition, `count` repetitions later."""
         repeat, after = node.parts
         if not repeat.least and repeat.most is None:
             return node
@@ -209,7 +211,7 @@ class Language:
                 spine.append(node)
                 node = node.parts[1]
             found = self.clamp(node, longest)
-            for each in reversed(spine):  # not by calls, of which a long text would need too many
+            for each in reversed(spine):  # a loop, since recursion would be too deep for a long text
                 found = self._clamped[each, longest] = self.cat(self.clamp(each.parts[0], longest), found)
             return found
         if node.kind == "alt":
@@ -222,7 +224,7 @@ class Language:
 
 
 def first_sets(node: Node) -> set[int]:
-    """The sets of bytes, as bits, that the parts begin with that a node's texts may begin with."""
+    """The sets of first bytes, as bits, of the parts that may start a text of the node."""
     found = set()
     waiting = [node]
     while waiting:
@@ -242,15 +244,15 @@ Form = tuple[str, int, tuple["Form", ...], int, int | None]
 
 
 def form_of(node: Node) -> Form:
-    """What a node says, the same for equal expressions of all languages."""
+    """A key of an expression, equal for equal expressions of all languages."""
     parts = tuple(form_of(part) for part in node.parts)
     parts = tuple(sorted(parts, key=repr)) if node.kind == "alt" else parts
     return node.kind, node.members, parts, node.least, node.most
 
 
-def rebuilt(language: Language, node: Node) -> Node:
+def rebuild(language: Language, node: Node) -> Node:
     """The same expression as a node of another language."""
-    parts = [rebuilt(language, part) for part in node.parts]
+    parts = [rebuild(language, part) for part in node.parts]
     if node.kind == "cat":
         return language.cat(*parts)
     if node.kind == "alt":

@@ -10,7 +10,8 @@ MAX_NODES = 20_000
 
 
 def read_rules(language: Language, rules: Rules) -> Node | None:
-    """The texts of `root`; None when a rule needs itself. Raises UnsupportedSyntaxError for a grammar that is too large."""
+    """The texts of `root`; None when a rule needs itself. Raises UnsupportedSyntaxError for a
+    grammar that is too large."""
     nodes: dict[str, Node | None] = {}
 
     def node_of(part: Part) -> Node | None:

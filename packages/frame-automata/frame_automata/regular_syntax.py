@@ -1,8 +1,9 @@
-"""The syntax of regular expressions, as far as every dialect means the same by it, into `Language` nodes over UTF-8.
+"""Reads the part of regular-expression syntax that all dialects share into `Language` nodes over
+UTF-8.
 
-What is read: literals, escapes of punctuation and of control characters, `.`, classes, groups, `|`, `* + ? {m,n}` (lazy ones too), `^`
-and `$` around the whole. All else (look-around, references, flags, `\\p`, word boundaries, negated shorthands) is `UnsupportedSyntaxError`.
-Knows no vocabulary.
+Supported: literals, escapes of punctuation and of control characters, `.`, classes, groups, `|`, `*
++ ? {m,n}` (lazy too), `^` and `$` around the whole. Other syntax (look-around, references, flags,
+`\\p`, word boundaries, negated shorthands) raises UnsupportedSyntaxError. Knows no vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Callable, Iterable
 from frame.plugins.grammars.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
 from frame_automata.regular import Language, Node
 
-MOST_COUNT = 1_000_000
-MOST_DEPTH = 100
-MOST_LENGTH = 10_000  # characters; longer expressions are left to others
+MAX_COUNT = 1_000_000
+MAX_DEPTH = 100
+MAX_LENGTH = 10_000  # characters of an expression or text
 Character = Callable[[Language, Ranges], Node]
 
 DIGITS: Ranges = [(48, 57)]
@@ -26,9 +27,10 @@ PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~ ")
 
 
 def read(language: Language, pattern: str, character: Character | None = None) -> Node:
-    """The texts that the expression matches as a whole. `character`: how one of some ranges is written. Raises UnsupportedSyntaxError."""
-    if len(pattern) > MOST_LENGTH:
-        raise UnsupportedSyntaxError(f"more than {MOST_LENGTH} characters")
+    """Return the texts that match as a whole. `character`: writes one character of some ranges.
+    Raises UnsupportedSyntaxError."""
+    if len(pattern) > MAX_LENGTH:
+        raise UnsupportedSyntaxError(f"more than {MAX_LENGTH} characters")
     reader = _Reader(language, pattern, character or characters)
     node = reader.alternatives(0)
     if reader.at != len(pattern):
@@ -37,9 +39,9 @@ def read(language: Language, pattern: str, character: Character | None = None) -
 
 
 def literal(language: Language, text: str) -> Node:
-    """One text. Raises UnsupportedSyntaxError for a long one."""
-    if len(text) > MOST_LENGTH:
-        raise UnsupportedSyntaxError(f"more than {MOST_LENGTH} characters")
+    """Return the language of one text. Raises UnsupportedSyntaxError for a long one."""
+    if len(text) > MAX_LENGTH:
+        raise UnsupportedSyntaxError(f"more than {MAX_LENGTH} characters")
     node = language.empty
     for byte in reversed(text.encode()):
         node = language.cat(language.one_byte(1 << byte), node)
@@ -47,15 +49,16 @@ def literal(language: Language, text: str) -> Node:
 
 
 def literals(language: Language, texts: Iterable[str]) -> Node:
-    """One of these texts, each beginning that several share once. Raises UnsupportedSyntaxError for a long one."""
+    """Return the language of several texts, with shared prefixes merged. Raises
+    UnsupportedSyntaxError for a long text."""
     words = sorted({text.encode() for text in texts})
-    if any(len(word) > MOST_LENGTH for word in words):
-        raise UnsupportedSyntaxError(f"more than {MOST_LENGTH} characters")
+    if any(len(word) > MAX_LENGTH for word in words):
+        raise UnsupportedSyntaxError(f"more than {MAX_LENGTH} characters")
     return _words(language, words, 0)
 
 
 def _words(language: Language, words: list[bytes], depth: int) -> Node:
-    """Sorted words, from `depth` on, to where they are the same."""
+    """The language of sorted words from byte `depth` on, up to which they are equal."""
     if not words:
         return language.none
     first, last, end = words[0], words[-1], depth
@@ -86,8 +89,8 @@ class _Reader:
         self._pattern = pattern
 
     def alternatives(self, depth: int) -> Node:
-        if depth > MOST_DEPTH:
-            raise UnsupportedSyntaxError(f"more than {MOST_DEPTH} groups in each other")
+        if depth > MAX_DEPTH:
+            raise UnsupportedSyntaxError(f"more than {MAX_DEPTH} groups in each other")
         choices = [self._sequence(depth)]
         while self._take("|"):
             choices.append(self._sequence(depth))
@@ -134,7 +137,7 @@ class _Reader:
             return node
         self.at += 1
         least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
-        self._take("?")  # lazy: which match is found first is no matter here
+        self._take("?")  # lazy quantifiers match the same texts
         if self._pattern[self.at : self.at + 1] in ("*", "+", "?", "{"):
             raise UnsupportedSyntaxError(f"a quantifier of a quantifier at {self.at}")
         return self._language.repeat(node, least, most)
@@ -154,7 +157,7 @@ class _Reader:
         while self._pattern[self.at : self.at + 1] in tuple("0123456789"):
             self.at += 1
         digits = self._pattern[start : self.at]
-        if not digits or len(digits) > 7 or int(digits) > MOST_COUNT:
+        if not digits or len(digits) > 7 or int(digits) > MAX_COUNT:
             raise UnsupportedSyntaxError(f"no count at {start}")
         return int(digits)
 
@@ -172,7 +175,7 @@ class _Reader:
                 high = self._class_member()
             if isinstance(high, list) or high < low:
                 raise UnsupportedSyntaxError(f"no range at {self.at}")
-            parts = ((low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high))  # those are no characters
+            parts = ((low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high))  # without surrogates
             found += [part for part in parts if part[0] <= part[1]] if low < SURROGATES[0] <= high else [(low, high)]
         if not found:
             raise UnsupportedSyntaxError("an empty class")
@@ -227,13 +230,13 @@ def _sequence(language: Language, ranges: list[tuple[int, int]]) -> Node:
 
 
 def _sequences(low: int, high: int) -> list[list[tuple[int, int]]]:
-    """Ranges of code points as sequences of ranges of bytes, as UTF-8 has them."""
+    """Split a range of code points into sequences of byte ranges of their UTF-8 form."""
     for edge in (0x7F, 0x7FF, 0xFFFF):
         if low <= edge < high:
             return _sequences(low, edge) + _sequences(edge + 1, high)
     first, last = chr(low).encode(), chr(high).encode()
     for i in range(1, len(first)):
-        rest = (1 << (6 * i)) - 1  # what the last i bytes count
+        rest = (1 << (6 * i)) - 1  # the code points that the last i bytes count
         if (low & ~rest) != (high & ~rest):
             if low & rest:
                 return _sequences(low, low | rest) + _sequences((low | rest) + 1, high)

@@ -1,8 +1,10 @@
-"""JSON schemas that are regular, into `Language` nodes: no recursion, and objects that have the named properties alone, in their order.
+"""Reads regular JSON schemas into `Language` nodes: no recursion, objects with their named
+properties only, in declared order.
 
-What is read: objects, arrays, strings with lengths or a pattern, numbers, whole numbers of a range, enumerations, `anyOf`, references.
-All else is `UnsupportedSyntaxError`, as it is where a keyword is not known, so that nothing that a schema demands is ever passed over.
-Knows no vocabulary and no backend.
+What is read: objects, arrays, strings with lengths or a pattern, numbers, whole numbers of a range,
+enumerations, `anyOf`, references. All else is `UnsupportedSyntaxError`, as it is where a keyword is
+not known, so that nothing that a schema demands is ever passed over. Knows no vocabulary and no
+backend.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from frame_automata import json_texts
 from frame_automata.regular import Language, Node
 from frame_automata.regular_syntax import literal, literals, read
 
-MOST_SCHEMAS = 2000  # references are written out
-MOST_NODES = 40_000
+MAX_SCHEMAS = 2000  # after expanding references
+MAX_NODES = 40_000
 LARGEST = 10**18  # of bounds
 WHITESPACE = sum(1 << byte for byte in b" \n\r\t")
 NOTES = frozenset(
@@ -35,14 +37,14 @@ KEYWORDS = {
     "boolean": frozenset[str](),
     "null": frozenset[str](),
 }
-NEGATED_SHORTHAND = re.compile(r"\[\^[^\]]*\\[dws]")  # of all scripts or of ASCII? what is left over differs
+NEGATED_SHORTHAND = re.compile(r"\[\^[^\]]*\\[dws]")  # dialects differ on its complement: ASCII or Unicode
 
 
 def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
-    """The texts that a schema allows, with up to `most_whitespace` characters of whitespace between their parts, none around the whole.
-    Raises UnsupportedSyntaxError."""
+    """Return the texts of a schema, with up to `most_whitespace` whitespace characters between
+    parts and none around the whole. Raises UnsupportedSyntaxError."""
     node = _Reader(language, schema, most_whitespace).value(schema)
-    if language.num_nodes > MOST_NODES:
+    if language.num_nodes > MAX_NODES:
         raise UnsupportedSyntaxError("a large schema")
     if node is language.none:
         raise UnsupportedSyntaxError("a schema that allows nothing")
@@ -50,18 +52,18 @@ def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
 
 
 class _Reader:
-    """Of one schema; every method gives what follows no whitespace and is followed by none."""
+    """Reads one schema. No method's result has whitespace around it."""
 
     def __init__(self, language: Language, root: Any, most_whitespace: int) -> None:
         self._language = language
         self._root = root
         self._blank = language.repeat(language.one_byte(WHITESPACE), 0, most_whitespace)
-        self._open: list[str] = []  # references that are being followed
+        self._open: list[str] = []  # references being followed
         self._count = 0
 
     def value(self, schema: Any) -> Node:
         self._count += 1
-        if self._count > MOST_SCHEMAS or self._language.num_nodes > MOST_NODES:
+        if self._count > MAX_SCHEMAS or self._language.num_nodes > MAX_NODES:
             raise UnsupportedSyntaxError("a large schema")
         if not isinstance(schema, dict):
             raise UnsupportedSyntaxError("a schema that is no object")
@@ -93,7 +95,7 @@ class _Reader:
         if keys - known:
             raise UnsupportedSyntaxError(f"the keyword {min(keys - known)!r}")
 
-    # values that have parts ---------------------------------------------------------------------------------------------
+    # ---- objects, arrays, alternatives ----
 
     def _object(self, schema: Mapping[str, Any]) -> Node:
         properties, required = schema.get("properties"), schema.get("required", [])
@@ -102,7 +104,7 @@ class _Reader:
         if not isinstance(required, list) or any(name not in properties for name in required):
             raise UnsupportedSyntaxError("a property that is required and not named")
         members = [(self._member(name, each), name in required) for name, each in properties.items()]
-        rest, more = self._language.none, self._language.empty  # from a property on: one and what follows it; what follows the one before
+        rest, more = self._language.none, self._language.empty  # a property and what follows it; what follows the previous one
         may_end = True
         for member, is_required in reversed(members):
             here = self._sequence(member, self._blank, more)
@@ -155,7 +157,7 @@ class _Reader:
         self._open.pop()
         return node
 
-    # values that have none ----------------------------------------------------------------------------------------------
+    # ---- scalars ----
 
     def _enumeration(self, schema: Mapping[str, Any], keys: set[str]) -> Node:
         self._expect_only(keys, frozenset(("enum", "const", "type")))
@@ -182,10 +184,10 @@ class _Reader:
         return self._sequence(quote, self._pattern(pattern), quote)
 
     def _pattern(self, pattern: str) -> Node:
-        """A pattern is looked for anywhere in a text, unless it says itself where."""
+        """A pattern matches anywhere in a text unless it is anchored."""
         anything = self._language.repeat(json_texts.character(self._language, json_texts.ANY), 0, None)
         before = self._language.empty if pattern.startswith("^") else anything
-        is_open = not pattern.endswith("$") or (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 0  # an escaped one is no end
+        is_open = not pattern.endswith("$") or (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 0  # an escaped `$` is no anchor
         return self._sequence(before, read(self._language, pattern, json_texts.character), anything if is_open else self._language.empty)
 
     def _integer(self, schema: Mapping[str, Any]) -> Node:
@@ -229,7 +231,7 @@ def _json(value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except ValueError as error:  # no number, or half of a character
+    except ValueError as error:  # NaN, infinity, or half of a surrogate pair
         raise UnsupportedSyntaxError(str(error)) from None
     return text
 
@@ -241,7 +243,7 @@ def _number(value: Any) -> float | int:
 
 
 def _is_of(value: Any, name: str) -> bool:
-    """Whether a value that has no parts is of a type."""
+    """Whether a scalar is of a JSON Schema type."""
     if isinstance(value, bool) or value is None:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""A regular language's states as numbers, with what follows each byte in a table: an automaton over arrays. Knows no vocabulary."""
+"""The states of a regular language as numbers with a transition table: an automaton over arrays.
+Knows no vocabulary."""
 
 from __future__ import annotations
 
@@ -10,22 +11,23 @@ import numpy as np
 from frame_automata.regular import Form, Language, Node, first_sets
 from frame_automata.vocabulary_tree import NEVER
 
-MOST_WORK = 20_000  # derivatives for one mask; less than 100 ms
-MOST_WHOLE = 40  # states of an automaton that is looked at as a whole
-MOST_PARTS = 400  # of what is repeated
-MOST_STATES = 1024  # until all are forgotten; two kilobytes each
+MAX_WORK = 20_000  # derivatives for one mask; takes less than 100 ms
+MAX_WHOLE_STATES = 40  # of an automaton whose table is computed completely
+MAX_RUN_SIZE = 400  # nested parts of the repeated expression
+MAX_STATES = 1024  # then all are dropped; two kilobytes each
 
 
 class TooMuchWorkError(ValueError):
-    """A mask whose automaton is too large."""
+    """A mask or automaton needs more work than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repetitions:
-    """How often tokens repeat things, each thing a row; never changed. Row 0 is of what is repeated by no token."""
+    """How often tokens repeat the parts of runs, one row per kind of run. Immutable. Row 0: a run
+    that no token repeats."""
 
     needs: np.ndarray  # uint16 [rows, nodes]; `VocabularyTree.repetitions`
-    alone: tuple[np.ndarray | None, ...] = (None,)  # of each row, uint8 [tokens]; `VocabularyTree.costs_alone`
+    alone: tuple[np.ndarray | None, ...] = (None,)  # by row, uint8 [tokens]; `VocabularyTree.costs_alone`
     rows: dict[Form, int] = field(default_factory=dict)
 
     @classmethod
@@ -33,7 +35,7 @@ class Repetitions:
         return cls(np.full((1, num_nodes), NEVER, np.uint16))
 
     def plus(self, part: Form, needs: np.ndarray | None, alone: np.ndarray | None) -> Repetitions:
-        """These and one more; None: it has none."""
+        """Return these and one more row; needs None: the run has none."""
         if needs is None:
             return Repetitions(self.needs, self.alone, {**self.rows, part: 0})
         return Repetitions(np.concatenate((self.needs, needs[None])), (*self.alone, alone), {**self.rows, part: len(self.needs)})
@@ -43,8 +45,9 @@ class Repetitions:
 
 
 class States:
-    """0 is the state that nothing follows (`vocabulary_tree.Automaton`). Rows of the table are worked out when they are first needed.
-    Numbers are for those that hold `lock`, and hold as long as that is held."""
+    """The states of a language (`vocabulary_tree.Automaton`). State 0 is the dead state. Table rows
+    are computed on first use. Hold `lock` while using numbers: they are valid only until it is
+    released."""
 
     def __init__(self, language: Language) -> None:
         self.language = language
@@ -52,17 +55,17 @@ class States:
         self._begin(Repetitions.none(1))
 
     def begin(self, node: Node, repetitions: Repetitions | None = None) -> int:
-        """The number of a state to start from; the work of a mask begins here."""
+        """Return the number of a start state, and start counting the work of a mask."""
         repetitions = self._repetitions if repetitions is None else repetitions
-        if len(self._nodes) > MOST_STATES or repetitions is not self._repetitions:
+        if len(self._nodes) > MAX_STATES or repetitions is not self._repetitions:
             self._begin(repetitions)
-        self._most_work = self.language.num_derived + MOST_WORK
+        self._most_work = self.language.num_derived + MAX_WORK
         return self._number(node)
 
     def step(self, pairs: np.ndarray) -> np.ndarray:
         """See `Automaton`. Raises TooMuchWorkError."""
         found = self._table.take(pairs)
-        unknown = (found < 0).nonzero()[0]  # as a method, which begins sooner
+        unknown = (found < 0).nonzero()[0]  # the method has less overhead than the function
         if unknown.size:
             for number in np.unique(pairs[unknown] // 256).tolist():
                 self._work_out(number)
@@ -78,7 +81,7 @@ class States:
         return bool(self._needs.item(self._row.item(state) + node) <= self._most.item(state))
 
     def follow(self, node: Node, text: bytes) -> Node:
-        """What may follow `text`: `Language.follow`, by the table as far as that is worked out."""
+        """`Language.follow`, using the computed part of the table."""
         with self.lock:
             number = self._numbers.get(node)
             if number is None:
@@ -92,12 +95,13 @@ class States:
             return self._nodes[number]
 
     def table(self, node: Node) -> tuple[np.ndarray, list[Node]]:
-        """All states that may follow a node, which is 1: what follows each byte, intp [states, 256], and their nodes."""
+        """Return all states reachable from a node, which is state 1: the table, intp [states, 256],
+        and their nodes."""
         self.begin(node)
         number = 1
         while number < len(self._nodes):
-            if number > MOST_WHOLE:
-                raise TooMuchWorkError("the automaton has too many states to be looked at as a whole")
+            if number > MAX_WHOLE_STATES:
+                raise TooMuchWorkError("the automaton has too many states")
             self._work_out(number)
             number += 1
         return self._table[: 256 * number].reshape(-1, 256), self._nodes
@@ -108,7 +112,7 @@ class States:
         self._numbers = {self.language.none: 0}
         self._table = np.full(64 * 256, -1, np.intp)
         self._table[:256] = 0
-        self._row: np.ndarray = np.zeros(64, np.intp)  # where a state's row of needs begins
+        self._row: np.ndarray = np.zeros(64, np.intp)  # offset of a state's row of `needs`
         self._most: np.ndarray = np.zeros(64, np.uint16)
 
     def _number(self, node: Node) -> int:
@@ -135,7 +139,8 @@ class States:
 
 
 def classes(node: Node) -> list[int]:
-    """The bytes that texts of a node begin with, as sets in bits; what may follow does not depend on which of a set it was."""
+    """The first bytes of a node's texts as sets in bits. Bytes of one set have the same
+    derivative."""
     found: list[int] = []
     for members in first_sets(node):
         split = []
@@ -148,10 +153,10 @@ def classes(node: Node) -> list[int]:
 
 
 def only_byte(node: Node) -> int | None:
-    """The byte that every text of a node begins with."""
+    """The first byte of every text of a node. None: there are several."""
     return None if not node.first or node.first & (node.first - 1) else node.first.bit_length() - 1
 
 
 def is_run(node: Node) -> bool:
-    """Whether a node repeats something like a character."""
-    return node.kind == "repeat" and node.parts[0].size <= MOST_PARTS
+    """Whether a node repeats something as small as a character."""
+    return node.kind == "repeat" and node.parts[0].size <= MAX_RUN_SIZE

@@ -1,7 +1,9 @@
-"""A vocabulary as a tree of bytes in arrays, so that an automaton is run over all its tokens at once, level by level. Knows no grammar.
+"""A vocabulary as a byte tree in arrays: an automaton runs over all tokens at once, level by level.
+Knows no grammar.
 
-Of a level only those nodes are looked at that the automaton reaches. Where it repeats one thing there (letters, a string's characters),
-all that is below is often known to be allowed by how often it repeats that, which is found out once for each such thing.
+Only the nodes that the automaton reaches are visited. Within a run (letters, characters of a
+string), whole subtrees are known to be allowed by how often they repeat its part, which is computed
+once for each kind of run.
 """
 
 from __future__ import annotations
@@ -11,31 +13,34 @@ from typing import Any, Protocol
 
 import numpy as np
 
-LONGEST = 250  # bytes; longer tokens are in no mask
-NEVER = 1 << 14  # more often than any token repeats a thing
-NOT_AT_ALL = 255  # of costs; more than any token's
-FEW, MANY = 4, 24  # nodes that are looked at one by one: from so few on, up to so many
+LONGEST = 250  # bytes; longer tokens are never allowed
+NEVER = 1 << 14  # more than any token's repetitions
+NOT_AT_ALL = 255  # a cost above that of any token
+FEW, MANY = 4, 24  # nodes are visited one by one from `FEW` down, until they become `MANY`
 
 
-_KINDS = (np.intp, np.intp, np.uint8, np.bool_)  # of nodes, states, costs, and whether what is repeated was left
+_KINDS = (np.intp, np.intp, np.uint8, np.bool_)  # of nodes, states, costs, and whether the run has ended
 
 
 class Automaton(Protocol):
-    """States are numbers; 0 is the end of all."""
+    """An automaton with numbered states; 0 is the dead state."""
 
     def step(self, pairs: np.ndarray) -> np.ndarray:
-        """The states after pairs of state and byte, 256 * state + byte. intp [n] -> intp [n]."""
+        """Return the states after pairs of state and byte (256 * state + byte), intp [n] -> intp
+        [n]."""
         ...
 
     def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Whether a state is known to take all that is below a node. intp [n] twice -> bool [n]."""
+        """Return whether a state is known to accept the whole subtree of a node, intp [n] twice ->
+        bool [n]."""
         ...
 
     def covers_one(self, node: int, state: int) -> bool: ...
 
 
 class VocabularyTree:
-    """`texts[i]` is token i's bytes; tokens without any are in no mask. Nodes are numbered level by level, 0 is the root."""
+    """`texts[i]`: bytes of token i; empty tokens are never allowed. Nodes are numbered level by
+    level; 0 is the root."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
@@ -46,17 +51,17 @@ class VocabularyTree:
         flat = np.frombuffer(b"".join(texts[i] for i in tokens.tolist()), np.uint8)
         starts = np.cumsum(lengths) - lengths
         places = np.arange(len(tokens))
-        above = np.zeros(len(tokens), np.intp)  # each token's node in the level above
-        self._rank = np.full(len(texts), len(tokens), np.intp)  # each token's place; those without text come last
+        above = np.zeros(len(tokens), np.intp)  # each token's node of the previous level
+        self._rank = np.full(len(texts), len(tokens), np.intp)  # each token's sorted index; empty tokens come last
         self._rank[tokens] = places
         node_of = np.zeros(len(texts), np.intp)  # 0: none
         levels = [(np.zeros(1, np.intp), np.zeros(1, np.intp), np.zeros(1, np.intp), np.array([len(tokens)]))]
-        self._levels = [0, 1]  # where each begins, and the last ends
+        self._levels = [0, 1]  # first node of each level, and the end
         for depth in range(self.longest):
             goes_on = lengths > depth
             tokens, lengths, starts, places, above = (each[goes_on] for each in (tokens, lengths, starts, places, above))
             byte = flat[starts + depth].astype(np.intp)
-            is_new = np.ones(len(tokens), np.bool_)  # tokens are sorted, so those of one node are neighbours
+            is_new = np.ones(len(tokens), np.bool_)  # sorted, so tokens of one node are adjacent
             is_new[1:] = (above[1:] != above[:-1]) | (byte[1:] != byte[:-1])
             nodes, ends = np.cumsum(is_new) - 1, lengths == depth + 1
             levels.append((byte[is_new], above[is_new], places[is_new], places[is_new] + np.bincount(nodes)))
@@ -71,9 +76,10 @@ class VocabularyTree:
         self._token, self._twins = self._tokens_of_nodes(node_of)
 
     def mask(self, start: int, automaton: Automaton, also: Sequence[int] = ()) -> np.ndarray:
-        """The bits of the tokens that an automaton can take, int32 [words]. `start` is where it stands, and `also` are further tokens."""
+        """Return the bits of the tokens that an automaton accepts from `start`, and of the tokens
+        `also`, int32 [words]."""
         reached, covered = self._walk(start, automaton)
-        allowed = np.zeros(32 * self.words + 1, np.uint8)  # the last is for nodes where no token ends
+        allowed = np.zeros(32 * self.words + 1, np.uint8)  # the last entry is for nodes where no token ends
         if covered.size:
             below = self._in_order(covered, np.ones(len(covered), np.uint8))
             below.take(self._rank, out=allowed[: len(self._rank)], mode="clip")
@@ -84,13 +90,13 @@ class VocabularyTree:
         return np.packbits(allowed[:-1], bitorder="little").view(np.int32)
 
     def costs(self, start: int, automaton: Automaton, first: np.ndarray, alone: np.ndarray) -> np.ndarray:
-        """How often each token begins a thing that the automaton may repeat at `start` before it goes on otherwise, uint8 [tokens];
-        NOT_AT_ALL: it cannot take the token. first bool [256]: the bytes that the thing begins with, and nothing else at `start`;
-        `alone`: what `costs_alone` says of it."""
+        """Return how many repetitions of the run at `start` each token begins, uint8 [tokens];
+        NOT_AT_ALL: the token is not accepted. first bool [256]: the first bytes of the run's part,
+        which start nothing else there; `alone`: from `costs_alone`."""
         found = alone.copy()
-        known = [(np.zeros(0, np.intp), np.zeros(0, np.uint8))]  # nodes below which all is taken, and what that costs
+        known = [(np.zeros(0, np.intp), np.zeros(0, np.uint8))]  # nodes whose whole subtree is accepted, and their cost
         nodes, states, costs = np.zeros(1, np.intp), np.array([start], np.intp), np.zeros(1, np.uint8)
-        left = np.zeros(1, np.bool_)  # whether it has gone on otherwise
+        left = np.zeros(1, np.bool_)  # whether the run has ended
         few = _Few(self, automaton, start, first)
         while True:
             if len(nodes) <= FEW:
@@ -129,7 +135,8 @@ class VocabularyTree:
         return found
 
     def costs_alone(self, table: np.ndarray) -> np.ndarray:
-        """How often each token begins the thing of `repetitions`; NOT_AT_ALL: it does not consist of it. uint8 [tokens]"""
+        """Return how many repetitions each token begins, uint8 [tokens]; NOT_AT_ALL: other bytes.
+        `table`: see `repetitions`."""
         states, found = np.zeros(len(self._byte), np.intp), np.full(len(self._byte), NEVER, np.uint16)
         states[0], found[0] = 1, 0
         for depth in range(self.longest):
@@ -142,8 +149,9 @@ class VocabularyTree:
         return np.minimum(found, NOT_AT_ALL).astype(np.uint8)[self._node_of]
 
     def repetitions(self, table: np.ndarray) -> np.ndarray:
-        """How often at most a thing is begun below each node, where it begins anew after the node; NEVER and above: what is below does not
-        consist of it. uint16 [nodes]. table intp [states, 256]: the states after each byte; 1 is that between two of the thing."""
+        """Return the maximum number of repetitions that start below each node, if one starts after
+        the node, uint16 [nodes]. NEVER or more: the subtree has other bytes. table intp [states,
+        256]: the states after each byte; 1 is the state between repetitions."""
         count = len(table)
         found = np.zeros((len(self._byte), count), np.uint16)
         begun = (np.arange(count) == 1).astype(np.uint16)
@@ -158,11 +166,12 @@ class VocabularyTree:
         return np.ascontiguousarray(found[:, 1])
 
     def _walk(self, start: int, automaton: Automaton) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes that an automaton reaches, and those that it covers with all that is below, which are left out of the first."""
+        """The nodes that an automaton reaches, and the nodes whose whole subtree it covers, which
+        the first do not include."""
         nodes, states = np.zeros(1, np.intp), np.array([start], np.intp)
         reached, covered = [nodes[:0]], [nodes[:0]]
         few = _Few(self, automaton)
-        while True:  # methods of arrays: numpy's functions take twice as long to begin
+        while True:  # array methods: numpy's functions have twice the overhead
             if len(nodes) <= FEW:
                 some = few.walk((node, state, 0, True) for node, state in zip(nodes.tolist(), states.tolist(), strict=True))
                 if not some:
@@ -183,12 +192,13 @@ class VocabularyTree:
         return np.concatenate((*reached, _columns(few.reached)[0])), np.concatenate((*covered, _columns(few.covered)[0]))
 
     def below(self, node: int) -> tuple[int, np.ndarray]:
-        """The first of a node's children, and the bytes of all."""
+        """Return the first child of a node, and the bytes of all children."""
         first = self._first_child.item(node)
         return first, self._byte[first : first + self._num_children.item(node)]
 
     def _below(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The children of nodes, one node's after the other's, and how many each has."""
+        """The children of nodes, in the order of the nodes, and the number of each node's
+        children."""
         counts = self._num_children.take(nodes)
         ends = counts.cumsum()
         if not ends.size or not ends[-1]:
@@ -196,8 +206,8 @@ class VocabularyTree:
         return (self._first_child.take(nodes) - ends + counts).repeat(counts) + np.arange(ends[-1]), counts
 
     def _in_order(self, nodes: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Each node's value for all tokens below it, in the tokens' order; 0 for the others. No node is below another. [tokens and one
-        more]"""
+        """Each node's value for all tokens below it, in sorted order, else 0, [tokens + 1]. No node
+        is below another."""
         edges = np.empty(2 * len(nodes) + 2, np.intp)
         edges[0], edges[-1] = 0, self._last_token[0] + 1
         starts = self._first_token.take(nodes)
@@ -208,7 +218,8 @@ class VocabularyTree:
         return found.repeat(edges[1:] - edges[:-1])
 
     def _tokens_of_nodes(self, node_of: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """The token that ends at each node; and of several with one text, the others beside that one."""
+        """The token that ends at each node, and pairs of further tokens with the same text and that
+        token."""
         found = np.full(len(self._byte), 32 * self.words, np.intp)
         tokens = np.flatnonzero(node_of)
         found[node_of[tokens]] = tokens
@@ -217,8 +228,9 @@ class VocabularyTree:
 
 
 class _Few:
-    """Walks on where there are few nodes, one by one: arrays take longer to begin than that. `reached` and `covered`: nodes that are met
-    beyond what is repeated, and what they cost; see `VocabularyTree.costs`. Where nothing is repeated, `start` is no state."""
+    """Visits few nodes one by one, which takes less time than array operations. `reached` and
+    `covered`: nodes after the end of the run, with their costs; see `VocabularyTree.costs`. Without
+    a run, `start` is -1."""
 
     def __init__(self, tree: VocabularyTree, automaton: Automaton, start: int = -1, first: np.ndarray | None = None) -> None:
         self.reached: list[tuple[int, int]] = []
@@ -229,8 +241,8 @@ class _Few:
         self._first = [] if first is None else first.tolist()
 
     def walk(self, some: Iterable[tuple[int, int, int, bool]]) -> list[tuple[Any, ...]]:
-        """On from nodes, states, costs, and whether what is repeated was left. -> the same as columns when they have become many; empty
-        when there is nothing more."""
+        """Continue from (node, state, cost, whether the run has ended). Returns the same as columns
+        once they are many; empty at the end."""
         waiting = list(some)
         while waiting and len(waiting) <= MANY:
             node, state, cost, left = waiting.pop()

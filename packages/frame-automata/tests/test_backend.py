@@ -1,4 +1,5 @@
-"""The backend `automata`: how it registers, which grammars become automata, and what becomes of the others."""
+"""The backend `automata`: how it registers, which grammars become automata, and what becomes of the
+others."""
 
 from __future__ import annotations
 

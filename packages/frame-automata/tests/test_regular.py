@@ -1,4 +1,5 @@
-"""Automata of our own: their texts are those of Python's expressions, and their masks say of every token what a text says of itself."""
+"""Automata match the texts of Python's expressions, and their masks agree with following each
+token's text."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def matches(language: Language, node: Node, text: str) -> bool:
 
 
 def some_text(rng: random.Random, language: Language, node: Node) -> str:
-    """A text that the automaton takes, as it says itself."""
+    """A random text that the automaton accepts."""
     found = bytearray()
     for _ in range(60):
         if node.is_nullable and rng.random() < 0.3:
@@ -75,12 +76,12 @@ def test_texts_are_those_of_the_expression(count: int) -> None:
     ["(?=a)", "(?i)a", r"\1", r"\bx", r"\p{L}", r"\D", "a**", "a{2", "a{3,2}", "(a", "a)", "[a", "[b-a]", "^a|b", "a$b", "a^",
      "[[:alpha:]]", "[a&&b]", "*a", "\\", "[]", "(?P<n>a)", "a{9999999}", "(" * 200 + ")" * 200, r"\ud800", "x" * 20_000],
 )  # fmt: skip
-def test_what_dialects_differ_in_is_left_to_others(pattern: str) -> None:
+def test_syntax_that_differs_between_dialects_is_refused(pattern: str) -> None:
     with pytest.raises(UnsupportedSyntaxError):
         read(Language(), pattern)
 
 
-RUNS = ("", "[ab]{2,30}", "[ab]{0,6}[01]", "(?:[b0]|é|[1a]b){0,5} ", "[^a]*a[ab]{0,3}")  # what masks know the repetitions of
+RUNS = ("", "[ab]{2,30}", "[ab]{0,6}[01]", "(?:[b0]|é|[1a]b){0,5} ", "[^a]*a[ab]{0,3}")  # whose repetitions the masks count
 
 
 def vocabulary(rng: random.Random) -> Vocabulary:
@@ -99,20 +100,20 @@ def vocabulary(rng: random.Random) -> Vocabulary:
     return Vocabulary(texts, frozenset([0]), tokenize)
 
 
-def otherwise() -> Grammar:
-    raise AssertionError("it is little work")
+def start_fallback() -> Grammar:
+    raise AssertionError("the automaton needs no fallback")
 
 
-def test_masks_hold_the_tokens_that_can_go_on() -> None:
+def test_masks_hold_the_tokens_that_continue_the_text() -> None:
     rng = random.Random(4)
     known = vocabulary(rng)
     texts = known.tree.texts
-    masks = Masks(known, limit=0)  # few are kept
+    masks = Masks(known, limit=0)  # keeps the minimum
     mask = np.empty(known.tree.words, np.int32)
     forced = 0
     for i in range(60):
         language = Language()
-        compiled = AutomatonCompiled(language, read(language, expression(rng) + RUNS[i % len(RUNS)]), masks, otherwise)
+        compiled = AutomatonCompiled(language, read(language, expression(rng) + RUNS[i % len(RUNS)]), masks, start_fallback)
         grammar, node = compiled.start(), compiled.node
         for _ in range(12):
             assert grammar.fill(mask)
@@ -130,22 +131,22 @@ def test_masks_hold_the_tokens_that_can_go_on() -> None:
             if grammar.is_finished():
                 break
             node = language.follow(node, texts[token])
-    assert forced > 5 and len(masks._kept) == 16
+    assert forced > 5 and len(masks._cache) == 16
 
 
-def test_counts_share_masks_and_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_share_masks_and_clearing_caches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     known = vocabulary(random.Random(2))
     language, masks = Language(), Masks(known)
-    grammar = AutomatonCompiled(language, read(language, "(a+ ){2,4000}b"), masks, otherwise).start()
+    grammar = AutomatonCompiled(language, read(language, "(a+ ){2,4000}b"), masks, start_fallback).start()
     mask, seen = np.empty(known.tree.words, np.int32), []
     a, space = (next(i for i, text in enumerate(known.tree.texts) if text == each) for each in (b"a", b" "))
     for round_ in range(3):
-        monkeypatch.setattr("frame_automata.regular.MOST_NODES", 60_000 if round_ < 2 else 0)
+        monkeypatch.setattr("frame_automata.regular.MAX_NODES", 60_000 if round_ < 2 else 0)
         for token in [a, a, space] * 300:
             assert grammar.accept(token) and grammar.fill(mask)
             seen.append(mask.tobytes())
         if round_ == 1:
-            assert len(masks._kept) < 12
+            assert len(masks._cache) < 12
     assert len(set(seen[30:])) == 2
 
 
@@ -154,42 +155,43 @@ def test_work_is_bounded() -> None:
     language = Language()
     assert complement([(0, 0x10FFFF)]) == []
     with pytest.raises(ValueError, match="no text at all"):
-        AutomatonCompiled(language, language.none, Masks(known), otherwise)
-    long = AutomatonCompiled(language, literal(language, "ab" * 4000), Masks(known), otherwise).start()
+        AutomatonCompiled(language, language.none, Masks(known), start_fallback)
+    long = AutomatonCompiled(language, literal(language, "ab" * 4000), Masks(known), start_fallback).start()
     mask = np.empty(known.tree.words, np.int32)
     assert long.fill(mask) and np.unpackbits(mask.view(np.uint8)).sum() == 1
     deep = language.repeat(literal(language, "ab" * 2000), 3, 3)
-    assert AutomatonCompiled(language, deep, Masks(known), otherwise).start().fill(mask)
+    assert AutomatonCompiled(language, deep, Masks(known), start_fallback).start().fill(mask)
 
 
-def test_masks_are_made_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame_automata.automaton.REHEARSED_SECONDS", 60.0)  # on however slow a machine
+def test_masks_are_computed_at_compile_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame_automata.automaton.WARMUP_SECONDS", 60.0)  # however slow the machine is
     known, language = vocabulary(random.Random(5)), Language()
     masks = Masks(known)
-    compiled = AutomatonCompiled(language, read(language, r'\[("[ab]{0,20}",){1,9}"b"\]'), masks, otherwise)
-    before, grammar, mask = len(masks._kept), compiled.start(), np.empty(known.tree.words, np.int32)
+    compiled = AutomatonCompiled(language, read(language, r'\[("[ab]{0,20}",){1,9}"b"\]'), masks, start_fallback)
+    before, grammar, mask = len(masks._cache), compiled.start(), np.empty(known.tree.words, np.int32)
     for token in known.tokenize(b'["ab","b","b"]'):
         assert grammar.fill(mask) and grammar.accept(token)
-    assert grammar.is_finished() and before > 8 and len(masks._kept) - before < 4
+    assert grammar.is_finished() and before > 8 and len(masks._cache) - before < 4
 
 
-def test_too_much_work_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame_automata.automaton.REHEARSALS", 0)
+def test_too_much_work_goes_to_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame_automata.automaton.WARMUP_TEXTS", 0)
     known, language = vocabulary(random.Random(4)), Language()
     compiled = AutomatonCompiled(language, read(language, "[ab]{2}[ab]*a[ab]{20}"), Masks(known), lambda: Script([1] * 9, 300))
     grammar = compiled.start()
     a, mask = known.tree.texts.index(b"a"), np.empty(known.tree.words, np.int32)
     assert grammar.fill(mask) and grammar.accept(a) and grammar.fill(mask)
-    monkeypatch.setattr("frame_automata.states.MOST_WORK", 2)
+    monkeypatch.setattr("frame_automata.states.MAX_WORK", 2)
     monkeypatch.setattr(Script, "accept", lambda self, token: self.taken.append(token) is None)
     assert grammar.accept(a) and grammar.fill(mask)
     assert not grammar.is_finished() and np.unpackbits(mask.view(np.uint8)).sum() == 1
-    assert isinstance(compiled.start(), Script) and isinstance(grammar._other, Script) and grammar._other.taken == [a, a]
+    assert isinstance(compiled.start(), Script) and isinstance(grammar._fallback_grammar, Script)
+    assert grammar._fallback_grammar.taken == [a, a]
     with pytest.raises(TooMuchWorkError, match="more work"):
-        AutomatonCompiled(Language(), read(language, "[ab]*a[ab]{21}"), Masks(known), otherwise)
+        AutomatonCompiled(Language(), read(language, "[ab]*a[ab]{21}"), Masks(known), start_fallback)
 
 
-def test_many_texts_share_their_beginnings() -> None:
+def test_many_texts_share_their_prefixes() -> None:
     rng = random.Random(0)
     for count in (0, 1, 2, 40):
         texts = ["".join(rng.choice("ab€") for _ in range(rng.randint(0, 5))) for _ in range(count)]
@@ -199,16 +201,16 @@ def test_many_texts_share_their_beginnings() -> None:
             assert matches(language, node, text) == (text in texts)
     language = Language()
     known = vocabulary(rng)
-    compiled = AutomatonCompiled(language, literals(language, [f"b{i:04d}" for i in range(2000)]), Masks(known), otherwise)
+    compiled = AutomatonCompiled(language, literals(language, [f"b{i:04d}" for i in range(2000)]), Masks(known), start_fallback)
     assert language.num_nodes < 2000 and compiled.start().fill(np.empty(known.tree.words, np.int32))
     with pytest.raises(UnsupportedSyntaxError):
         literals(language, ["x" * 20_000])
 
 
-def test_many_counts_side_by_side_are_left_to_others() -> None:
+def test_many_parallel_counts_go_to_the_fallback() -> None:
     known, language = vocabulary(random.Random(6)), Language()
     wide = "|".join(f"[ab]{{0,{i + 2}}}{i % 2}" for i in range(30))
     with pytest.raises(TooMuchWorkError, match="side by side"):
-        AutomatonCompiled(language, read(language, wide), Masks(known), otherwise)
+        AutomatonCompiled(language, read(language, wide), Masks(known), start_fallback)
     later = AutomatonCompiled(language, read(language, f"a({wide})"), Masks(known), lambda: Script([1] * 9, 300))
     assert isinstance(later.start(), Script)

@@ -1,4 +1,5 @@
-"""EBNF without recursion becomes an automaton with the same texts; recursive EBNF goes to the fallback backend."""
+"""EBNF without recursion becomes an automaton with the same texts; recursive EBNF goes to the
+fallback backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Schemas as automata: their texts are valid, what is valid in their spelling is among them, and what is not read is left to others."""
+"""Schemas as automata: their texts are valid, they accept valid texts in their spelling, and
+unsupported schemas are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frame.plugins.grammars.closed_schema import closed
+from frame.plugins.grammars.closed_schema import close_schema
 from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
 from frame_automata import json_texts
 from frame_automata.regular import Language, Node
@@ -22,7 +23,7 @@ def matches(language: Language, node: Node, text: str) -> bool:
 
 
 def a_text(rng: random.Random, language: Language, node: Node) -> str:
-    """A text that the automaton takes: short, since the shortest ends are looked for after a while."""
+    """A random text that the automaton accepts. It ends soon after 200 bytes."""
     found = bytearray()
     while not (node.is_nullable and (rng.random() < 0.5 or len(found) > 200)) and node is not language.empty:
         bytes_ = [byte for byte in range(256) if node.first >> byte & 1]
@@ -39,14 +40,14 @@ def test_every_text_is_valid(count: int) -> None:
     for i in range(count):
         schema, language = random_grammars.schema(i), Language()
         try:
-            node = read_schema(language, closed(schema), 2)
+            node = read_schema(language, close_schema(schema), 2)
         except UnsupportedSyntaxError:
             continue
         read += 1
         for _ in range(3):
             text = a_text(rng, language, node)
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-            again = json.dumps(json.loads(text), ensure_ascii=False)  # other spellings of some escapes and numbers are no texts
+            again = json.dumps(json.loads(text), ensure_ascii=False)  # other spellings of some escapes and numbers are not accepted
             assert matches(language, node, again) or r"\u" in text, (schema, text)
     assert read > count * 0.7
 
@@ -87,14 +88,14 @@ def test_every_text_is_valid(count: int) -> None:
 )  # fmt: skip
 def test_texts_of_a_schema(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
     language = Language()
-    node = read_schema(language, closed(schema), 2)
+    node = read_schema(language, close_schema(schema), 2)
     assert [text for text in good if not matches(language, node, text)] == []
     assert [text for text in bad if matches(language, node, text)] == []
 
 
 def test_whitespace_may_be_forbidden() -> None:
     language = Language()
-    node = read_schema(language, closed({"type": "object", "properties": {"a": {"type": "null"}}}), 0)
+    node = read_schema(language, close_schema({"type": "object", "properties": {"a": {"type": "null"}}}), 0)
     assert matches(language, node, '{"a":null}') and not matches(language, node, '{"a": null}')
 
 
@@ -115,12 +116,12 @@ def test_whitespace_may_be_forbidden() -> None:
          "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(20)} | {"a20": {"type": "null"}}},
     ],
 )  # fmt: skip
-def test_what_is_not_read_is_left_to_others(schema: Any) -> None:
+def test_unsupported_schemas_are_refused(schema: Any) -> None:
     with pytest.raises(UnsupportedSyntaxError):
-        read_schema(Language(), closed(schema), 2)
+        read_schema(Language(), close_schema(schema), 2)
 
 
-def test_whole_numbers_of_a_range() -> None:
+def test_integers_of_a_range() -> None:
     rng = random.Random(0)
     for _ in range(40):
         least, most = sorted((rng.randint(-300, 300), rng.randint(-300, 300)))

@@ -1,4 +1,5 @@
-"""Grammars are compiled once for all who want them, kept within a bound, and turned down for one request only."""
+"""Grammars are compiled once for all who want them, kept within a bound, and turned down for one
+request only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Grammars at work in steps: their masks do not depend on threads, a slow one holds its own request alone, and each has a budget."""
+"""Grammars at work in steps: their masks do not depend on threads, a slow one holds its own request
+alone, and each has a budget."""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def step_until(made: SchedulerRig, condition: Callable[[], bool], seconds: float
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("jump_forward", [0, 2])
 def test_a_slow_call_holds_its_own_request_alone(where: str, after: int, overlap: bool, jump_forward: int) -> None:
-    """The others get all their tokens meanwhile, and the request gets the tokens that it would have had."""
+    """The others get all their tokens meanwhile, and the request gets the tokens that it would have
+    had."""
     made, until = rig(overlap=overlap, jump_forward=jump_forward), threading.Event()
     asked = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     slow = made.add([1, 2, 3, 4, 5], asked, grammar=burning(where, after, until))
@@ -217,7 +219,8 @@ def test_held_requests_are_aborted_and_have_deadlines() -> None:
 
 
 def test_threads_that_are_left_are_replaced_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all of them busy for good, further grammars are told so, and requests without one are served."""
+    """With all of them busy for good, further grammars are told so, and requests without one are
+    served."""
     monkeypatch.setattr("frame.core.grammars.grammar_masks.THREAD_TIMEOUT", 0.2)
     until, before = threading.Event(), threading.active_count()
     made = rig(max_running=MAX_ABANDONED + 8)

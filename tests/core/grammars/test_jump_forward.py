@@ -114,7 +114,8 @@ def test_who_asks_for_log_probabilities_has_every_token_drawn(overlap: bool) -> 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fewest", [2, 5])
 def test_crowd(overlap: bool, fewest: int) -> None:
-    """Retraction, eviction and aborts all the time: every token is that of a run without jumps, alone."""
+    """Retraction, eviction and aborts all the time: every token is that of a run without jumps,
+    alone."""
     rng = random.Random(1)
     made = rig(overlap=overlap, jump_forward=fewest, num_pages=1 + 16, max_running=8, token_budget=10, max_context=64)
     for i in range(80):

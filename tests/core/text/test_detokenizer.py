@@ -1,4 +1,5 @@
-"""Incremental decoding: for every split of the token stream the joined text is that of the whole; stop strings; what is dropped when."""
+"""Incremental decoding: for every split of the token stream the joined text is that of the whole;
+stop strings; what is dropped when."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def test_every_split_gives_the_whole_text(name: str, raw: list[int], cuts: list[
     tokenizer = TOKENIZERS[name]()
     ids = [i % tokenizer.vocab_size for i in raw]
     params = SamplingParams(skip_special_tokens=skip)
-    text, _ = joined(Detokenizer(tokenizer).stream(params), split(ids, cuts))
-    one_by_one, _ = joined(Detokenizer(tokenizer).stream(params), [[i] for i in ids])
+    text, _ = joined(Detokenizer(tokenizer).create_stream(params), split(ids, cuts))
+    one_by_one, _ = joined(Detokenizer(tokenizer).create_stream(params), [[i] for i in ids])
     assert text == one_by_one
     if tokenizer.pieces is not None:
         assert text == tokenizer.decode(ids, skip)
@@ -97,16 +98,16 @@ def test_every_split_gives_the_whole_text(name: str, raw: list[int], cuts: list[
 @settings(max_examples=80, deadline=None)
 def test_window_decoder_gives_the_library_s_text(raw: list[str]) -> None:
     tokenizer = byte_fallback()
-    ids = [tokenizer.token_id(word) or tokenizer.token_id("▁Hello") or 0 for word in raw]
-    assert joined(Detokenizer(tokenizer).stream(SamplingParams()), [[i] for i in ids])[0] == tokenizer.decode(ids)
+    ids = [tokenizer.find_token_id(word) or tokenizer.find_token_id("▁Hello") or 0 for word in raw]
+    assert joined(Detokenizer(tokenizer).create_stream(SamplingParams()), [[i] for i in ids])[0] == tokenizer.decode(ids)
 
 
 def test_window_decoder_keeps_the_space_after_the_prompt() -> None:
     tokenizer = byte_fallback()
-    hello, world = tokenizer.token_id("▁Hello"), tokenizer.token_id("▁world")
+    hello, world = tokenizer.find_token_id("▁Hello"), tokenizer.find_token_id("▁world")
     assert hello is not None
     assert world is not None
-    assert joined(Detokenizer(tokenizer).stream(SamplingParams(), [hello]), [[world]])[0] == " world"
+    assert joined(Detokenizer(tokenizer).create_stream(SamplingParams(), [hello]), [[world]])[0] == " world"
 
 
 class Counting(Tokenizer):
@@ -122,10 +123,10 @@ class Counting(Tokenizer):
 @pytest.mark.parametrize("piece", ["<0x80>", "</s>"], ids=["invalid byte", "skipped token"])
 def test_uncertain_text_costs_as_much_a_token_however_long_it_is(piece: str) -> None:
     tokenizer = Counting(byte_fallback().backend)
-    token, a = tokenizer.token_id(piece), tokenizer.token_id("a")
+    token, a = tokenizer.find_token_id(piece), tokenizer.find_token_id("a")
     assert token is not None
     assert a is not None
-    stream = Detokenizer(tokenizer).stream(SamplingParams())
+    stream = Detokenizer(tokenizer).create_stream(SamplingParams())
     text = "".join(stream.feed([token], None)[0] for _ in range(1000)) + stream.feed([a], LENGTH)[0]
     assert text == tokenizer.decode([token] * 1000 + [a])
     assert tokenizer.decoded < 100 * 1000
@@ -133,14 +134,15 @@ def test_uncertain_text_costs_as_much_a_token_however_long_it_is(piece: str) -> 
 
 def test_incomplete_characters_are_held_back() -> None:
     tokenizer = byte_level()
-    stream = Detokenizer(tokenizer).stream(SamplingParams())
-    ids = [tokenizer.token_id(c) for c in "ðŁĺĢ"]
+    stream = Detokenizer(tokenizer).create_stream(SamplingParams())
+    ids = [tokenizer.find_token_id(c) for c in "ðŁĺĢ"]
     texts = [stream.feed([i], None)[0] for i in ids if i is not None]
     assert texts == ["", "", "", "😀"]
     assert stream.feed([ids[0] or 0], LENGTH)[0] == "\ufffd"  # the end: nothing more will come
 
 
-# stop strings ------------------------------------------------------------------------------------------------------
+# stop strings
+# ------------------------------------------------------------------------------------------------------
 
 letters = st.text(alphabet="abc", min_size=1, max_size=30)
 
@@ -149,9 +151,9 @@ letters = st.text(alphabet="abc", min_size=1, max_size=30)
 @settings(max_examples=200, deadline=None)
 def test_stop_strings_cut_at_the_first_match(text: str, stops: list[str], cuts: list[int], keep: bool) -> None:
     tokenizer = byte_level()
-    ids = [i for c in text if (i := tokenizer.token_id(c)) is not None]
+    ids = [i for c in text if (i := tokenizer.find_token_id(c)) is not None]
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=keep)
-    found, end = joined(Detokenizer(tokenizer).stream(params), split(ids, cuts))
+    found, end = joined(Detokenizer(tokenizer).create_stream(params), split(ids, cuts))
     expected, reason = text, LENGTH
     for length in range(1, len(text) + 1):  # the first token that completes a stop string
         hits = [(at, -len(stop), stop) for stop in stops if (at := text[:length].find(stop)) >= 0]
@@ -178,69 +180,70 @@ def test_long_stop_strings_cost_as_much_a_token_as_short_ones() -> None:
 
 def test_text_is_held_back_only_while_a_stop_string_may_begin_in_it() -> None:
     tokenizer = byte_level()
-    stream = Detokenizer(tokenizer).stream(SamplingParams(stop=("abcd",)))
-    out = [stream.feed([tokenizer.token_id(c) or 0], None)[0] for c in "xabcyab"]
+    stream = Detokenizer(tokenizer).create_stream(SamplingParams(stop=("abcd",)))
+    out = [stream.feed([tokenizer.find_token_id(c) or 0], None)[0] for c in "xabcyab"]
     assert out == ["x", "", "", "", "abcy", "", ""]
     assert stream.feed([], LENGTH)[0] == "ab"
 
 
 def test_min_tokens_delays_stop_strings() -> None:
     tokenizer = byte_level()
-    stream = Detokenizer(tokenizer).stream(SamplingParams(stop=("a",), min_tokens=3))
-    assert joined(stream, [[tokenizer.token_id(c) or 0] for c in "aabab"]) == ("aab", Finish("stop", "a"))
+    stream = Detokenizer(tokenizer).create_stream(SamplingParams(stop=("a",), min_tokens=3))
+    assert joined(stream, [[tokenizer.find_token_id(c) or 0] for c in "aabab"]) == ("aab", Finish("stop", "a"))
 
 
 def test_the_stop_token_has_no_text_unless_asked() -> None:
     tokenizer = byte_level()
-    a, b = tokenizer.token_id("a") or 0, tokenizer.token_id("b") or 0
+    a, b = tokenizer.find_token_id("a") or 0, tokenizer.find_token_id("b") or 0
     end = Finish("stop", b)
-    assert Detokenizer(tokenizer).stream(SamplingParams()).feed([a, b], end)[0] == "a"
-    assert Detokenizer(tokenizer).stream(SamplingParams(include_stop_str_in_output=True)).feed([a, b], end)[0] == "ab"
+    assert Detokenizer(tokenizer).create_stream(SamplingParams()).feed([a, b], end)[0] == "a"
+    assert Detokenizer(tokenizer).create_stream(SamplingParams(include_stop_str_in_output=True)).feed([a, b], end)[0] == "ab"
 
 
-# many requests -----------------------------------------------------------------------------------------------------
+# many requests
+# -----------------------------------------------------------------------------------------------------
 
 
 def watching(*rids: str, **params: object) -> Detokenizer:
     detokenizer = Detokenizer(byte_level())
     for rid in rids:
-        assert detokenizer.watch(StartDetokenize(rid=rid, params=SamplingParams(**params))) == []  # type: ignore[arg-type]
+        assert detokenizer.start_request(StartDetokenize(rid=rid, params=SamplingParams(**params))) == []  # type: ignore[arg-type]
     return detokenizer
 
 
 def spell(text: str) -> list[int]:
-    return [byte_level().token_id(c) or 0 for c in text]
+    return [byte_level().find_token_id(c) or 0 for c in text]
 
 
 def test_state_is_dropped_at_the_end() -> None:
     detokenizer = watching("x", "y", "z")
-    detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("a"), spell("b")], finishes={1: LENGTH}))
+    detokenizer.process_step(StepTokens(rids=["x", "y"], token_ids=[spell("a"), spell("b")], finishes={1: LENGTH}))
     assert len(detokenizer) == 2
-    detokenizer.forget(["z"])
-    detokenizer.process(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("abort")}))
+    detokenizer.drop_requests(["z"])
+    detokenizer.process_step(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("abort")}))
     assert len(detokenizer) == 0
 
 
 def test_a_stop_string_is_reported_once_and_later_tokens_are_left_out() -> None:
     detokenizer = watching("x", "y", stop=["b"])
-    first = detokenizer.process(StepTokens(rids=["x", "y"], token_ids=[spell("ab"), spell("c")], num_cached_tokens={0: 4}))
+    first = detokenizer.process_step(StepTokens(rids=["x", "y"], token_ids=[spell("ab"), spell("c")], num_cached_tokens={0: 4}))
     assert (first.texts, first.finishes, first.stopped) == (["a", "c"], {0: Finish("stop", "b")}, [0])
-    later = detokenizer.process(
+    later = detokenizer.process_step(
         StepTokens(rids=["x", "y"], token_ids=[spell("z"), spell("d")], num_cached_tokens={1: 9}, finishes={1: LENGTH})
     )
     assert (later.rids, later.texts, later.finishes, later.num_cached_tokens) == (["y"], ["d"], {0: LENGTH}, {0: 9})
     assert len(detokenizer) == 1  # x stays until the engine heard of it
-    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("stop")})).rids == []
+    assert detokenizer.process_step(StepTokens(rids=["x"], token_ids=[[]], finishes={0: Finish("stop")})).rids == []
     assert len(detokenizer) == 0
 
 
 def test_tokens_after_a_stop_string_in_one_step_do_not_count() -> None:
     detokenizer = watching("x", stop=["b"])
-    text = detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("abcd")]))
+    text = detokenizer.process_step(StepTokens(rids=["x"], token_ids=[spell("abcd")]))
     assert (text.texts, text.token_ids) == (["a"], [spell("ab")])
 
 
-def test_all_that_overtakes_its_watch_is_kept() -> None:
+def test_tokens_before_their_start_are_kept() -> None:
     """Whatever a step says of a request, its text says as well."""
     logprobs = TokenLogprobs([1], [-0.5], [[]])
     parts: dict[str, Any] = {
@@ -253,48 +256,48 @@ def test_all_that_overtakes_its_watch_is_kept() -> None:
     assert {*parts, "pooled"} == set(BY_INDEX)  # a vector has no text
     step = StepTokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
     detokenizer = Detokenizer(byte_level(), early_limit=2)
-    assert detokenizer.process(step).rids == []
-    (late,) = detokenizer.watch(StartDetokenize(rid="x", params=SamplingParams()))
-    known = watching("x").process(step)  # of one request whose Watch came in time
+    assert detokenizer.process_step(step).rids == []
+    (late,) = detokenizer.start_request(StartDetokenize(rid="x", params=SamplingParams()))
+    known = watching("x").process_step(step)  # of one request whose StartDetokenize came in time
     for text in (late, known):
         assert {name: getattr(text, name) for name in parts} == {name: {0: values[1]} for name, values in parts.items()}
 
 
 def test_tokens_may_overtake_their_watch() -> None:
     detokenizer = Detokenizer(byte_level(), early_limit=1)
-    assert detokenizer.process(StepTokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
-    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("a")], num_cached_tokens={0: 3})).rids == []
-    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
-    late = detokenizer.watch(StartDetokenize(rid="x", params=SamplingParams()))
+    assert detokenizer.process_step(StepTokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
+    assert detokenizer.process_step(StepTokens(rids=["x"], token_ids=[spell("a")], num_cached_tokens={0: 3})).rids == []
+    assert detokenizer.process_step(StepTokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
+    late = detokenizer.start_request(StartDetokenize(rid="x", params=SamplingParams()))
     assert [text.texts for text in late] == [["a"], ["b"]]
     assert late[0].num_cached_tokens == {0: 3}
     assert late[1].finishes == {0: LENGTH}
     assert len(detokenizer) == 0
-    assert detokenizer.watch(StartDetokenize(rid="nobody's", params=SamplingParams())) == []
+    assert detokenizer.start_request(StartDetokenize(rid="nobody's", params=SamplingParams())) == []
 
 
 @pytest.mark.parametrize("cut", range(8))
 def test_a_request_goes_on_where_its_text_was(cut: int) -> None:
     ids = [*spell("abä"), *spell("bcab")]  # a character of two tokens, and a stop string that is begun several times
     whole, half = watching("x", stop=["abc"]), watching("x", stop=["abc"])
-    expected = whole.process(StepTokens(rids=["x"], token_ids=[ids], finishes={0: LENGTH})).texts[0]
-    first = half.process(StepTokens(rids=["x"], token_ids=[ids[:cut]])).texts[0]
+    expected = whole.process_step(StepTokens(rids=["x"], token_ids=[ids], finishes={0: LENGTH})).texts[0]
+    first = half.process_step(StepTokens(rids=["x"], token_ids=[ids[:cut]])).texts[0]
     other = Detokenizer(byte_level())
-    assert other.watch(StartDetokenize(rid="x~2", params=SamplingParams(stop=("abc",)), token_ids=ids[:cut])) == []
-    assert first + other.process(StepTokens(rids=["x~2"], token_ids=[ids[cut:]], finishes={0: LENGTH})).texts[0] == expected
+    assert other.start_request(StartDetokenize(rid="x~2", params=SamplingParams(stop=("abc",)), token_ids=ids[:cut])) == []
+    assert first + other.process_step(StepTokens(rids=["x~2"], token_ids=[ids[cut:]], finishes={0: LENGTH})).texts[0] == expected
 
 
 def test_a_step_keeps_its_order_and_its_extras() -> None:
     detokenizer = watching("x", "y")
     tokens = StepTokens(rids=["y", "x"], token_ids=[spell("b"), spell("a")], num_cached_tokens={1: 2})
-    assert detokenizer.process(tokens) == StepText(
+    assert detokenizer.process_step(tokens) == StepText(
         rids=["y", "x"], texts=["b", "a"], token_ids=[spell("b"), spell("a")], num_cached_tokens={1: 2}
     )
 
 
 def test_unknown_ids_have_no_text() -> None:
     detokenizer = watching("x")
-    assert detokenizer.process(StepTokens(rids=["x"], token_ids=[[10**6]])).texts == [""]
+    assert detokenizer.process_step(StepTokens(rids=["x"], token_ids=[[10**6]])).texts == [""]
 
 
 class Broken:
@@ -323,8 +326,8 @@ def breaking(error: BaseException, inflight: np.ndarray | None = None) -> Detoke
     """Of requests with prompt token 7 the third token cannot be made text."""
 
     class Breaking(Detokenizer):
-        def stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
-            return TextStream(Broken(error), params) if 7 in prompt_tail else super().stream(params, prompt_tail)
+        def create_stream(self, params: SamplingParams, prompt_tail: Sequence[int] = ()) -> TextStream:
+            return TextStream(Broken(error), params) if 7 in prompt_tail else super().create_stream(params, prompt_tail)
 
     return Breaking(byte_level(), inflight=inflight)
 
@@ -333,20 +336,20 @@ def breaking(error: BaseException, inflight: np.ndarray | None = None) -> Detoke
 @pytest.mark.parametrize("finish", [None, LENGTH], ids=["running", "ending"])
 def test_a_text_that_cannot_be_made_ends_its_request_alone(error: BaseException, finish: Finish | None) -> None:
     detokenizer = breaking(error)
-    detokenizer.watch(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7]))
-    detokenizer.watch(StartDetokenize(rid="good", params=SamplingParams()))
+    detokenizer.start_request(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7]))
+    detokenizer.start_request(StartDetokenize(rid="good", params=SamplingParams()))
     step = StepTokens(rids=["bad", "good"], token_ids=[[65, 66, 67], [65, 66, 67]], finishes={} if finish is None else {0: finish})
-    text = detokenizer.process(step)
+    text = detokenizer.process_step(step)
     assert (text.texts[0], text.finishes) == ("", {0: FAILED})
-    assert text.texts[1] == detokenizer.process(StepTokens(rids=["good"], token_ids=[[65, 66, 67]])).texts[0] != ""
+    assert text.texts[1] == detokenizer.process_step(StepTokens(rids=["good"], token_ids=[[65, 66, 67]])).texts[0] != ""
     assert text.stopped == ([0] if finish is None else [])  # the engine is told, if it does not know
-    detokenizer.process(StepTokens(rids=["bad"], token_ids=[[]], finishes={0: Finish("stop")}))
+    detokenizer.process_step(StepTokens(rids=["bad"], token_ids=[[]], finishes={0: Finish("stop")}))
     assert len(detokenizer) == 1
 
 
 def test_a_text_that_cannot_be_made_again_ends_its_request() -> None:
     detokenizer = breaking(RuntimeError("no such piece"))
-    (text,) = detokenizer.watch(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7], token_ids=[65, 66, 67]))
+    (text,) = detokenizer.start_request(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7], token_ids=[65, 66, 67]))
     assert (text.rids, text.finishes, text.stopped) == (["bad"], {0: FAILED}, [0])
 
 
@@ -361,9 +364,9 @@ def test_the_roster_says_whose_text_is_being_made() -> None:
 
     detokenizer = Detokenizer(byte_level(), inflight=inflight)
     for rid in ("a", "b"):
-        detokenizer.watch(StartDetokenize(rid=rid, params=SamplingParams()))
+        detokenizer.start_request(StartDetokenize(rid=rid, params=SamplingParams()))
         detokenizer._streams[rid].decoder, detokenizer._streams[rid].strings = Noting(ValueError()), None
-    detokenizer.process(StepTokens(rids=["a", "b"], token_ids=[[65], [66]]))
-    detokenizer.watch(StartDetokenize(rid="c", params=SamplingParams(), token_ids=[65]))
+    detokenizer.process_step(StepTokens(rids=["a", "b"], token_ids=[[65], [66]]))
+    detokenizer.start_request(StartDetokenize(rid="c", params=SamplingParams(), token_ids=[65]))
     assert seen == [hash_request("a"), hash_request("b")]
     assert inflight[0] == 0

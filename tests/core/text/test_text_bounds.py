@@ -1,4 +1,5 @@
-"""Texts that cannot fit are refused before they are tokenized whole, texts that fit never are, and tokenizing lets other threads run."""
+"""Texts that cannot fit are refused before they are tokenized whole, texts that fit never are, and
+tokenizing lets other threads run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from frame.core.loading.model_config import find_model
-from frame.core.text.text_bounds import SLICE, WHOLE, TextTooLongError, in_groups, longest_token
+from frame.core.text.text_bounds import SLICE, WHOLE, TextTooLongError, find_longest_token, split_groups
 from frame.core.text.tokenizer import Tokenizer
 
 LONG = 4 * WHOLE
@@ -40,7 +41,8 @@ def tiny() -> tuple[Tokenizer, Counting]:
 
 
 def word_piece() -> Tokenizer:
-    """Drops spaces, and makes one unknown token of a long word: its tokens cover any number of characters."""
+    """Drops spaces, and makes one unknown token of a long word: its tokens cover any number of
+    characters."""
     backend = Backend(models.WordPiece(vocab={"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -80,10 +82,10 @@ def test_an_input_that_is_cut_is_not_tokenized_whole() -> None:
 
 def test_many_texts_are_tokenized_in_groups() -> None:
     texts = ["x" * 1000] * 500
-    groups = [*in_groups(texts)]
+    groups = [*split_groups(texts)]
     assert [text for group in groups for text in group] == texts
     assert max(sum(map(len, group)) for group in groups) < WHOLE + 1000
-    assert [*in_groups([("a", "b")])] == [[("a", "b")]]
+    assert [*split_groups([("a", "b")])] == [[("a", "b")]]
 
 
 def made(**parts: Any) -> dict[str, Any]:
@@ -106,18 +108,18 @@ UNBOUNDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_no_bound_is_claimed_where_there_is_none(name: str) -> None:
-    assert longest_token(UNBOUNDED[name]) is None
+    assert find_longest_token(UNBOUNDED[name]) is None
 
 
 def test_bounds() -> None:
-    assert longest_token(made()) == 6
-    assert longest_token(made(normalizer={"type": "NFC"})) == 24
-    assert longest_token(made(added_tokens=[{"content": "<|end of text|>", "lstrip": False, "rstrip": False}])) == 15
+    assert find_longest_token(made()) == 6
+    assert find_longest_token(made(normalizer={"type": "NFC"})) == 24
+    assert find_longest_token(made(added_tokens=[{"content": "<|end of text|>", "lstrip": False, "rstrip": False}])) == 15
     marks = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     spaces = {"type": "Sequence", "normalizers": marks}
     vocab = {"▁hello": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
     model = {"type": "BPE", "vocab": vocab, "byte_fallback": True}
-    assert longest_token(made(model=model, normalizer=spaces, pre_tokenizer=None)) == 6
+    assert find_longest_token(made(model=model, normalizer=spaces, pre_tokenizer=None)) == 6
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     backend.decoder = decoders.ByteFallback()
     backend.add_tokens([AddedToken("<a longer one>")])

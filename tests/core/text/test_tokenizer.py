@@ -28,7 +28,7 @@ def test_round_trip(tokenizer: Tokenizer) -> None:
     text = "def f(x):\n    return x  # größer 日本 😀"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
-    assert b"".join(tokenizer.token_bytes(i) for i in ids).decode() == text
+    assert b"".join(tokenizer.get_token_bytes(i) for i in ids).decode() == text
     assert tokenizer.encode_batch([text, "x"], add_special_tokens=False)[0] == ids
 
 
@@ -39,8 +39,8 @@ def test_pieces_are_what_the_library_decodes(tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:
-    assert tokenizer.eos_token_ids == (tokenizer.token_id("<|eos|>"),)
-    assert tokenizer.token_id("<|eos|>") in tokenizer.special_ids
+    assert tokenizer.eos_token_ids == (tokenizer.find_token_id("<|eos|>"),)
+    assert tokenizer.find_token_id("<|eos|>") in tokenizer.special_ids
     assert tokenizer.decode([tokenizer.eos_token_ids[0]]) == ""
 
 
@@ -51,14 +51,14 @@ def test_bos_is_added_when_only_the_configuration_wants_it(tokenizer: Tokenizer)
 
     config = {"bos_token": {"content": "<|bos|>"}, "add_bos_token": True}
     bare = Tokenizer(Backend.from_str(json.dumps(plain)), config)
-    bos = bare.token_id("<|bos|>")
+    bos = bare.find_token_id("<|bos|>")
     assert bare.encode("a")[0] == bos
     assert bare.encode("a")[1:] == bare.encode("a", add_special_tokens=False)
     assert bare.encode_batch(["a"])[0][0] == bos
 
 
 def test_bad_words_become_ids(tokenizer: Tokenizer) -> None:
-    params = tokenizer.with_bad_words(SamplingParams(bad_words=("import",)))
+    params = tokenizer.encode_bad_words(SamplingParams(bad_words=("import",)))
     assert {tokenizer.decode(ids) for ids in params.bad_words_ids} == {"import", " import"}
 
 
@@ -76,7 +76,8 @@ def test_no_torch_and_no_transformers_are_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
 
 
-# chat templates ----------------------------------------------------------------------------------------------------
+# chat templates
+# ----------------------------------------------------------------------------------------------------
 
 FANCY = (
     "{%- for message in messages %}\n"
@@ -105,7 +106,7 @@ def test_embedded_template_equals_transformers(tokenizer: Tokenizer) -> None:
 
     theirs = AutoTokenizer.from_pretrained(TINY)
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.chat_text(MESSAGES) == expected
+    assert tokenizer.render_chat(MESSAGES) == expected
     assert tokenizer.encode_chat(MESSAGES) == theirs(expected, add_special_tokens=False)["input_ids"]
 
 
@@ -165,4 +166,4 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 def test_no_template_says_what_to_do() -> None:
     bare = Tokenizer(Tokenizer.load(TINY).backend)
     with pytest.raises(ChatTemplateError, match="--chat-template"):
-        bare.chat_text(MESSAGES)
+        bare.render_chat(MESSAGES)

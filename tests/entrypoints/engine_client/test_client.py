@@ -168,14 +168,14 @@ async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(mo
     detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
     client, link = make(detokenizer=detokenizer)
     first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
-    process = detokenizer.process
+    process = detokenizer.process_step
 
     def fails_on_the_first(message: StepTokens) -> StepText:
         if "a" in message.rids:
             raise RuntimeError("boom")
         return process(message)
 
-    monkeypatch.setattr(detokenizer, "process", fails_on_the_first)
+    monkeypatch.setattr(detokenizer, "process_step", fails_on_the_first)
     link.inbox = [tokens_of(generated(link)[0], 5, finish=Finish("length")), tokens_of(generated(link)[1], 6, finish=Finish("length"))]
     client.drain()
     for answer in (first, second):

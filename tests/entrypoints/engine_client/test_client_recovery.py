@@ -97,8 +97,8 @@ async def test_text_that_cannot_be_made_again_ends_its_request_alone() -> None:
     link.inbox = [StepTokens(rids=["bad", "good"], token_ids=[[70], [70]])]
     client.drain()
     client.suspend("it died", {})
-    made = detokenizer.stream
-    detokenizer.stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
+    made = detokenizer.create_stream
+    detokenizer.create_stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
     client.resume()
     finish = bad.sequences[0].finish
     assert finish is not None and "the detokenizer failed on this request" in (finish.error or "")

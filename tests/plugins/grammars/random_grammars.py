@@ -1,4 +1,5 @@
-"""Random JSON schemas and regular expressions of finite languages, each the same for the same seed."""
+"""Random JSON schemas and regular expressions of finite languages, each the same for the same
+seed."""
 
 from __future__ import annotations
 

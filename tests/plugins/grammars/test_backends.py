@@ -1,4 +1,5 @@
-"""The grammar backends behind the interface: what they allow is what the grammar says, and a bad grammar is one sentence."""
+"""The grammar backends behind the interface: what they allow is what the grammar says, and a bad
+grammar is one sentence."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
 
 
 BAD = [
-    ("json_schema", "{", "is no JSON"),
+    ("json_schema", "{", "is not JSON"),
     ("json_schema", "[1]", "must be a JSON object"),
     ("json_schema", '{"type": "nonsense"}', "does not compile"),
     ("json_schema", '{"a":' * 100 + "1" + "}" * 100, "deeper than 64"),
@@ -148,13 +149,13 @@ BAD = [
         r"the \$ref 'http://x/y.json'.*refer to it as '#/\$defs/NAME'",
     ),
     ("json_schema", '{"properties": {"a": {"$ref": "other.json#/x"}}, "type": "object"}', r"the \$ref 'other.json#/x'"),
-    ("json_schema", '{"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {}}', r"the \$ref '#/\$defs/x', which names no part"),
+    ("json_schema", '{"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {}}', r"\$ref '#/\$defs/x', which points to no part"),
     ("json_schema", '{"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}', r"a \$dynamicRef, which is not supported"),
     ("json_schema", '{"properties": {"a": {"$recursiveRef": "#"}}, "type": "object"}', r"a \$recursiveRef, which is not supported"),
     ("lark", "x", "is unknown"),
 ]
 BAD_TAGS = [
-    ("structural_tag", "{", "is no JSON"),
+    ("structural_tag", "{", "is not JSON"),
     ("structural_tag", '{"format": {"type": "nope"}}', "not recognized: nope"),
     ("structural_tag", '{"type": "structural_tag"}', "must have a format"),
     (
@@ -186,7 +187,7 @@ NAMED = {"type": "array", "items": {"$ref": "#digit"}, "minItems": 1, "maxItems"
 
 
 def test_a_reference_by_a_name_is_followed_or_refused(backend, tagging, tokenizer):
-    with pytest.raises(ValueError, match="the \\$ref '#digit', which this grammar backend does not follow"):
+    with pytest.raises(ValueError, match="the \\$ref '#digit', which this grammar backend does not resolve"):
         tagging.compile("json_schema", json.dumps(NAMED))
     if type(backend) is not type(tagging):
         assert json.loads(wander(start(backend, "json_schema", json.dumps(NAMED)), tokenizer, 3)) == [7]

@@ -1,4 +1,5 @@
-"""Objects have the properties that are named; what is put together of several schemas stays as it is."""
+"""Objects have the properties that are named; what is put together of several schemas stays as it
+is."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frame.plugins.grammars.closed_schema import closed
+from frame.plugins.grammars.closed_schema import close_schema
 
 ONE = {"properties": {"a": {}}}
 
@@ -22,7 +23,7 @@ ONE = {"properties": {"a": {}}}
     ],
 )
 def test_objects_are_closed(schema: Any, expected: Any) -> None:
-    assert closed(schema) == expected and closed(expected) == expected
+    assert close_schema(schema) == expected and close_schema(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -33,4 +34,4 @@ def test_objects_are_closed(schema: Any, expected: Any) -> None:
     ],
 )  # fmt: skip
 def test_others_are_left(schema: Any) -> None:
-    assert closed(schema) == schema
+    assert close_schema(schema) == schema

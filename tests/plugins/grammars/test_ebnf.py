@@ -1,4 +1,5 @@
-"""EBNF allows the same texts in llguidance, which gets a translation, as in xgrammar, which reads EBNF itself."""
+"""EBNF allows the same texts in llguidance, which gets a translation, as in xgrammar, which reads
+EBNF itself."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def walk(grammar: Grammar, rng: random.Random, stops: tuple[int, ...]) -> tuple[
 
 
 def compare_with_xgrammar(backend: GrammarBackend, count: int) -> set[str]:
-    """Random grammars allow the same texts in `backend` and in xgrammar. Returns the class names of what `backend` compiled."""
+    """Random grammars allow the same texts in `backend` and in xgrammar. Returns the class names of
+    what `backend` compiled."""
     from frame.plugins.grammars.xgrammar import XGrammarBackend
 
     tokenizer = Tokenizer.load(find_model(EMBEDDED))
@@ -90,7 +92,7 @@ def test_llguidance_and_xgrammar_allow_the_same_texts(count: int) -> None:
 
 
 def test_runs_are_lexemes_where_nothing_is_lost() -> None:
-    assert ebnf.lexemes(ebnf.read(EXPRESSIONS)) == {((48, 57),), ((97, 122),)}
+    assert ebnf.find_lexemes(ebnf.read(EXPRESSIONS)) == {((48, 57),), ((97, 122),)}
     assert "/[\\x{30}-\\x{39}]+/" in ebnf.to_lark(ebnf.read(EXPRESSIONS))
     for source in (
         'root ::= "(" root ")" | [0-9]+ [0-9]*',  # followed by itself
@@ -101,7 +103,7 @@ def test_runs_are_lexemes_where_nothing_is_lost() -> None:
         'root ::= "(" root ")" | [0-9]+ | [5-7]+ "x"',
         'root ::= "(" root ")" | [0]+ | "0"',
     ):
-        assert not ebnf.lexemes(ebnf.read(source)) & {((48, 57),), ((48, 48),)}, source
+        assert not ebnf.find_lexemes(ebnf.read(source)) & {((48, 57),), ((48, 48),)}, source
 
 
 UNREADABLE = (

@@ -1,4 +1,5 @@
-"""Whatever the model draws at temperature 1, the answer is what the grammar asked for: random schemas and expressions, whole engine."""
+"""Whatever the model draws at temperature 1, the answer is what the grammar asked for: random
+schemas and expressions, whole engine."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ FORCED = [
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_jumps_change_no_token(backend: str) -> None:
-    """Greedy and drawn, with penalties, biases and stop strings, alone on the device and retracted."""
+    """Greedy and drawn, with penalties, biases and stop strings, alone on the device and
+    retracted."""
     pytest.importorskip(backend)
     extras = [
         {},

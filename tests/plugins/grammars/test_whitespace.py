@@ -1,4 +1,5 @@
-"""JSON is compact by default, whatever makes its masks; a request may have whitespace, with a bound."""
+"""JSON is compact by default, whatever makes its masks; a request may have whitespace, with a
+bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The built-in logits processors: the laws, and their numbers against transformers and against naive loops."""
+"""The built-in logits processors: the laws, and their numbers against transformers and against
+naive loops."""
 
 from __future__ import annotations
 

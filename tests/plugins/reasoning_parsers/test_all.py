@@ -1,4 +1,5 @@
-"""Every reasoning parser: cuts thinking out the same way for every split, heeds the prompt's end, allows it before constrained answers."""
+"""Every reasoning parser: cuts thinking out the same way for every split, heeds the prompt's end,
+allows it before constrained answers."""
 
 from __future__ import annotations
 

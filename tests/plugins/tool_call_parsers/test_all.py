@@ -1,4 +1,5 @@
-"""Every tool-call parser: reads what its models write, the same for every split; never raises; its grammar allows what it reads."""
+"""Every tool-call parser: reads what its models write, the same for every split; never raises; its
+grammar allows what it reads."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_every_split_gives_the_same(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lead", ["", "Let me see.\n"])
 def test_no_markup_of_a_cut_call_becomes_content(name, lead):
-    """An answer may end anywhere when its tokens are up: within the marks of its first call, or of its second."""
+    """An answer may end anywhere when its tokens are up: within the marks of its first call, or of
+    its second."""
     if lead and name in ("llama3", "pythonic"):
         pytest.skip("its calls begin the answer")
     text = lead + WRITERS[name]([("get_weather", {"city": "Rome"}), ("now", {}), ("get_weather", {"city": "Rome", "days": 2})])

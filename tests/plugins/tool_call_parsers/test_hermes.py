@@ -1,4 +1,5 @@
-"""Calls are found the same way however the text is split; arguments stream; what is no call stays text."""
+"""Calls are found the same way however the text is split; arguments stream; what is no call stays
+text."""
 
 from __future__ import annotations
 

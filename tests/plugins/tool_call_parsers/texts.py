@@ -1,4 +1,5 @@
-"""What models write, well formed and not, for every parser in the tree: material of the property tests; and how they read parsers."""
+"""What models write, well formed and not, for every parser in the tree: material of the property
+tests; and how they read parsers."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def cut(text: str, dice: random.Random) -> list[str]:
 
 
 def collect(parser: ToolCallParser, chunks: Iterable[str], is_cut: bool = False) -> tuple[str, list[tuple[str, str]]]:
-    """What a parser makes of a text in pieces: (content, [(name, arguments)]). `is_cut`: the text was cut off."""
+    """What a parser makes of a text in pieces: (content, [(name, arguments)]). `is_cut`: the text
+    was cut off."""
     content = ""
     calls: list[list[str]] = []
     for delta in [*(parser.feed(chunk) for chunk in chunks), parser.finish_cut() if is_cut else parser.finish()]:

@@ -199,7 +199,7 @@ class _Shape:
     def _triple(self, token_id: int, logprob: float | None) -> list[Any]:
         tokenizer = self._services.tokenizer
         has_text = self._request.return_text_in_logprobs and tokenizer is not None
-        return [logprob, token_id, tokenizer.token_text(token_id) if has_text and tokenizer else None]
+        return [logprob, token_id, tokenizer.get_token_text(token_id) if has_text and tokenizer else None]
 
 
 def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bool]:
@@ -285,7 +285,7 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
         ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
     if request.return_token_strs:
-        result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.token_text(i) for i in ids])
+        result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.get_token_text(i) for i in ids])
     return result
 
 

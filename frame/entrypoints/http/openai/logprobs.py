@@ -33,7 +33,7 @@ class TextPlaces:
         """The offset of the next token of the sequence."""
         offset = self._offset
         if token_id not in self._hidden:
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            self._offset += len(self._decoder.decode(self._tokenizer.get_token_bytes(token_id)))
         return offset
 
 
@@ -42,7 +42,7 @@ Name = Callable[[int], str]  # token id -> the token as the response shows it
 
 def name_of_tokens(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
     """Names tokens by their text or, with vLLM's `return_tokens_as_token_ids`, as `token_id:ID`."""
-    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.get_token_text
 
 
 def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Na
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         value = LEAST if logprob is None else max(logprob, LEAST)
-        return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.token_bytes(token_id))}
+        return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.get_token_bytes(token_id))}
 
     content = []
     for part in parts:
@@ -71,7 +71,7 @@ class TextLogprobs:
 
     def add(self, parts: Iterable[TokenLogprobs]) -> None:
         """Add the tokens since the last call."""
-        self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.token_text)["content"]
+        self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.get_token_text)["content"]
 
     def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
         """Remove and return the entries of the tokens that `piece` was made of.

@@ -1,6 +1,8 @@
-"""What `frame plugins new KIND NAME` writes: an installable package with one working plugin, its manifest and its tests.
+"""What `frame plugins new KIND NAME` writes: an installable package with one working plugin, its
+manifest and its tests.
 
-Templates are `string.Template` files in `templates/`; a kind has an implementation and a test there. Knows no registry.
+Templates are `string.Template` files in `templates/`; a kind has an implementation and a test
+there. Knows no registry.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from frame.plugins.kinds import KINDS, Kind
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
-# What stands for `capabilities=` in the manifest, and what it needs imported; kinds without an entry serve every need.
+# What stands for `capabilities=` in the manifest, and what it needs imported; kinds without an
+# entry serve every need.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
@@ -64,7 +67,8 @@ class Written:
 
 
 def write_plugin(kind: str, name: str, parent: Path) -> Written:
-    """Write the package of a new plugin below `parent`. Raises ConfigurationError for a bad kind or name, or an existing folder."""
+    """Write the package of a new plugin below `parent`. Raises ConfigurationError for a bad kind or
+    name, or an existing folder."""
     if kind not in KINDS:
         raise ConfigurationError(f"Unknown plugin kind {kind!r}; kinds: {', '.join(KINDS)}.")
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
@@ -89,7 +93,8 @@ def write_plugin(kind: str, name: str, parent: Path) -> Written:
 
 
 def _words(kind: Kind, name: str) -> dict[str, str]:
-    """Everything that templates may name. A plugin `my_x` comes as distribution frame-my-x with package frame_my_x."""
+    """Everything that templates may name. A plugin `my_x` comes as distribution frame-my-x with
+    package frame_my_x."""
     slug = re.sub(r"[-_]+", "-", name).strip("-")
     distribution = slug if slug.startswith("frame-") else f"frame-{slug}"
     words = {

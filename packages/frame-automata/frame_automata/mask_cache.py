@@ -1,5 +1,5 @@
-"""What was found out is kept: the latest that were used, up to a number of bytes. Masks and the like as they are kept, where most of their
-tokens are not allowed in a fraction of the memory. Knows no grammar."""
+"""An LRU cache limited in bytes, and masks and costs in sparse form. Used by `automaton`; knows no
+grammar."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from frame_automata.vocabulary_tree import NOT_AT_ALL
 
-FEW = 6  # a list of places is kept instead of all where it has no more than one in so many
+FEW = 6  # sparse if less than one word or token in so many is used
 _OVERHEAD = 256  # bytes of an entry
-_LEAST = 16  # entries, however large
+_MIN_ENTRIES = 16  # kept however large they are
 
 
 class Sized(Protocol):
@@ -26,8 +26,8 @@ Key = TypeVar("Key")
 Value = TypeVar("Value", bound=Sized)
 
 
-class Kept(Generic[Key, Value]):
-    """Several threads may use it."""
+class LruCache(Generic[Key, Value]):
+    """The most recently used entries, up to `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -47,20 +47,20 @@ class Kept(Generic[Key, Value]):
 
     def put(self, key: Key, value: Value) -> None:
         with self._lock:
-            if key in self._entries:  # another thread was quicker
+            if key in self._entries:  # another thread added it first
                 return
             self._entries[key] = value
             self._size += value.num_bytes + _OVERHEAD
-            while self._size > self._limit and len(self._entries) > _LEAST:
+            while self._size > self._limit and len(self._entries) > _MIN_ENTRIES:
                 self._size -= self._entries.popitem(last=False)[1].num_bytes + _OVERHEAD
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The allowed tokens' bits: all words, or those that are not 0."""
+    """The bits of the allowed tokens: all words, or the words that are not 0."""
 
-    words: np.ndarray  # int32
-    places: np.ndarray | None  # intp; of the words
+    words: np.ndarray  # int32 [words], or [places]
+    places: np.ndarray | None  # intp [places]; indices of the words. None: all
 
     @classmethod
     def of(cls, mask: np.ndarray) -> Mask:
@@ -81,14 +81,14 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What each token takes of something that is limited."""
+    """How many repetitions of a limited run each token takes."""
 
-    costs: np.ndarray  # uint8, of all tokens, or those that may come
-    tokens: np.ndarray | None  # intp
+    costs: np.ndarray  # uint8 [32 * words], or [tokens]
+    tokens: np.ndarray | None  # intp [tokens]; None: all
 
     @classmethod
     def of(cls, costs: np.ndarray) -> Costs:
-        """costs uint8 [32 * words]"""
+        """From costs uint8 [32 * words]."""
         tokens = (costs != NOT_AT_ALL).nonzero()[0]
         return cls(costs[tokens], tokens) if FEW * len(tokens) < len(costs) else cls(costs, None)
 
@@ -97,12 +97,12 @@ class Costs:
         return self.costs.nbytes + (0 if self.tokens is None else self.tokens.nbytes)
 
     def mask(self, most: int) -> Mask:
-        """The tokens that take no more than this."""
+        """The mask of the tokens that take at most `most` repetitions."""
         allowed = self.costs <= min(most, NOT_AT_ALL - 1)
         if self.tokens is None:
             return Mask.of(np.packbits(allowed, bitorder="little").view(np.int32))
         tokens = self.tokens[allowed]
-        is_new = np.ones(len(tokens), np.bool_)  # they are in order, so those of one word are neighbours
+        is_new = np.ones(len(tokens), np.bool_)  # sorted, so tokens of one word are adjacent
         is_new[1:] = tokens[1:] // 32 != tokens[:-1] // 32
         starts = is_new.nonzero()[0]
         bits = np.left_shift(1, tokens % 32).astype(np.uint32)

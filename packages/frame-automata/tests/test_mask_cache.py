@@ -1,16 +1,16 @@
-"""What is kept is what was put in, in whatever form, and no more of it than there is room for."""
+"""The cache returns what was put in, in sparse or dense form, within its limit."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from frame_automata.kept import Costs, Kept, Mask
+from frame_automata.mask_cache import Costs, LruCache, Mask
 from frame_automata.vocabulary_tree import NOT_AT_ALL
 
 
 def test_the_latest_are_kept() -> None:
-    kept: Kept[int, Mask] = Kept(100 * (40 + 256))
+    kept: LruCache[int, Mask] = LruCache(100 * (40 + 256))
     for i in range(300):
         assert kept.get(i) is None
         kept.put(i, Mask(np.full(10, i, np.int32), None))
@@ -18,7 +18,7 @@ def test_the_latest_are_kept() -> None:
     kept.put(299, Mask(np.zeros(10, np.int32), None))
     again = kept.get(299)
     assert len(kept) == 100 and kept.get(150) is None and again is not None and again.words[0] == 299
-    small: Kept[int, Mask] = Kept(0)
+    small: LruCache[int, Mask] = LruCache(0)
     for i in range(30):
         small.put(i, Mask(np.zeros(10, np.int32), None))
     assert len(small) == 16
