@@ -1,4 +1,8 @@
-"""The Anthropic API: `/v1/messages` and `/v1/messages/count_tokens`, as chat requests in another dialect."""
+"""The routes of the Anthropic API: `/v1/messages` and `/v1/messages/count_tokens`, as chat
+requests.
+
+Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,8 @@ ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "
 
 def _error_body(error: ApiError) -> bytes:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_LENGTH else error.message  # clients look for these words
+    # Clients detect the error by these words
+    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_LENGTH else error.message
     return _encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
@@ -46,7 +51,7 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 @router.post("/v1/messages")
 async def messages(request: MessagesRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """A message, as Anthropic."""
+    """Create a message."""
     chat = request.chat()
     answer = await begin_chat(context, services, chat, "msg_")
     try:
@@ -62,7 +67,7 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: CountTokensRequest, services: ServicesDep) -> Any:
-    """How many tokens a message's prompt has."""
+    """Count the prompt tokens of a message."""
     return {"input_tokens": await count_prompt(services, request.chat())}
 
 
@@ -78,7 +83,7 @@ class MessageResponse:
         self._is_started = False
 
     def message(self) -> dict[str, Any]:
-        """The whole message, once the answer is complete. Raises ApiError when it was cut off."""
+        """The message of a finished sequence. Raises ApiError 503 if it was aborted."""
         self._blocks.read(self._sequence, self._parser, Silent())
         finish = self._sequence.finish
         if finish is not None and finish.reason == "abort":
@@ -87,7 +92,7 @@ class MessageResponse:
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
     def write(self, sequence: SequenceState) -> bytes:
-        """The events of what is new."""
+        """The events of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):
             return _error_event(failure(finish) if finish.reason == "error" else _aborted())
@@ -118,7 +123,7 @@ class MessageResponse:
         return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
-        """`input_tokens` are those that were computed; those from the prefix cache are counted apart."""
+        """Anthropic's usage object. `input_tokens` excludes tokens from the prefix cache."""
         cached = self._sequence.cached
         return {
             "input_tokens": len(self._sequence.prompt) - cached,
@@ -129,7 +134,7 @@ class MessageResponse:
 
 
 class EventWriter:
-    """Blocks as Anthropic's events."""
+    """Writes content blocks as Anthropic's events."""
 
     def opened(self, block: Block) -> bytes:
         return _event("content_block_start", index=block.place, content_block=_empty(block))
@@ -161,7 +166,10 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """A call's arguments as the object that this dialect wants; a text that is none (the model was cut off) stands under one name."""
+    """A call's arguments as an object.
+
+    Text that is not one (the output was cut off) is under `_unparsed`.
+    """
     try:
         found = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -171,5 +179,3 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 def _aborted() -> ApiError:
     return ApiError(503, "the request was aborted on the server before it was finished; send it again")
-
-

@@ -1,5 +1,7 @@
-"""The Anthropic API's request bodies, and how they become chat requests. What cannot be served is an error that names the field. Knows no
-engine."""
+"""The request bodies of the Anthropic API, and their translation into chat requests.
+
+A field that cannot be served raises ApiError 400 with its name. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,21 @@ from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.request_options import Metadata
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools: Anthropic's word -> OpenAI's
-
-
-TRAINED = ("bash_", "text_editor_", "computer_", "memory_")  # types of tools that clients run and do not describe
+# Tool choice of Anthropic -> of OpenAI
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Types of tools that clients run, without a schema
+TRAINED = ("bash_", "text_editor_", "computer_", "memory_")
 
 
 class MessagesChat(ChatRequest):
-    """A chat request that came as a message."""
+    """A chat request made from a message request: errors name the fields of the latter."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
 
 
 class CountTokensRequest(Extensions):
-    """The prompt of a message."""
+    """A request to count the prompt tokens of a message: the fields that the prompt depends on."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -37,16 +39,16 @@ class CountTokensRequest(Extensions):
     output_config: dict[str, Any] | None = None
 
     def chat(self, **more: Any) -> ChatRequest:
-        """The same as a chat request. Raises ApiError."""
+        """The chat request of this request; `more` adds fields. Raises ApiError 400."""
         fields = {**self.extensions(), **more}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         fields |= _choice(self.tool_choice) | _format(self.output_config)
         if self.messages and self.messages[-1].get("role") == "assistant":
-            fields["continue_final_message"] = True  # a begun answer
+            fields["continue_final_message"] = True  # the response continues this message
         if self.thinking is not None:
             on = self.thinking.get("type") != "disabled"
-            # the two names that templates have for it
+            # both names that templates use
             fields["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on, **(self.chat_template_kwargs or {})}
         return MessagesChat(model=self.model, messages=self._conversation(), **fields)
 
@@ -66,7 +68,7 @@ class CountTokensRequest(Extensions):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A message to be written."""
+    """A request to create a message."""
 
     max_tokens: int
     stream: bool = False
@@ -88,7 +90,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _assistant(parts: list[dict[str, Any]], place: str) -> dict[str, Any]:
-    """A turn of the model: text, what it thought, what it called."""
+    """A message of the assistant: text, reasoning and tool calls."""
     message: dict[str, Any] = {"role": "assistant"}
     texts, thoughts, calls = [], [], []
     for i, part in enumerate(parts):
@@ -109,7 +111,7 @@ def _assistant(parts: list[dict[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _turn(role: str, parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """A turn of the user as chat messages: each tool's result is one of its own."""
+    """A user turn as chat messages: each tool result becomes a message."""
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for i, part in enumerate(parts):

@@ -1,1 +1,1 @@
-"""What all chat dialects share: from a request's fields to a prompt, and from text to parts of an answer."""
+"""What the chat routes of all APIs share: chat requests, tools, structured outputs, output parsing."""

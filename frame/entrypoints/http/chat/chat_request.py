@@ -1,6 +1,7 @@
-"""A chat request of any dialect: how it becomes a prompt, is started, and is read with the configured parsers.
+"""Starts chat requests: renders the prompt, starts the sequences, makes their output parsers.
 
-Knows no dialect's shape of an answer; each translates its own request into a `ChatRequest`.
+Used by the chat routes of all APIs, which translate their requests into `ChatRequest`. Must not
+depend on the response shape of an API.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
 
 
 async def begin_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
-    """Start a chat request of any dialect, whose name begins with `prefix` where the client gave none; the caller abandons the answer.
-    Raises ApiError."""
+    """Start a chat request. The caller must call `client.abandon` on the result. Raises ApiError.
+
+    `prefix`: start of the request id where the client gave none.
+    """
     return await begin_chats(context, services, request, [request.messages], prefix)
 
 
 async def begin_chats(
     context: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
 ) -> RequestState:
-    """The same for several conversations, which share all but their messages; the first is the request's own."""
+    """Like `start_chat`, for several conversations that differ only in their messages."""
     services.check_model(request.model)
     params = request.params()
     use, first = request.tool_use(), chat_of(services, request)
@@ -48,26 +51,32 @@ async def begin_chats(
 
 
 async def render_chat(services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
-    """The prompt of a chat request, and the parameters with which it would be run. Raises ApiError."""
+    """(prompt token ids, sampling parameters) of a chat request that is not run.
+
+    Raises ApiError.
+    """
     params = request.params()
     ids = await chat_prompt(services, request)
     return ids, _parsers(services, request, ids, request.tool_use()).refined(params, is_whole=request.constrains_all)
 
 
 async def chat_prompt(services: Services, request: ChatRequest) -> list[int]:
-    """The tokens of a chat request's prompt. Raises ApiError."""
+    """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
     return await services.encode(chat_of(services, request), most=services.countable_tokens)
 
 
 async def count_prompt(services: Services, request: ChatRequest) -> int:
-    """How many tokens a chat request's prompt has. Raises ApiError."""
+    """The number of tokens of a chat request's prompt. Raises ApiError."""
     return len(await chat_prompt(services, request))
 
 
 async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
-    """The request without its oldest turns, as many as it takes for the rest to fit the context with the tokens that it asks for. System
-    messages at the beginning and the last user message stay. Raises ApiError."""
+    """The request without its oldest turns, so that the prompt and `max_tokens` fit the context.
+
+    Drops as few turns as possible (binary search). Leading system messages and the last user
+    message stay. Raises ApiError.
+    """
     messages = request.messages
     roles = [message.get("role") for message in messages]
     lead = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
@@ -98,39 +107,42 @@ async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> b
 
 
 def chat_of(services: Services, request: ChatRequest) -> Chat:
-    """What the chat template gets. Raises ApiError."""
+    """The input of the chat template.
+
+    Raises ApiError 400 for invalid tools or template arguments.
+    """
     arguments, use = request.template_arguments(), request.tool_use()
     if use is not None and use.is_enforced:
         request.check_schemas()
     if TEMPLATE in arguments:
-        raise ApiError(400, f"chat_template_kwargs may not set {TEMPLATE}; use the request's own field", "chat_template_kwargs")
+        raise ApiError(400, f"chat_template_kwargs cannot set {TEMPLATE}; use the field {TEMPLATE}", "chat_template_kwargs")
     if request.chat_template is not None:
         if not services.resolved.user.text.trust_request_chat_template:
-            sentence = "chat_template is code, and this server runs that of its operator alone (text.trust_request_chat_template)"
+            sentence = "chat_template is code, which this server does not accept (text.trust_request_chat_template is false)"
             raise ApiError(400, f"{sentence}; leave it out", "chat_template")
         arguments[TEMPLATE] = request.chat_template
     return Chat(request.conversation(), None if use is None else use.offered, arguments)
 
 
 def answer_parsers(services: Services, request: ChatRequest, answer: RequestState) -> dict[int, AnswerParser]:
-    """A parser for each sequence; none where nothing is to be parsed."""
-    use, found = request.tool_use(), {}
+    """An output parser for each sequence index; empty where no parser applies."""
+    use, parsers = request.tool_use(), {}
     for sequence in answer.sequences:
         pair = _parsers(services, request, sequence.prompt, use)
         if pair.reasoning is not None or pair.tools is not None:
-            one_at_most = pair.use is not None and not pair.use.rule.is_parallel
-            found[sequence.index] = AnswerParser(pair.reasoning, pair.tools, 1 if one_at_most else None)
-    return found
+            max_calls = 1 if pair.use is not None and not pair.use.rule.is_parallel else None
+            parsers[sequence.index] = AnswerParser(pair.reasoning, pair.tools, max_calls)
+    return parsers
 
 
 def thinking_tokens(services: Services, request: ChatRequest, sequence: SequenceState, parser: AnswerParser | None) -> int:
-    """How many tokens of a sequence that `parser` has read are thinking."""
+    """The number of reasoning tokens of a sequence whose output `parser` has read."""
     if parser is None or not parser.has_thoughts:
         return 0
 
     def make() -> ReasoningParser:
         reasoning = _parsers(services, request, sequence.prompt, request.tool_use()).reasoning
-        assert reasoning is not None  # which has found the thoughts
+        assert reasoning is not None  # the parser has found reasoning
         return reasoning
 
     decode = partial(services.need_tokenizer().decode, skip_special_tokens=sequence.params.skip_special_tokens)
@@ -138,7 +150,7 @@ def thinking_tokens(services: Services, request: ChatRequest, sequence: Sequence
 
 
 def _parsers(services: Services, request: ChatRequest, prompt: list[int], use: ToolUse | None) -> ParserPair:
-    """New parsers for one sequence of the request, whose tools are `use`."""
+    """New parsers for one sequence of the request with this prompt and these tools."""
     tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
     reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
     end = prompt_end(prompt, services.tokenizer if reasoning is not None else None)

@@ -1,4 +1,8 @@
-"""What request bodies of other dialects share on their way to a chat request. Knows no route and no engine."""
+"""Fields and checks that the request schemas of several chat APIs share.
+
+Used by the schemas of the Anthropic, Responses and Ollama APIs. Must not depend on a route or the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,35 @@ from frame.entrypoints.http.request_options import SamplingFields
 
 
 class Extensions(SamplingFields):
-    """Fields beyond a dialect's own, as `/v1/chat/completions` takes them."""
+    """Fields of `/v1/chat/completions` that other chat APIs accept besides their own."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
     def extensions(self) -> dict[str, Any]:
-        """Those that were sent, by name."""
+        """The extension fields that were sent, by name."""
         return {name: value for name in Extensions.model_fields if (value := getattr(self, name)) is not None}
 
 
 def object_at(value: Any, place: str) -> dict[str, Any]:
-    """`value`, which must be an object. Raises ApiError."""
+    """`value`, if it is an object. Raises ApiError 400 that names `place`, the field path."""
     if not isinstance(value, dict):
         raise ApiError(400, f"{place}: expected an object", place)
     return value
 
 
 def text_at(value: Any, place: str) -> str:
-    """`value`, which must be a text. Raises ApiError."""
+    """`value`, if it is a string. Raises ApiError 400 that names `place`."""
     if not isinstance(value, str):
         raise ApiError(400, f"{place}: expected a string", place)
     return value
 
 
 def parts_at(content: Any, place: str) -> list[dict[str, Any]]:
-    """Content that is a text, nothing, or a list of typed parts, as such a list; a text is a part of type `text`. Raises ApiError."""
+    """Content (null, a string or a list of parts) as a list of parts with a `type`.
+
+    Raises ApiError 400 that names `place`.
+    """
     if content is None:
         return []
     if isinstance(content, str):
@@ -48,7 +55,10 @@ def parts_at(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 def function_tool(name: Any, place: str, description: Any, parameters: Any, strict: Any = None) -> dict[str, Any]:
-    """A tool as chat requests and templates have it. Raises ApiError."""
+    """A tool in the shape of OpenAI's chat completions, which chat templates read.
+
+    Raises ApiError 400.
+    """
     function: dict[str, Any] = {"name": text_at(name, f"{place}.name"), "description": description or "", "parameters": parameters or {}}
     if strict is not None:
         function["strict"] = strict

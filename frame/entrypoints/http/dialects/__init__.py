@@ -1,1 +1,1 @@
-"""Dialects of other servers and services: Ollama, Cohere, TEI, SageMaker, and routes of vLLM and SGLang."""
+"""APIs of other servers: Ollama, Cohere, TEI, SageMaker, and routes of vLLM and SGLang."""

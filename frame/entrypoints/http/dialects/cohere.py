@@ -1,4 +1,7 @@
-"""`/v2/embed` as Cohere. Its `/v2/rerank` is among the routes of `relevance`. Knows no engine."""
+"""The route `/v2/embed` of Cohere.
+
+`relevance` has its `/v2/rerank`. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,16 @@ from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.services import Services
 
 FORMS = ("float", "base64")
-# what an input is for -> the checkpoint's prompts that may stand for it, the first that it has
+# input_type -> names of checkpoint prompts; the first that the checkpoint has is used
 PROMPTS = {"search_query": ("search_query", "query"), "search_document": ("search_document", "document", "passage"),
            "classification": ("classification",), "clustering": ("clustering",)}  # fmt: skip
 
 
 class EmbedRequest(RequestBody):
-    """`inputs` are texts as lists of parts. `truncate`: where longer texts are cut, at their end or not at all."""
+    """A request of `/v2/embed`.
+
+    `inputs`: texts as lists of parts. `truncate`: END cuts longer texts, NONE refuses them.
+    """
 
     model: str = ""
     input_type: str | None = None
@@ -37,7 +43,7 @@ class EmbedRequest(RequestBody):
     priority: int | None = None
 
     def translated(self, services: Services) -> EmbeddingRequest:
-        """The same as OpenAI's request. Raises ApiError."""
+        """The embedding request of this request. Raises ApiError 400."""
         if self.images:
             raise ApiError(400, "images is not supported; this model takes texts", "images")
         if (self.texts is None) == (self.inputs is None):
@@ -46,7 +52,7 @@ class EmbedRequest(RequestBody):
             raise ApiError(400, f"truncate is {self.truncate!r}; it must be END or NONE", "truncate")
         for form in self.embedding_types or ():
             if form not in FORMS:
-                raise ApiError(400, f"embedding_types holds {form!r}; it may hold {' and '.join(FORMS)}", "embedding_types")
+                raise ApiError(400, f"embedding_types has {form!r}; it may have {' and '.join(FORMS)}", "embedding_types")
         if self.input_type is not None and self.input_type not in PROMPTS:
             raise ApiError(400, f"input_type is {self.input_type!r}; it must be one of {', '.join(PROMPTS)}", "input_type")
         sentence = services.resolved.model.sentence
@@ -83,7 +89,7 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 @router.post("/v2/embed")
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Vectors of texts, as Cohere."""
+    """Create embeddings, as Cohere."""
     vectors, count = await embedded(context, services, request.translated(services))
     return {
         "id": uuid.uuid4().hex,
@@ -92,5 +98,3 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
         "texts": request.the_texts(),
         "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
     }
-
-

@@ -1,6 +1,6 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed` and what its clients ask before, as chat requests in another dialect.
+"""The routes of the Ollama API: `/api/chat`, `/api/generate`, `/api/embed`, and model information.
 
-A streamed answer is a JSON object a line. Knows no engine.
+A streamed response is one JSON object per line. Must not depend on the engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 @router.post("/api/chat")
 async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> Any:
-    """A chat answer, as Ollama."""
+    """Create a chat completion, as Ollama."""
     name = served_name(body.model, services)
     if not body.messages:
         return _loaded(body.model, message={"role": "assistant", "content": ""})
@@ -60,7 +60,7 @@ async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> An
 
 @router.post("/api/generate")
 async def generate(body: GenerateBody, context: ContextDep, services: ServicesDep) -> Any:
-    """A completion of a prompt, through the chat template unless it is `raw`."""
+    """Complete a prompt, with the chat template unless `raw` is set."""
     name = served_name(body.model, services)
     if not body.prompt:
         return _loaded(body.model, response="")
@@ -68,7 +68,8 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
         completion = body.completion(name)
         services.check_model(completion.model)
         params = completion.params()
-        if completion.max_tokens is None:  # OpenAI's default is 16, this dialect's the end of the context
+        # OpenAI's default is 16, Ollama's the rest of the context
+        if completion.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=None)
         answer = await services.begin(context, completion.prompts(), [params], completion, add_special_tokens=False)
         parser = None
@@ -80,7 +81,7 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
 
 
 def _loaded(model: str, **empty: Any) -> dict[str, Any]:
-    """The answer to a request without a prompt, which asks for the model to be loaded."""
+    """Respond to a request without a prompt, which asks Ollama to load the model."""
     return {"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"}
 
 
@@ -96,7 +97,7 @@ async def _send(context: RequestContext, services: Services, answer: RequestStat
 
 
 def _message(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """A piece of an answer as `/api/chat` has it."""
+    """A delta in the shape of `/api/chat`."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thinking:
         message["thinking"] = thinking
@@ -106,12 +107,15 @@ def _message(content: str = "", thinking: str = "", calls: list[dict[str, Any]] 
 
 
 def _response(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The same as `/api/generate` has it, which knows no tools."""
+    """A delta in the shape of `/api/generate`, which has no tool calls."""
     return {"response": content} | ({"thinking": thinking} if thinking else {})
 
 
 class AnswerLines:
-    """An answer as lines, or as one object. `shape` makes a piece of it."""
+    """Writes a response as lines, or as one object.
+
+    `shape` makes a delta in the shape of the route.
+    """
 
     def __init__(self, answer: RequestState, parser: AnswerParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
         self._answer = answer
@@ -122,7 +126,7 @@ class AnswerLines:
         self._blocks = Blocks()
 
     def write(self, sequence: SequenceState) -> bytes:
-        """The lines of what is new."""
+        """The lines of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
             return _error_line(failure(finish))
@@ -130,7 +134,7 @@ class AnswerLines:
         return lines if finish is None else lines + self._line(self._shape(), **self._end()) + b"\n"
 
     def whole(self) -> bytes:
-        """The whole answer, once it is complete."""
+        """The response of a finished sequence."""
         self._blocks.read(self._sequence, self._parser, self)
         row = self._blocks.row
         texts = {kind: "".join(block.text for block in row if block.kind == kind) for kind in ("text", "reasoning")}
@@ -142,7 +146,7 @@ class AnswerLines:
 
     def grown(self, block: Block, piece: str) -> bytes:
         if block.kind == "call":
-            return b""  # a call is sent when it is whole
+            return b""  # a call is sent when it is complete
         piece_of = self._shape(piece) if block.kind == "text" else self._shape(thinking=piece)
         return self._line(piece_of, done=False) + b"\n"
 
@@ -153,7 +157,7 @@ class AnswerLines:
         return _encode({"model": self._model, "created_at": _now(), **piece, **fields})
 
     def _end(self) -> dict[str, Any]:
-        """What the last object adds. Durations are in nanoseconds."""
+        """The fields of the last object. Durations are in nanoseconds."""
         sequence, finish = self._sequence, self._sequence.finish
         now, times = time.perf_counter(), self._sequence.times
         first = times.first or now
@@ -182,7 +186,7 @@ def _now() -> str:
 
 @router.post("/api/embed")
 async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> Any:
-    """Vectors of texts, as Ollama."""
+    """Create embeddings, as Ollama."""
     longest = None if body.truncate is False else -1
     request = EmbeddingRequest(
         model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
@@ -197,13 +201,13 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
 @router.get("/api/tags")
 @router.get("/api/ps")
 async def tags(services: ServicesDep) -> Any:
-    """The served model, as a list."""
+    """List the served model."""
     return {"models": [_card(services)]}
 
 
 @router.post("/api/show", dependencies=[SMALL_BODY])
 async def show(body: ShowBody, services: ServicesDep) -> Any:
-    """What the served model is and can do."""
+    """Describe the served model and its capabilities."""
     services.check_model(served_name(body.model or body.name, services))
     resolved, family = services.resolved, _family(services)
     can = {"completion": resolved.task == "generate", "embedding": resolved.task == "embed", "tools": services.tool_calls is not None,
@@ -239,5 +243,3 @@ def _card(services: Services) -> dict[str, Any]:
                "quantization_level": services.resolved.dtype}  # fmt: skip
     modified = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(services.created))
     return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
-
-

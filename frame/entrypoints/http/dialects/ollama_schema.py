@@ -1,4 +1,7 @@
-"""Ollama's request bodies, and how they become chat requests. What cannot be served is an error that names the field. Knows no engine."""
+"""The request bodies of the Ollama API, and their translation into chat requests.
+
+A field that cannot be served raises ApiError 400 with its name. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,26 @@ from frame.entrypoints.http.validation_errors import validation_error
 if TYPE_CHECKING:
     from frame.entrypoints.http.services import Services
 
-LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
-# options -> what chat requests call them
+LATEST = ":latest"  # the tag that Ollama's clients add to a model name without a tag
+# option -> field of a chat request
 OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "stop": "stop",
            "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
            "frequency_penalty": "frequency_penalty"}  # fmt: skip
-# Options of the machine and of the context, which are fixed when this server starts. They change no answer.
+# Options of the machine and the context, which are fixed at the start of the server. They are
+# ignored.
 FIXED = frozenset({"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "use_mmap", "use_mlock", "low_vram",
                    "vocab_only", "f16_kv", "logits_all", "num_gqa"})  # fmt: skip
-# Options of sampling that this server has not, with the values that switch them off.
+# Sampling options that are not supported, with the values that switch them off.
 NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1,
            "penalize_newline": True}  # fmt: skip
 
 
 class Body(RequestBody):
-    """What both kinds of request share. `think`: whether to think, or how much. `keep_alive` is accepted: the model stays loaded."""
+    """Fields of both kinds of request.
+
+    `think`: whether to reason, or the effort. `keep_alive` is ignored, because the model stays
+    loaded.
+    """
 
     model: str
     stream: bool = True
@@ -48,7 +56,7 @@ class Body(RequestBody):
         return {"model": name, "stream": self.stream, **self._format(), **_sampling(self.options or {})}
 
     def thinking(self) -> dict[str, Any]:
-        """The fields of a chat request that switch thinking."""
+        """The fields of a chat request that switch reasoning."""
         if isinstance(self.think, str):
             return {"reasoning_effort": self.think}
         if self.think is None:
@@ -70,14 +78,14 @@ class ChatBody(Body):
     tools: list[dict[str, Any]] | None = None
 
     def translated(self, name: str) -> ChatRequest:
-        """The same as a chat request. Raises ApiError."""
+        """The chat request of this request. Raises ApiError 400."""
         messages = _messages(self.messages)
         made: ChatRequest = _made(ChatRequest, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
         return made
 
 
 class GenerateBody(Body):
-    """`raw`: the prompt is the model's whole input, without the chat template."""
+    """A request of `/api/generate`. `raw`: the prompt is used without the chat template."""
 
     prompt: str = ""
     system: str | None = None
@@ -88,7 +96,7 @@ class GenerateBody(Body):
     images: list[str] | None = None
 
     def translated(self, name: str) -> ChatRequest:
-        """The same as a chat request. Raises ApiError."""
+        """The chat request of this request. Raises ApiError 400."""
         self._check()
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
@@ -96,7 +104,7 @@ class GenerateBody(Body):
         return made
 
     def completion(self, name: str) -> CompletionRequest:
-        """The same as a text completion. Raises ApiError."""
+        """The completion request of a raw prompt. Raises ApiError 400."""
         self._check()
         made: CompletionRequest = _made(CompletionRequest, prompt=self.prompt, add_special_tokens=False, **self.common(name))
         return made
@@ -124,12 +132,12 @@ class ShowBody(RequestBody):
 
 
 def served_name(model: str, services: Services) -> str:
-    """The model as the other routes call it: a tag that a client added is dropped."""
+    """The model name without the tag that a client added."""
     return model if model == services.resolved.served_name else model.removesuffix(LATEST)
 
 
 def _made(kind: Any, **fields: Any) -> Any:
-    """A request of these fields, whose types were not checked before. Raises ApiError."""
+    """A `kind` of these fields, whose types are checked here. Raises ApiError 400."""
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         return kind.model_validate(given)
@@ -150,10 +158,10 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
             if value != NEUTRAL[name] and NEUTRAL[name] is not None:
                 raise ApiError(400, f"options.{name} is not supported; leave it out", f"options.{name}")
         elif name not in OPTIONS:
-            raise ApiError(400, f"options.{name[:100]} is no option; leave it out", f"options.{name[:100]}")
+            raise ApiError(400, f"options.{name[:100]} is unknown; leave it out", f"options.{name[:100]}")
         else:
             found[OPTIONS[name]] = value
-    if found.get("max_tokens") in (-1, -2):  # up to the context's end
+    if found.get("max_tokens") in (-1, -2):  # the rest of the context
         del found["max_tokens"]
     if found.get("top_k") == 0:
         found["top_k"] = -1
@@ -161,7 +169,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the names that chat requests have: calls get ids, and their results the ids of the calls in turn."""
+    """Messages in OpenAI's shape. Calls get ids, and results the ids of the calls in order."""
     found: list[dict[str, Any]] = []
     open_calls: list[str] = []
     for i, message in enumerate(messages):
@@ -185,7 +193,7 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, name: str, place: str) -> dict[str, Any]:
-    """A call as chat requests have it; `name` is its id where the client gave none."""
+    """A tool call in OpenAI's shape. `name`: its id where the client gave none."""
     function = object_at(object_at(call, place).get("function"), f"{place}.function")
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()

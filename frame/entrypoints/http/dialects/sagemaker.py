@@ -1,4 +1,5 @@
-"""`/ping` and `/invocations`, the two routes of a SageMaker container. A body goes to the route whose fields it has.
+"""The routes of a SageMaker container: `/ping`, and `/invocations`, which runs the route that the
+body fits.
 
 Must not depend on the engine.
 """
@@ -24,9 +25,9 @@ router = ApiRouter(access=Access.USER)
 public_router.get("/ping")(native.ready)
 public_router.post("/ping")(native.ready)
 
-Target = tuple[type[RequestBody], Any]  # a body and its handler
+Target = tuple[type[RequestBody], Any]  # a request type and its handler
 
-# fields that tell a body's route -> its body and handler; the first that are there
+# fields of a body -> its request type and the handler of its route; the first match counts
 TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
     (("messages",), (openai.ChatRequest, openai.chat_completions)),
     (("prompt",), (openai.CompletionRequest, openai.completions)),
@@ -40,7 +41,9 @@ TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
 
 @router.post("/invocations")
 async def invocations(context: ContextDep, services: ServicesDep) -> Any:
-    """Any request for the model: chat, completion, embedding, reranking, scoring, classifying or generating."""
+    """Run any request: chat, completion, embedding, reranking, scoring, classification or
+    generation.
+    """
     value = await context.read_json()
     kind, handler = _target(value if isinstance(value, dict) else {}, services)
     body, context.ignored = parse_body(kind, value)
@@ -55,4 +58,4 @@ def _target(given: dict[str, Any], services: Services) -> Target:
     for names, target in TARGETS:
         if all(name in given for name in names):
             return target
-    raise ApiError(400, "the body has the fields of no route; send messages, prompt, input, text, or query and documents")
+    raise ApiError(400, "the body fits no route; send messages, prompt, input, text, or query and documents")

@@ -1,6 +1,6 @@
-"""Routes that clients of SGLang call: facts of the model, and the server's parsers for texts that were generated elsewhere.
+"""Routes of SGLang: model information, and the server's output parsers for any text.
 
-Knows no engine.
+Must not depend on the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
 
-MOST_CHARS = 1 << 18  # of a text to be parsed
-SLICE = 1024  # characters that are parsed at a time: other requests run in between
+MAX_CHARS = 1 << 18  # of a text to parse
+SLICE = 1024  # characters that are parsed between two yields to the event loop
 
 
 class SeparateReasoningRequest(RequestBody):
@@ -35,12 +35,10 @@ class ParseCallsRequest(RequestBody):
     tool_call_parser: str | None = None
 
 
-
-
 @router.get("/model_info")
 @router.get("/get_model_info")
 async def model_info(services: ServicesDep) -> Any:
-    """What is served here."""
+    """Describe the served model."""
     resolved = services.resolved
     weights = without_folders(resolved.user.model.path)
     return {
@@ -60,7 +58,7 @@ async def model_info(services: ServicesDep) -> Any:
 
 @router.post("/separate_reasoning")
 async def separate_reasoning(request: SeparateReasoningRequest, services: ServicesDep) -> Any:
-    """Thinking and answer of a text, separated by this server's reasoning parser."""
+    """Separate reasoning and content of a text with the server's reasoning parser."""
     _check_parser(services, "reasoning_parser", request.reasoning_parser)
     if services.reasoning is None:
         raise ApiError(400, "this server has no reasoning parser; start it with --reasoning-parser", "reasoning_parser")
@@ -71,7 +69,7 @@ async def separate_reasoning(request: SeparateReasoningRequest, services: Servic
 
 @router.post("/parse_function_call")
 async def parse_function_call(request: ParseCallsRequest, services: ServicesDep) -> Any:
-    """The tool calls in a text, read by this server's tool-call parser."""
+    """Parse the tool calls in a text with the server's tool-call parser."""
     _check_parser(services, "tool_call_parser", request.tool_call_parser)
     if services.tool_calls is None:
         raise ApiError(400, "this server has no tool-call parser; start it with --tool-call-parser", "tool_call_parser")
@@ -88,19 +86,17 @@ async def parse_function_call(request: ParseCallsRequest, services: ServicesDep)
 
 
 def _check_parser(services: Services, kind: str, name: str | None) -> None:
-    """Raise ApiError for a parser other than the server's."""
+    """Raise ApiError 400 for a parser other than the server's."""
     choices = services.resolved.plugins.get(kind)
     if name and choices and name not in (own := choices[0].name, own.replace("-", "_")):
         raise ApiError(400, f"{kind} is {name[:100]!r}, and this server's is {own!r}; leave it out", kind)
 
 
 async def _parse(text: str, parser: AnswerParser) -> dict[str, Any]:
-    if len(text) > MOST_CHARS:
-        raise ApiError(400, f"text has {len(text)} characters; it may have {MOST_CHARS}", "text")
+    if len(text) > MAX_CHARS:
+        raise ApiError(400, f"text has {len(text)} characters; it may have {MAX_CHARS}", "text")
     for start in range(0, len(text), SLICE):
         parser.feed(text[start : start + SLICE], None)
         await asyncio.sleep(0)
     parser.feed("", Finish("stop"))
     return parser.message()
-
-

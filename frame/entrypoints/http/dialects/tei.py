@@ -1,4 +1,7 @@
-"""`/embed` and `/rerank` as Hugging Face's text-embeddings-inference. `/rerank` also takes what `/v1/rerank` takes. Knows no engine."""
+"""The routes `/embed` and `/rerank` of Hugging Face's text-embeddings-inference.
+
+`/rerank` accepts the requests of `/v1/rerank` too. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
 
 ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}
-RIGHT = ("right", "Right")  # where texts are cut
+RIGHT = ("right", "Right")  # supported truncation directions
 
 
 class EmbedRequest(RequestBody):
@@ -30,7 +33,7 @@ class EmbedRequest(RequestBody):
 
 
 class AnyRerankRequest(RerankRequest):
-    """With `texts` it is text-embeddings-inference's request, with `documents` Jina's."""
+    """A rerank request of text-embeddings-inference (`texts`) or of Jina (`documents`)."""
 
     documents: list[str | Document] = Field(default_factory=list)
     texts: list[str] | None = None
@@ -38,8 +41,6 @@ class AnyRerankRequest(RerankRequest):
     return_text: bool = False
     truncate: bool = False
     truncation_direction: str | None = None
-
-
 
 
 def _error_body(error: ApiError) -> bytes:
@@ -54,13 +55,11 @@ rerank_router = ApiRouter(access=Access.USER)
 
 @router.post("/embed")
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Vectors of texts, as a plain list."""
+    """Create embeddings, as a plain list."""
     _check_direction(request.truncation_direction)
     longest = -1 if request.truncate else None
     inputs: Any = request.inputs
-    given = EmbeddingRequest(
-        input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=longest
-    )
+    given = EmbeddingRequest(input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=longest)
     pooling = services.resolved.pooling
     if request.normalize is False and pooling is not None and pooling.normalize:
         raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
@@ -72,7 +71,7 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
 
 @rerank_router.post("/rerank")
 async def rerank(request: AnyRerankRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Texts by their relevance to a query, best first."""
+    """Rank texts by their relevance to a query, best first."""
     if request.texts is None:
         return await ranking_of(context, services, request)
     _check_direction(request.truncation_direction)
@@ -91,5 +90,3 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
 def _check_direction(direction: str | None) -> None:
     if direction is not None and direction not in RIGHT:
         raise ApiError(400, f"truncation_direction is {direction[:50]!r}; it must be right", "truncation_direction")
-
-

@@ -1,6 +1,6 @@
-"""Routes that clients of vLLM call: batches of conversations, rendered prompts, pooled vectors, version, load, tokenizer configuration.
+"""Routes of vLLM: batched chat, rendered prompts, pooling, version, load, tokenizer configuration.
 
-Each is a thin translation onto the chat and pooling paths. Knows no engine.
+Must not depend on the engine.
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ from frame.entrypoints.http.services import Services, paced
 
 router = ApiRouter(access=Access.USER)
 
-MOST_CONVERSATIONS = 256  # of one request
-FILES = ("name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")  # of a tokenizer's configuration: may be paths
+MAX_CONVERSATIONS = 256  # of one request
+# Of a tokenizer's configuration: may be paths
+FILES = ("name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
 
 
 class ChatBatchRequest(ChatRequest):
-    """A chat request whose `messages` are a list of conversations. Not streamed, and one choice for each."""
+    """A chat request whose `messages` are a list of conversations, with one choice each and no
+    streaming.
+    """
 
-    messages: Annotated[list[list[dict[str, Any]]], Field(max_length=MOST_CONVERSATIONS)]  # type: ignore[assignment]
+    messages: Annotated[list[list[dict[str, Any]]], Field(max_length=MAX_CONVERSATIONS)]  # type: ignore[assignment]
 
     def first(self) -> ChatRequest:
-        """The request for the first conversation alone; the others differ from it in nothing but the messages. Raises ApiError."""
+        """The request for the first conversation.
+
+        The others differ only in the messages. Raises ApiError 400.
+        """
         if not self.messages:
             raise ApiError(400, "messages is empty; send at least one conversation", "messages")
         if self.stream:
@@ -52,11 +58,9 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
 
-
-
 @router.post("/v1/chat/completions/batch")
 async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Chat answers for a list of conversations: one choice for each, in their order."""
+    """Create chat completions for a list of conversations: one choice for each, in order."""
     request = batch.first()
     answer = await begin_chats(context, services, request, batch.messages)
     try:
@@ -67,14 +71,14 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
 
 @router.post("/v1/chat/completions/render")
 async def render_chat_request(request: ChatRequest, services: ServicesDep) -> Any:
-    """The prompt and the sampling parameters of a chat request, which is not run."""
+    """Return the prompt and the sampling parameters of a chat request without running it."""
     ids, params = await render_chat(services, request)
     return _rendered(services, request, ids, params)
 
 
 @router.post("/v1/completions/render")
 async def render_completion_request(request: CompletionRequest, services: ServicesDep) -> Any:
-    """The same of a text completion, for each of its prompts."""
+    """Return the prompts and the sampling parameters of a completion request without running it."""
     services.check_model(request.model)
     params, prompts = request.params(), request.prompts()
     services.check_count(len(prompts), "prompt")
@@ -98,9 +102,9 @@ def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids:
 
 @router.post("/pooling")
 async def pooling(request: PoolingRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """What a model that embeds or classifies makes of texts, as it is."""
+    """Return the raw output of a pooling model for texts."""
     if request.task not in (None, services.resolved.task):
-        raise ApiError(400, f"task is {request.task!r}; this server's model is served to {services.resolved.task}", "task")
+        raise ApiError(400, f"task is {request.task!r}; this server's task is {services.resolved.task}", "task")
     if services.resolved.task == "classify":
         vectors, count = await vectors_of(context, services, request, prompts_of(request, services), ("classify",))
     else:
@@ -111,8 +115,7 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
         "created": int(time.time()),
         "model": services.resolved.served_name,
         "data": [
-            {"index": index, "object": "pooling", "data": vector}
-            for index, vector in enumerate(written(vectors, request.encoding_format))
+            {"index": index, "object": "pooling", "data": vector} for index, vector in enumerate(written(vectors, request.encoding_format))
         ],
         "usage": usage(count),
     }
@@ -126,17 +129,15 @@ async def version() -> Any:
 
 @router.get("/load")
 async def load(services: ServicesDep) -> Any:
-    """How many requests are running or waiting."""
+    """The number of running and waiting requests."""
     return {"server_load": services.client.num_outstanding}
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(services: ServicesDep) -> Any:
-    """The tokenizer's configuration with its chat template, without the server's folders."""
+    """The tokenizer's configuration and chat template, without paths of the server."""
     found = services.need_tokenizer().describe()
     for name in FILES:
         if isinstance(found.get(name), str):
             found[name] = PurePath(found[name]).name
     return found
-
-

@@ -1,4 +1,4 @@
-"""`/v1/classify`: the classes of texts and their probabilities."""
+"""The route `/v1/classify` of vLLM: class probabilities of texts. Must not depend on the engine."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 
 router = ApiRouter(access=Access.USER)
 
+
 class ClassifyRequest(PooledRequest):
     input: str | list[str]
-
-
 
 
 @router.post("/v1/classify")
 @router.post("/classify")
 async def classify(request: ClassifyRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Classes of texts."""
+    """Classify texts."""
     vectors, count = await classified(context, services, request)
     names = labels_of(services)
     return {
@@ -46,14 +45,14 @@ async def classify(request: ClassifyRequest, context: ContextDep, services: Serv
 
 
 async def classified(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
-    """(probabilities, float32 [texts, labels of the model]; prompt tokens). Raises ApiError."""
+    """(probabilities float32 [texts, labels], number of prompt tokens). Raises ApiError."""
     services.need_task("classify")
     texts = [request.input] if isinstance(request.input, str) else request.input
     check_count(len(texts), "input")
     vectors, count = await vectors_of(context, services, request, texts, ("classify",))
     names = labels_of(services)
     if len(names) != vectors.shape[1]:
-        raise ApiError(500, f"the model yields {vectors.shape[1]} numbers, and its config.json names {len(names)} classes")
+        raise ApiError(500, f"the model has {vectors.shape[1]} outputs, and its config.json names {len(names)} classes")
     return vectors, count
 
 
@@ -61,5 +60,3 @@ def labels_of(services: Services) -> list[str]:
     """The names of a classifier's outputs, in order."""
     pooling = services.resolved.pooling
     return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.model.labels)
-
-

@@ -1,4 +1,8 @@
-"""The native API: `/generate` (cumulative text and `meta_info`), tokenizing, health, `/metrics`."""
+"""The native API, as SGLang: `/generate` (cumulative text and `meta_info`), tokenizing, health,
+`/metrics`.
+
+Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,9 @@ health_router = ApiRouter(access=Access.OPEN)
 metrics_router = ApiRouter(access=Access.USER)
 router = ApiRouter(access=Access.USER)
 
-HEALTH_TIMEOUT = 20.0  # seconds for /health_generate's one token
+HEALTH_TIMEOUT = 20.0  # seconds in which /health_generate must get one token
 
-# names of sampling parameters that clients of /generate know by another name
+# SGLang's name of a sampling parameter -> the name in `SamplingParams`
 _SYNONYMS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -55,7 +59,9 @@ _SamplingValues = _sampling_model()
 
 
 class GenerateRequest(RequestOptions):
-    """`text` or `input_ids`, one or several; `sampling_params` for all or one each."""
+    """A request of `/generate`: `text` or `input_ids`, one or several; `sampling_params` for all,
+    or one each.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -80,7 +86,7 @@ class GenerateRequest(RequestOptions):
 
 
 class TokenizeRequest(RequestBody):
-    """A text, or a conversation with the fields of a chat request that its prompt depends on."""
+    """A text, or messages with the fields of a chat request that the prompt depends on."""
 
     model: str = ""
     text: str | None = None
@@ -98,7 +104,7 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool | None = False
 
     def chat(self) -> ChatRequest:
-        """The conversation as a chat request."""
+        """The messages as a chat request."""
         same = {name: getattr(self, name) for name in _OF_CHAT}
         return ChatRequest(messages=self.messages or [], **same)
 
@@ -113,14 +119,12 @@ class DetokenizeRequest(RequestBody):
     skip_special_tokens: bool = False
 
 
-
-
-# generate ----------------------------------------------------------------------------------------------------------
+# generate -----------------------------------------------------------------------------------------
 
 
 @router.post("/generate")
 async def generate(request: GenerateRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Text or tokens for text or tokens; all text so far in each event."""
+    """Generate from text or token ids. Each event of a stream has all text so far."""
     services.check_model(request.model)
     prompts, is_single = _prompts(request)
     services.check_count(len(prompts), "input_ids" if request.text is None else "text")
@@ -139,7 +143,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
 
 
 class _Shape:
-    """Sequences as `/generate` shows them: all text and tokens so far, every time."""
+    """Builds the results of `/generate`, with all text and tokens so far."""
 
     def __init__(self, services: Services, request: GenerateRequest, answer: RequestState, is_single: bool, prompts_only: set[int]) -> None:
         self.is_single = is_single
@@ -218,7 +222,9 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
 
 
 def sampling_of(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
-    """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0` asks for the prompt's own scores)."""
+    """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0`
+    asks for the prompt's own scores).
+    """
     given = request.sampling_params or {}
     if not isinstance(given, list):
         is_prompt_only = _is_prompt_only(given)
@@ -263,17 +269,17 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
 
 
 def _sent(parameter: str, names: Iterable[str]) -> str:
-    """Which of the names stands for the parameter."""
+    """The name among `names` by which the client sent the parameter."""
     return next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
 
 
-# text --------------------------------------------------------------------------------------------------------------
+# text ---------------------------------------------------------------------------------------------
 
 
 @router.post("/tokenize")
 @router.post("/v1/tokenize")
 async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
-    """Text or a conversation to token ids."""
+    """Convert text or messages to token ids."""
     services.check_model(request.model)
     tokenizer = services.need_tokenizer()
     text = request.text if request.text is not None else request.prompt
@@ -292,29 +298,32 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
 @router.post("/detokenize")
 @router.post("/v1/detokenize")
 async def detokenize(request: DetokenizeRequest, services: ServicesDep) -> Any:
-    """Token ids to text."""
+    """Convert token ids to text."""
     services.check_model(request.model)
     text = await detokenized(services, request.tokens, request.skip_special_tokens, "tokens")
     return {"text": text, "prompt": text}
 
 
 async def detokenized(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
-    """The text of token ids, which the field `name` gave. Raises ApiError for too many, and for those that no vocabulary has."""
+    """The text of token ids from the field `name`.
+
+    Raises ApiError 400 for too many ids or unknown ids.
+    """
     tokenizer, most = services.need_tokenizer(), services.countable_tokens
     if len(ids) > most:
         raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
     if ids and not 0 <= min(ids) <= max(ids) < services.resolved.model.vocab_size:
-        raise ApiError(400, f"{name} holds an id outside the vocabulary (0 to {services.resolved.model.vocab_size - 1})", name)
+        raise ApiError(400, f"{name} has an id outside the vocabulary (0 to {services.resolved.model.vocab_size - 1})", name)
     return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
 
 
-# health ------------------------------------------------------------------------------------------------------------
+# health -------------------------------------------------------------------------------------------
 
 
 @health_router.get("/health/live")
 @health_router.get("/livez")
 async def live(context: ContextDep, services: ServicesDep) -> Any:
-    """200 as long as the server can go on, also while it drains or restarts a process."""
+    """Liveness: 200 while the server can recover, also while it drains or restarts a process."""
     await _health(context, services.health_problem())
 
 
@@ -322,7 +331,7 @@ async def live(context: ContextDep, services: ServicesDep) -> Any:
 @health_router.get("/health/ready")
 @health_router.get("/readyz")
 async def ready(context: ContextDep, services: ServicesDep) -> Any:
-    """200 when requests are welcome."""
+    """Readiness: 200 when the server accepts requests."""
     await _health(context, services.ready_problem())
 
 
@@ -334,7 +343,7 @@ async def _health(context: RequestContext, problem: str | None) -> None:
 
 @router.get("/health_generate")
 async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
-    """200 when the model yields a token, or a vector, in time."""
+    """200 when the model generates a token, or computes a vector, in time."""
     prompt = [services.resolved.model.eos_token_ids[0] if services.resolved.model.eos_token_ids else 0]
     await context.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -343,7 +352,7 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     try:
         await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
     except TimeoutError:
-        raise ApiError(503, f"the model yielded nothing within {HEALTH_TIMEOUT:g} s") from None
+        raise ApiError(503, f"the model generated nothing within {HEALTH_TIMEOUT:g} s") from None
     finally:
         services.client.abandon(answer)
     await context.respond(b"{}")
@@ -351,7 +360,5 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
 
 @metrics_router.get("/metrics")
 async def metrics(context: ContextDep, services: ServicesDep) -> Any:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     await context.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
-
-

@@ -1,4 +1,8 @@
-"""What the routes of models that embed or classify share: common fields, and prompts to vectors. Knows no dialect's answer."""
+"""Requests of pooling models: the fields that they share, and the computation of vectors from
+prompts.
+
+Used by all routes that embed, classify, score or rerank. Must not depend on a response shape.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,25 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.services import Caller, Prompt, Services
 
 MAX_INPUTS = 2048  # of one request
-NOTHING_SAMPLED = SamplingParams(max_tokens=1)
+NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # pooling models sample no token
 
 
 class PooledRequest(RequestOptions):
-    """`truncate_prompt_tokens` cuts longer texts to so many tokens; -1: to what the model takes."""
+    """Fields of all pooling requests.
+
+    `truncate_prompt_tokens`: length in tokens to which longer texts are cut; -1: the model's
+    maximum.
+    """
 
     model: str = ""
     user: str | None = None
     truncate_prompt_tokens: int | None = None
 
     def longest(self, services: Services) -> int | None:
-        """Where texts are cut. Raises ApiError."""
+        """The length in tokens to which texts are cut; None: longer texts are refused.
+
+        Raises ApiError 400.
+        """
         asked, most = self.truncate_prompt_tokens, services.client.limits.longest_input
         if asked is None:
             return None
@@ -38,7 +49,7 @@ class PooledRequest(RequestOptions):
 
 
 def check_count(count: int, name: str) -> None:
-    """Raise ApiError unless there are some inputs, and not too many."""
+    """Raise ApiError 400 for no inputs, or more than `MAX_INPUTS`."""
     if not count:
         raise ApiError(400, f"{name} is empty; send at least one", name)
     if count > MAX_INPUTS:
@@ -48,7 +59,10 @@ def check_count(count: int, name: str) -> None:
 async def vectors_of(
     context: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
 ) -> tuple[np.ndarray, int]:
-    """(float32 [prompts, width], prompt tokens). Raises ApiError; a client that hangs up ends the work."""
+    """(float32 [prompts, width], number of prompt tokens).
+
+    A disconnect ends the request. Raises ApiError.
+    """
     services.check_model(request.model)
     services.need_task(*tasks)
     answer = await services.begin(
@@ -63,7 +77,7 @@ async def vectors_of(
     try:
         sequences = await services.complete(answer)
         if len(answer.vectors) < len(sequences):
-            raise ApiError(503, "the request was aborted before its vectors were made; send it again", code="aborted")
+            raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
         vectors = np.frombuffer(b"".join(answer.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
         return vectors, sum(len(s.prompt) for s in sequences)
     finally:
@@ -71,5 +85,5 @@ async def vectors_of(
 
 
 def usage(num_tokens: int) -> dict[str, int]:
-    """OpenAI's usage object of an answer without tokens."""
+    """OpenAI's usage object of a response without generated tokens."""
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,5 +1,8 @@
-"""Relevance: `/v1/rerank` as Jina and Cohere, `/v1/score` as vLLM. By a cross-encoder, a language model that says yes or no, or the cosine
-of vectors, as the served model is one."""
+"""The routes `/v1/rerank` of Jina and Cohere and `/v1/score` of vLLM.
+
+Scores come from a cross-encoder, from a language model that answers yes or no, or from the cosine
+of embeddings, depending on the served model. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class RerankRequest(PooledRequest):
 
 
 class ScoreRequest(PooledRequest):
-    """Either `text_1` and `text_2`, or `queries` and `items` (`documents`)."""
+    """Two lists of texts: `text_1` and `text_2`, or `queries` and `items` (or `documents`)."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -50,12 +53,10 @@ class ScoreRequest(PooledRequest):
     instruction: str | None = None
 
 
-
-
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Documents by their relevance to a query, best first."""
+    """Rank documents by their relevance to a query, best first."""
     return await ranking_of(context, services, request)
 
 
@@ -73,7 +74,10 @@ async def ranking_of(context: Caller, services: Services, request: RerankRequest
 async def ranked(
     context: Caller, services: Services, request: RerankRequest, name: str = "documents"
 ) -> tuple[list[tuple[int, float]], int]:
-    """(documents' places and their relevance, best first; prompt tokens). `name`: what the client calls them. Raises ApiError."""
+    """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
+
+    `name`: the request field of the documents, for errors.
+    """
     services.need_task(*TASKS)
     texts = [_text(document) for document in request.documents]
     check_count(len(texts), name)
@@ -91,7 +95,7 @@ def _text(document: str | Document) -> str:
 @router.post("/v1/score")
 @router.post("/score")
 async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """The relevance, or similarity, of pairs of texts."""
+    """Score pairs of texts by relevance or similarity."""
     scores, count = await scored(context, services, request)
     return {
         "id": f"score-{uuid.uuid4().hex}",
@@ -104,7 +108,7 @@ async def score(request: ScoreRequest, context: ContextDep, services: ServicesDe
 
 
 async def scored(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
-    """(float32 [pairs], prompt tokens). Raises ApiError."""
+    """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
     services.need_task(*TASKS)
     first = _texts(request, "text_1", "queries")
     second = _texts(request, "text_2", "items", "documents")
@@ -118,7 +122,7 @@ async def scored(context: Caller, services: Services, request: ScoreRequest) -> 
 async def scores_of(
     context: Caller, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
 ) -> tuple[np.ndarray, int]:
-    """(float32 [pairs], prompt tokens). Raises ApiError."""
+    """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
     tokenizer = services.need_tokenizer()
     try:
         form = form_of(services.resolved, services.score_prompt, tokenizer.has_chat_template)
@@ -142,7 +146,7 @@ async def scores_of(
 
 
 def _texts(request: ScoreRequest, *names: str) -> list[str]:
-    """The field of these that is set, as a list. Raises ApiError."""
+    """The texts of the one field of `names` that is set. Raises ApiError 400."""
     given = [name for name in names if getattr(request, name) is not None]
     if len(given) != 1:
         raise ApiError(400, f"send one of {' and '.join(names)}", names[0])
@@ -150,5 +154,3 @@ def _texts(request: ScoreRequest, *names: str) -> list[str]:
     texts = [found] if isinstance(found, str) else found
     check_count(len(texts), given[0])
     return texts
-
-

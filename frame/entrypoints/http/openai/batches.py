@@ -1,4 +1,7 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI's: a file of requests in, a file of answers out. Off without a folder for them."""
+"""The routes of OpenAI's Files and Batch APIs: a file of requests becomes a file of responses.
+
+Off without `batches.folder`. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from frame.entrypoints.http.services import Services
 router = ApiRouter(access=Access.USER)
 
 T = TypeVar("T")
-MOST_LISTED = 100
-PURPOSE = "batch"  # of every file that clients may send
+MAX_LISTED = 100
+PURPOSE = "batch"  # the only purpose of uploads
 LONGEST_PURPOSE = 64  # bytes
-PIECE = 256 * 1024  # bytes of a file that are in memory for a reader
+PIECE = 256 * 1024  # bytes that are read from a file at a time
 
 
 class BatchRequest(RequestBody):
@@ -35,9 +38,7 @@ class BatchRequest(RequestBody):
     metadata: Metadata | None = None
 
 
-
-
-# files -------------------------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------------------
 
 
 @router.post("/v1/files", dependencies=[FILE_BODY])
@@ -53,7 +54,7 @@ async def upload(context: ContextDep, services: ServicesDep) -> Any:
         reader.close()
         card = await _kept(form.finish())
     except ApiError as error:
-        error.headers = ((b"connection", b"close"),)  # the rest of the body may not have been read
+        error.headers = ((b"connection", b"close"),)  # the rest of the body is not read
         raise
     finally:
         form.close()
@@ -62,26 +63,26 @@ async def upload(context: ContextDep, services: ServicesDep) -> Any:
 
 @router.get("/v1/files")
 async def files(context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", after: str = "") -> Any:
-    """Your files, the newest first."""
+    """List your files, newest first."""
     cards = _runner(services).files.owned(context.tenant)
     return _page([card.shown() for card in cards if purpose in (None, card.purpose)], limit, after)
 
 
 @router.get("/v1/files/{name}")
 async def file(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """What is known of a file."""
+    """Retrieve the metadata of a file."""
     return _card(context, services, name).shown()
 
 
 @router.get("/v1/files/{name}/content")
 async def file_content(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """A file's content."""
+    """Retrieve the content of a file."""
     path = _runner(services).files.path(_card(context, services, name).id)
     try:
         handle = await asyncio.to_thread(path.open, "rb")
     except OSError as error:
         raise ApiError(500, f"the file cannot be read: {error.strerror}") from None
-    with handle:  # what is open can be read to its end, also when the file is deleted meanwhile
+    with handle:  # an open file can be read to its end after it was deleted
         size = os.fstat(handle.fileno()).st_size
         await context.respond_pieces(_pieces_of(handle), size, ((b"content-type", b"application/jsonl"),))
 
@@ -93,18 +94,18 @@ async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
 
 @router.delete("/v1/files/{name}")
 async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Forget a file."""
+    """Delete a file."""
     card = _card(context, services, name)
     await _runner(services).files.delete(card)
     return {"id": card.id, "object": "file", "deleted": True}
 
 
-# batches -----------------------------------------------------------------------------------------------------------
+# batches ------------------------------------------------------------------------------------------
 
 
 @router.post("/v1/batches", dependencies=[SMALL_BODY])
 async def create(request: BatchRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Begin a batch over an uploaded file."""
+    """Create a batch from an uploaded file."""
     runner = _runner(services)
     if request.endpoint not in ENDPOINTS:
         raise ApiError(400, f"endpoint is {request.endpoint[:100]!r}; it must be one of {', '.join(ENDPOINTS)}", "endpoint")
@@ -118,29 +119,32 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
 
 @router.get("/v1/batches")
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
-    """Your batches, the newest first."""
+    """List your batches, newest first."""
     return _page([batch.shown() for batch in _runner(services).owned(context.tenant)], limit, after)
 
 
 @router.get("/v1/batches/{name}")
 async def batch(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """A batch and how far it is."""
+    """Retrieve a batch."""
     return _batch(context, services, name).shown()
 
 
 @router.post("/v1/batches/{name}/cancel")
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """End a batch; what it has done stays."""
+    """Cancel a batch. Finished lines stay in its output files."""
     found = _batch(context, services, name)
     await _runner(services).cancel(found)
     return found.shown()
 
 
-# parts -------------------------------------------------------------------------------------------------------------
+# parts --------------------------------------------------------------------------------------------
 
 
 class Upload:
-    """The form of one upload: its file goes to the disk as it comes. To be closed, whatever happens."""
+    """The form of one upload, whose file is written to disk as it arrives.
+
+    `close` must be called.
+    """
 
     def __init__(self, store: FileStore, tenant: str) -> None:
         self._store = store
@@ -149,9 +153,9 @@ class Upload:
         self._output: Output | None = None
 
     async def take(self, part: FormPart, content: bytes) -> None:
-        """A piece of a part; the first of each part is empty. Raises ApiError."""
+        """Add a piece of a part; the first piece of each part is empty. Raises ApiError."""
         if part.name not in ("file", "purpose"):
-            raise ApiError(400, f"the field {part.name[:50]!r} is not known here; send file and purpose", part.name[:50] or None)
+            raise ApiError(400, f"the field {part.name[:50]!r} is unknown; send file and purpose", part.name[:50] or None)
         given = self._output if part.name == "file" else self._purpose
         if not content and given is not None:
             raise ApiError(400, f"{part.name} is given twice; send it once", part.name)
@@ -165,7 +169,7 @@ class Upload:
             await _kept(self._output.write(content))
 
     async def finish(self) -> Card:
-        """Keep the file. Raises ApiError, OSError."""
+        """Finish the file. Raises ApiError, OSError."""
         self._check_purpose()
         if self._output is None:
             raise ApiError(400, "file is missing; send it", "file")
@@ -174,7 +178,7 @@ class Upload:
         return card
 
     def close(self) -> None:
-        """Let go of a file that was not kept."""
+        """Delete the file if it was not finished."""
         if self._output is not None:
             self._output.abandon()
 
@@ -186,7 +190,7 @@ class Upload:
 
 def _runner(services: Services) -> BatchRunner:
     if services.batches is None:
-        raise ApiError(404, "this server takes no batches; start it with --batch-folder FOLDER")
+        raise ApiError(404, "this server has no batch folder; start it with --batch-folder FOLDER")
     return services.batches
 
 
@@ -205,7 +209,10 @@ def _batch(context: RequestContext, services: Services, name: str) -> Batch:
 
 
 async def _kept(work: Awaitable[T]) -> T:
-    """What is to be written to the folder; why not, as an ApiError."""
+    """The result of work on the folder.
+
+    Raises ApiError 413 at a limit, 503 where the disk fails.
+    """
     try:
         return await work
     except NoRoomError as error:
@@ -215,14 +222,12 @@ async def _kept(work: Awaitable[T]) -> T:
 
 
 def _page(shown: list[dict[str, Any]], limit: str, after: str) -> dict[str, Any]:
-    """One page: `limit` of those after the one named `after`."""
+    """Send one page: `limit` objects after the object `after`."""
     given = limit or "20"
     if not given.isdigit() or not 1 <= int(given[:9]) <= 10_000:
         raise ApiError(400, f"limit is {given[:50]!r}; it must be from 1 to 10000", "limit")
     names = [entry["id"] for entry in shown]
     start = names.index(after) + 1 if after in names else 0
-    page = shown[start : start + min(int(given[:9]), MOST_LISTED)]
+    page = shown[start : start + min(int(given[:9]), MAX_LISTED)]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
     return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(shown)}
-
-

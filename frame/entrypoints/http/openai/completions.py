@@ -1,4 +1,8 @@
-"""The OpenAI API: `/v1/chat/completions`, `/v1/completions`, `/v1/models`. Validates, starts, shapes the answer; decides nothing else."""
+"""The routes `/v1/chat/completions`, `/v1/completions` and `/v1/models` of the OpenAI API.
+
+`ChatResponse` and `CompletionResponse` write the responses; the routes of vLLM use them too. Must
+not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,11 @@ from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_rea
 router = ApiRouter(access=Access.USER)
 
 
-
 class Response(ABC):
-    """What both kinds of response share while they are made. Its id is the request's name, by which it can be aborted."""
+    """Base of chat completions and text completions.
+
+    The id is the request id, which `/abort_request` takes.
+    """
 
     def __init__(self, services: Services, request: GenerationRequest, answer: RequestState, kind: str) -> None:
         self.services = services
@@ -50,13 +56,16 @@ class Response(ABC):
         return sum(sequence.num_tokens for sequence in self.answer.sequences)
 
     def usage(self) -> dict[str, Any]:
-        """Of the whole answer: each prompt counts once, however many sequences it has."""
+        """OpenAI's usage object of the whole response.
+
+        Each prompt counts once, even with `n` sequences.
+        """
         prompts = {sequence.prompt_index: sequence for sequence in reversed(self.answer.sequences)}
         cached = sum(s.cached for s in prompts.values())
         return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
 
     def final_usage(self) -> dict[str, Any]:
-        """The same with what is only counted once, when every sequence has been read."""
+        """The usage after every sequence has finished, with counts that are made only once."""
         return self.usage()
 
     def running_usage(self) -> dict[str, Any] | None:
@@ -66,11 +75,11 @@ class Response(ABC):
         return (self.chunks.usage(self.final_usage()) if self.has_usage else b"") + DONE
 
     def token_fields(self, ids: list[int]) -> dict[str, Any]:
-        """The field `token_ids` of a choice, if it was asked for: the tokens of a chunk, or all."""
+        """The field `token_ids` of a choice, if requested: the tokens of a chunk, or all."""
         return {"token_ids": ids} if self.request.return_token_ids else {}
 
     def prompt_scores(self, sequence: SequenceState) -> dict[str, Any]:
-        """The field `prompt_logprobs`, if it was asked for."""
+        """The field `prompt_logprobs`, if requested."""
         found = sequence.prompt_logprobs
         if self.request.prompt_logprobs is None or found is None:
             return {}
@@ -87,24 +96,24 @@ class Response(ABC):
         return {**self._head, "choices": choices, "usage": self.final_usage(), **self.more()}
 
     def more(self) -> dict[str, Any]:
-        """Further fields of a whole response."""
+        """Further fields of a response that is not streamed."""
         return {}
 
     @abstractmethod
     def write(self, sequence: SequenceState) -> bytes:
-        """The events of what is new."""
+        """The events of the new output of a sequence."""
 
     @abstractmethod
     def choice(self, sequence: SequenceState) -> dict[str, Any]:
-        """A sequence that has ended, whole."""
+        """The choice of a finished sequence."""
 
 
-# chat --------------------------------------------------------------------------------------------------------------
+# chat ---------------------------------------------------------------------------------------------
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """A chat answer, as OpenAI."""
+    """Create a chat completion."""
     answer = await begin_chat(context, services, request, "chatcmpl-")
     try:
         return await ChatResponse(services, request, answer).send(context)
@@ -113,7 +122,7 @@ async def chat_completions(request: ChatRequest, context: ContextDep, services: 
 
 
 class ChatResponse(Response):
-    """A chat answer, whole or in deltas."""
+    """A chat completion, whole or as deltas."""
 
     request: ChatRequest
 
@@ -192,13 +201,13 @@ class ChatResponse(Response):
         }
 
     def more(self) -> dict[str, Any]:
-        """What vLLM gives once for all choices, whose prompt is the same."""
+        """vLLM's fields of the response, as all choices have the same prompt."""
         first = self.answer.sequences[0]
         ids = {"prompt_token_ids": first.prompt} if self.request.return_token_ids else {}
         return {**ids, **self.prompt_scores(first)}
 
     def _prompt_ids(self, sequence: SequenceState) -> dict[str, Any]:
-        """The prompt's tokens where SGLang has them."""
+        """The prompt token ids, where SGLang has them."""
         return {"prompt_token_ids": sequence.prompt} if self.request.return_prompt_token_ids else {}
 
     def _scores(self, parts: list[TokenLogprobs]) -> dict[str, Any]:
@@ -211,24 +220,24 @@ class ChatResponse(Response):
 
 
 def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
-    """A message, or a part of one, whose call stands where OpenAI's first API had it."""
+    """A message or delta with its tool call as OpenAI's deprecated `function_call`."""
     if not delta.get("tool_calls"):
         return delta
     function = delta["tool_calls"][0]["function"]
     return {**{name: value for name, value in delta.items() if name != "tool_calls"}, "function_call": function}
 
 
-# completions -------------------------------------------------------------------------------------------------------
+# completions --------------------------------------------------------------------------------------
 
 
 @router.post("/v1/completions")
 async def completions(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """A text completion, as OpenAI."""
+    """Create a text completion."""
     services.check_model(request.model)
     params, prompts = request.params(), request.prompts()
     services.check_count(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
-        services.need_tokenizer()  # before anything is computed
+        services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
     answer = await services.begin(context, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
     try:
@@ -238,20 +247,24 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
 
 
 class CompletionResponse(Response):
-    """A text completion, whole or in pieces. With `echo` the prompt comes first; with `max_tokens: 0` it comes alone."""
+    """A text completion, whole or as chunks.
+
+    `echo` puts the prompt first; `max_tokens: 0` returns it alone.
+    """
 
     request: CompletionRequest
 
     def __init__(self, services: Services, request: CompletionRequest, answer: RequestState) -> None:
         super().__init__(services, request, answer, "text_completion")
         self._places: dict[int, TextPlaces] = {}
-        self._opened: set[int] = set()  # sequences whose prompt is out
+        self._opened: set[int] = set()  # indices of sequences whose prompt was returned
         self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
         wants_ids = request.return_token_ids or request.return_prompt_token_ids
         self._is_plain = not (request.echo or request.logprobs is not None or self.has_running_usage or wants_ids)
 
     def num_generated(self) -> int:
-        return 0 if self._is_prompt_only else super().num_generated()  # the one that the engine needs is not shown
+        # The engine generates one token, which is not returned
+        return 0 if self._is_prompt_only else super().num_generated()
 
     def write(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
@@ -280,7 +293,7 @@ class CompletionResponse(Response):
         }
 
     def _new(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
-        """What is new of a sequence: text, logprobs, token ids; the prompt's before its first."""
+        """(text, logprobs, further fields) of the new output; the first time with the prompt's."""
         text, ids, parts = sequence.take()
         if self._is_prompt_only:
             text, ids, parts = "", [], []
@@ -303,12 +316,12 @@ class CompletionResponse(Response):
         return text, completion_logprobs(parts, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids), places), more
 
 
-# models ------------------------------------------------------------------------------------------------------------
+# models -------------------------------------------------------------------------------------------
 
 
 @router.get("/v1/models")
 async def models(context: ContextDep, services: ServicesDep) -> Any:
-    """The served models, in Anthropic's shape for its clients."""
+    """List the served models, in Anthropic's shape for its clients."""
     names = services.model_names
     if _is_anthropic(context):
         cards = [_anthropic_card(services, name) for name in names]
@@ -319,9 +332,9 @@ async def models(context: ContextDep, services: ServicesDep) -> Any:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """One model."""
+    """Retrieve a served model."""
     services.check_model(name)
-    if name not in services.model_names:  # the folder's name
+    if name not in services.model_names:  # the path of the checkpoint
         name = services.resolved.served_name
     return (_anthropic_card if _is_anthropic(context) else _card)(services, name)
 
@@ -344,5 +357,3 @@ def _card(services: Services, name: str) -> dict[str, Any]:
 def _anthropic_card(services: Services, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(services.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
-
-

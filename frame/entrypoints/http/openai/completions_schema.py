@@ -1,5 +1,8 @@
-"""The OpenAI API's request bodies, and how they become `SamplingParams`. What cannot be served is an error that names the field. Knows no
-engine."""
+"""Request bodies of chat completions and completions, and their translation into `SamplingParams`.
+
+Used by the routes; other chat APIs translate into `ChatRequest`. A field that cannot be served
+raises ApiError 400 with its name. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import Metadata, SamplingFields
 
+# Brackets, braces and colons in the tool-call arguments of one request
 MAX_ARGUMENT_PARTS = 48 * 1024
 
-# OpenAI's tiers as priorities: among requests that wait, higher ones go first where the scheduling policy heeds it.
+# OpenAI's service tiers as priorities. Policies that use the priority run higher ones first.
 TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
 
@@ -30,7 +34,7 @@ class StreamOptions(RequestBody):
 
 
 class GenerationRequest(SamplingFields):
-    """What chat and completion requests share."""
+    """Fields of both chat and text completion requests."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -49,18 +53,24 @@ class GenerationRequest(SamplingFields):
 
     @property
     def constrains_all(self) -> bool:
-        """Whether the grammar is that of the whole output, thinking and calls included: so are the sampling parameters themselves, while
-        `response_format`, `guided_*` and `structured_outputs` speak of the answer."""
+        """Whether the grammar describes the whole output, with reasoning and tool calls.
+
+        `regex`, `ebnf`, `json_schema` and `structural_tag` do. `response_format`, `guided_*` and
+        `structured_outputs` describe only the content.
+        """
         return any(value is not None for value in (self.regex, self.ebnf, self.json_schema, self.structural_tag))
 
     def resolve_priority(self) -> int:
-        """The priority: as given, else that of the service tier. Raises ApiError for an unknown tier."""
+        """The request's priority, or that of its service tier.
+
+        Raises ApiError 400 for an unknown tier.
+        """
         if self.service_tier is not None and self.service_tier not in TIERS:
             raise ApiError(400, f"service_tier is {quoted(self.service_tier)}; it must be one of {', '.join(TIERS)}", "service_tier")
         return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """The parameters; fields that were left out keep their defaults. Raises ApiError."""
+        """The sampling parameters; `more` overrides fields. Raises ApiError 400."""
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
         values = self.sampling_fields()
@@ -72,7 +82,12 @@ class GenerationRequest(SamplingFields):
 
 
 class ChatRequest(GenerationRequest):
-    """`FIELD_NAMES`: how the client's dialect calls what is named otherwise here; `TOOL_PLACES`: the same for parts of a tool."""
+    """A chat completion request, also of other chat APIs, which subclass it to name their fields in
+    errors.
+
+    `FIELD_NAMES`: our field -> the field of the API. `TOOL_PLACES`: the same for parts of a tool's
+    path.
+    """
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "logprobs": "top_logprobs"})
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -115,7 +130,7 @@ class ChatRequest(GenerationRequest):
         return self.FIELD_NAMES.get(parameter, super().sent_name(parameter))
 
     def tool_use(self) -> ToolUse | None:
-        """See `tool_use`."""
+        """The tools and the rule for calls, None where no call is possible. Raises ApiError 400."""
         if self.is_legacy:
             use = legacy_tool_use(self.functions, self.function_call)
         else:
@@ -126,34 +141,43 @@ class ChatRequest(GenerationRequest):
         return use
 
     def check_schemas(self) -> None:
-        """Raise ApiError for parameters of a tool that are no JSON schema."""
+        """Check the JSON schemas of the tools. Raises ApiError 400."""
         with renamed(self.TOOL_PLACES):
             check_schemas([(t["function"].get("parameters"), f"tools[{i}].function.parameters") for i, t in enumerate(self.tools or ())])
             check_schemas([(f.get("parameters"), f"functions[{i}].parameters") for i, f in enumerate(self.functions or ())])
 
     @property
     def is_legacy(self) -> bool:
-        """Whether tools come as OpenAI's first API had them, which has its own shape of answers. Raises ApiError for both at once."""
+        """Whether the request has the deprecated `functions`, which change the shape of the
+        response.
+
+        Raises ApiError 400 for both forms at once.
+        """
         if self.functions is None and self.function_call is None:
             return False
         if self.tools is not None or self.tool_choice is not None:
-            raise ApiError(400, "functions and function_call are the old form of tools and tool_choice; send one form", "functions")
+            raise ApiError(400, "functions and function_call are the deprecated form of tools and tool_choice; send one form", "functions")
         return True
 
     @property
     def answer_role(self) -> str:
-        """Whose turn the answer is: the assistant's, or that of a last message that is continued."""
+        """The role of the response message: assistant, or that of the last message if it is
+        continued.
+        """
         continues = self.continue_final_message or self.add_generation_prompt is False
         role = self.messages[-1].get("role") if continues and self.messages else None
         return role if isinstance(role, str) else "assistant"
 
     def echoed(self) -> str:
-        """With `echo`, the text of the last message, where the answer goes on with it."""
+        """With `echo`, the text of the last message if the response continues it; else ""."""
         last = self.messages[-1] if self.echo and self.messages else {}
         return _content(last.get("content"), "messages") if last.get("role") == self.answer_role else ""
 
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template sees besides messages and tools. The names of the switch for thinking are those that models know."""
+        """Arguments of the chat template besides messages and tools.
+
+        Templates name the switch for reasoning `enable_thinking` or `thinking`; both are set.
+        """
         found: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             thinks = self.reasoning_effort != "none"
@@ -167,12 +191,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def may_think(self) -> bool:
-        """Unless thinking was switched off."""
+        """Whether the output may contain reasoning: it is not switched off."""
         arguments = self.template_arguments()
         return all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
 
     def conversation(self) -> list[dict[str, Any]]:
-        """See `conversation_of`."""
+        """The messages as chat templates read them. Raises ApiError 400."""
         return conversation_of(self.messages)
 
 
@@ -200,7 +224,7 @@ class CompletionRequest(GenerationRequest):
         return "logprobs" if parameter == "prompt_logprobs" and self.prompt_logprobs is None else super().sent_name(parameter)
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts apart. Raises ApiError for a mixture."""
+        """The prompts as a list. Raises ApiError 400 for an empty or mixed list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -213,7 +237,10 @@ class CompletionRequest(GenerationRequest):
 
 
 def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates take them: text parts joined, tool arguments parsed. Raises ApiError."""
+    """Messages as chat templates read them: text parts joined, tool arguments parsed.
+
+    Raises ApiError 400.
+    """
     if not messages:
         raise ApiError(400, "messages is empty; send at least one message", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -223,7 +250,10 @@ def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_arguments(messages: list[dict[str, Any]]) -> None:
-    """Raise ApiError for arguments of tool calls that hold too much to be decoded: they are texts to the check of the whole body."""
+    """Raise ApiError 400 for tool-call arguments that would take too long to decode.
+
+    The check of the whole body (`problem_of`) counts them as one string.
+    """
     found = 0
     for message in messages:
         calls = message.get("tool_calls")
@@ -233,7 +263,7 @@ def _check_arguments(messages: list[dict[str, Any]]) -> None:
             if isinstance(arguments, str):
                 found += arguments.count("[") + arguments.count("{") + arguments.count(":")
     if found > MAX_ARGUMENT_PARTS:
-        sentence = f"the arguments of all tool calls hold more than {MAX_ARGUMENT_PARTS} brackets, braces and colons; leave some calls out"
+        sentence = f"the arguments of all tool calls have more than {MAX_ARGUMENT_PARTS} brackets, braces and colons; leave some calls out"
         raise ApiError(400, sentence, "messages")
 
 
@@ -244,8 +274,8 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
         raise ApiError(400, f"{place}.role {wrong}; send system, user, assistant or tool", f"{place}.role")
     result = {**message, "content": _content(content, f"{place}.content")}
     if "reasoning" in message and "reasoning_content" not in message:
-        result["reasoning_content"] = message["reasoning"]  # the name that templates know
-    if role == "function":  # a result, as OpenAI's first API had it
+        result["reasoning_content"] = message["reasoning"]  # the name that templates use
+    if role == "function":  # the result of a deprecated function_call
         name = message.get("name")
         result |= {"role": "tool", "tool_call_id": name}
     calls, legacy = message.get("tool_calls"), message.get("function_call")
@@ -279,12 +309,13 @@ def _content(content: Any, place: str) -> str:
 
 
 def _call(call: Any, place: str) -> Any:
-    """A tool call of the history with its arguments as an object, which is what templates print."""
+    """A tool call of an earlier message with its arguments decoded, as templates print them."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise ApiError(400, f"{place}.function: expected an object", place)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(msgspec.DecodeError, RecursionError):  # what a model wrote may be no JSON; the template prints it as it is
+        # Arguments that are not JSON are printed as text
+        with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments) if arguments else {}
     return {**call, "function": {**function, "arguments": arguments}}

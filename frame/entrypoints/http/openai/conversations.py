@@ -1,4 +1,8 @@
-"""`/v1/conversations`: OpenAI's conversations, which are stored beside the responses and within the same bounds. Knows no engine."""
+"""The routes of OpenAI's `/v1/conversations`. Conversations share the store and the bounds of
+responses.
+
+Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
 
-MOST_ADDED = 20  # items of one request
+MAX_ADDED = 20  # items of one request
 _encode = msgspec.json.encode
 
 
@@ -40,14 +44,12 @@ class ItemsRequest(RequestBody):
     items: list[dict[str, Any]]
 
 
-
-
 @router.post("/v1/conversations")
 async def create(context: ContextDep, services: ServicesDep, request: ConversationRequest | None = None) -> Any:
-    """A new conversation, with its first items."""
+    """Create a conversation with its first items."""
     request = request or ConversationRequest()
     if not services.responses.is_on:
-        raise ApiError(400, f"a conversation has to be stored; {NOTHING_STORED}")
+        raise ApiError(400, f"a conversation must be stored; {NOTHING_STORED}")
     name = f"conv_{uuid.uuid4().hex}"
     body = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": request.metadata or {}}
     _store(context, services, name, _encode(body), _new_items(request.items or [], name))
@@ -56,7 +58,7 @@ async def create(context: ContextDep, services: ServicesDep, request: Conversati
 
 @router.get("/v1/conversations/{name}")
 async def retrieve(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """A conversation, without its items."""
+    """Retrieve a conversation without its items."""
     await context.respond(_stored(context, services, name).body)
 
 
@@ -71,7 +73,7 @@ async def update(name: str, request: ConversationUpdate, context: ContextDep, se
 
 @router.delete("/v1/conversations/{name}")
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Forget a conversation; responses of it stay."""
+    """Delete a conversation. Its responses stay."""
     _stored(context, services, name)
     services.responses.delete(name, context.tenant)
     return {"id": name, "object": "conversation.deleted", "deleted": True}
@@ -88,19 +90,19 @@ async def add_items(request: ItemsRequest, name: str, context: ContextDep, servi
 
 @router.get("/v1/conversations/{name}/items")
 async def items(name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = "") -> Any:
-    """The items of a conversation, page by page."""
+    """List the items of a conversation, in pages."""
     return page_of(_stored(context, services, name).conversation(), limit, order, after)
 
 
 @router.get("/v1/conversations/{name}/items/{item}")
 async def get_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
-    """One item of a conversation."""
+    """Retrieve an item of a conversation."""
     return _item(_stored(context, services, name).conversation(), item)
 
 
 @router.delete("/v1/conversations/{name}/items/{item}")
 async def delete_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Remove an item from a conversation."""
+    """Delete an item of a conversation."""
     stored = _stored(context, services, name)
     found = stored.conversation()
     gone = _item(found, item)
@@ -109,18 +111,18 @@ async def delete_item(name: str, item: str, context: ContextDep, services: Servi
 
 
 def _new_items(given: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Items as they are stored. Raises ApiError for those that no request could use."""
-    if len(given) > MOST_ADDED:
-        raise ApiError(400, f"items has {len(given)} entries; at most {MOST_ADDED} are added at once", "items")
+    """Items in stored form. Raises ApiError 400 for items that no request could use."""
+    if len(given) > MAX_ADDED:
+        raise ApiError(400, f"items has {len(given)} entries; send at most {MAX_ADDED} at once", "items")
     messages_of(given, "items")
     return stored_items(given, name, f"{uuid.uuid4().hex[:8]}_")
 
 
 def _store(context: RequestContext, services: Services, name: str, body: bytes, found: list[dict[str, Any]]) -> None:
-    """Raise ApiError where the conversation is larger than a key may store."""
+    """Store a conversation. Raises ApiError 413 if it is larger than a key may store."""
     data = _encode(found)
     if not services.responses.fits(context.tenant, body, data):
-        sentence = f"the conversation would have {len(data)} bytes, more than this key may store or a request may bring; delete items"
+        sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete items"
         raise ApiError(413, sentence, "items")
     services.responses.put(name, context.tenant, body, data)
 
@@ -134,5 +136,3 @@ def _item(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
     if each is None:
         raise ApiError(404, f"there is no item {name[:100]!r} in this conversation", "item_id")
     return each
-
-

@@ -1,4 +1,7 @@
-"""`/v1/embeddings` as OpenAI: texts or token ids to vectors, as numbers or as base64 of float32."""
+"""The route `/v1/embeddings` of the OpenAI API, and what other embedding routes share with it.
+
+Used by the embedding routes of Cohere, Ollama, TEI and vLLM. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,13 @@ if TYPE_CHECKING:
 
 router = ApiRouter(access=Access.USER)
 
+
 class EmbeddingRequest(PooledRequest):
-    """`dimensions` keeps the first of each vector, for models that were trained for it; `prompt_name` names one of the prompts that the
-    checkpoint brings."""
+    """An embedding request: texts or token ids.
+
+    `dimensions`: length to which vectors are cut (Matryoshka models). `prompt_name`: one of the
+    checkpoint's prompts, put before each text.
+    """
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -31,11 +38,9 @@ class EmbeddingRequest(PooledRequest):
     prompt_name: str | None = None
 
 
-
-
 @router.post("/v1/embeddings")
 async def embeddings(request: EmbeddingRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Vectors of texts."""
+    """Create embeddings."""
     vectors, count = await embedded(context, services, request)
     return {
         "id": context.answer.rid if context.answer is not None else "",
@@ -51,7 +56,7 @@ async def embeddings(request: EmbeddingRequest, context: ContextDep, services: S
 
 
 async def embedded(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
-    """(float32 [inputs, dimensions], prompt tokens). Raises ApiError."""
+    """(float32 [inputs, dimensions], number of prompt tokens). Raises ApiError."""
     services.need_task("embed")
     prompts = prompts_of(request, services)
     width = services.resolved.model.hidden_size
@@ -63,13 +68,16 @@ async def embedded(context: Caller, services: Services, request: EmbeddingReques
 
 
 def prompts_of(request: EmbeddingRequest, services: Services) -> list[Prompt]:
-    """The inputs as a list, each with its prompt before it. Raises ApiError for a mixture of kinds, or a prompt that is not there."""
+    """The inputs as a list, with the prompt of `prompt_name` before each text.
+
+    Raises ApiError 400 for mixed kinds of inputs, or an unknown prompt.
+    """
     given = request.input
     several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     check_count(len(several), "input")
     kind = str if isinstance(several[0], str) else list
     if not all(isinstance(one, kind) for one in several) or (kind is list and not all(type(i) is int for one in several for i in one)):
-        raise ApiError(400, "input mixes kinds; send a text, a list of texts, token ids, or a list of lists of token ids", "input")
+        raise ApiError(400, "input mixes kinds; send a string, a list of strings, token ids, or a list of lists of token ids", "input")
     lead = _lead(request.prompt_name, services)
     return [f"{lead}{text}" for text in several] if kind is str and lead else several
 
@@ -83,10 +91,8 @@ def _lead(name: str | None, services: Services) -> str:
 
 
 def written(vectors: np.ndarray, form: str | None) -> list[Any]:
-    """Vectors as JSON has them: lists of numbers, or `base64` of float32."""
+    """Vectors as lists of numbers or, with form `base64`, as base64 of little-endian float32."""
     if form == "base64":
         return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
     rows: list[Any] = vectors.tolist()
     return rows
-
-

@@ -1,6 +1,6 @@
-"""Items of the Responses API as they are stored and listed: ids, pages, references. Shared by responses and conversations.
+"""Items of the Responses API in stored form: ids, pages, references.
 
-Knows no route and no engine.
+Used by the routes of responses and conversations. Must not depend on a route or the engine.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from frame.entrypoints.http.errors import ApiError
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
             "custom_tool_call_output": "ctco"}  # fmt: skip
-_CONTAINER = re.compile(r"[a-z]+_([0-9a-f]{32})_")  # an item's id names the response or the conversation that it is of
-MOST_LISTED = 100
+# An item's id contains that of its response or conversation
+_CONTAINER = re.compile(r"[a-z]+_([0-9a-f]{32})_")
+MAX_LISTED = 100
 
 
 def stored_items(items: list[dict[str, Any]], owner: str, batch: str = "i") -> list[dict[str, Any]]:
-    """Checked input items as they are stored: with an id, and with text as parts. `owner`: the id of their response or conversation;
-    `batch` is a part of their ids that tells them from others of that owner."""
+    """Checked input items in stored form: with an id, and with text as a list of parts.
+
+    `owner`: id of their response or conversation. `batch`: part of their ids, which separates them
+    from other items of that owner.
+    """
     suffix = owner.partition("_")[2]
     found = []
     for place, item in enumerate(items):
@@ -39,21 +43,24 @@ def _parts(content: Any, role: Any) -> Any:
 
 
 def containers_of(name: str) -> list[str]:
-    """The ids of what an item of this id may be stored in."""
+    """The ids of the response and the conversation that may hold an item of this id."""
     found = _CONTAINER.match(name)
     return [f"resp_{found[1]}", f"conv_{found[1]}"] if found else []
 
 
 def item_of(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The last item of this id."""
+    """The last item with this id."""
     return next((item for item in reversed(items) if item.get("id") == name), None)
 
 
 def page_of(items: list[dict[str, Any]], limit: str, order: str, after: str) -> dict[str, Any]:
-    """The page that the query asks for: `limit` (20) items after the one named `after`, in `order` (newest first)."""
+    """One page of items: `limit` items after the item `after`, in `order` (asc or desc).
+
+    Raises ApiError 400.
+    """
     limit, order = limit or "20", order or "desc"
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_LISTED:
-        raise ApiError(400, f"limit is {limit[:50]!r}; it must be from 1 to {MOST_LISTED}", "limit")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        raise ApiError(400, f"limit is {limit[:50]!r}; it must be from 1 to {MAX_LISTED}", "limit")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {order[:50]!r}; it must be asc or desc", "order")
     ordered = items if order == "asc" else items[::-1]
@@ -61,12 +68,12 @@ def page_of(items: list[dict[str, Any]], limit: str, order: str, after: str) -> 
     if after:
         names = [item.get("id") for item in ordered]
         if after not in names:
-            raise ApiError(400, f"after is {after[:100]!r}, and there is no such item here", "after")
+            raise ApiError(400, f"after is {after[:100]!r}; there is no such item here", "after")
         start = names.index(after) + 1
     return list_of(ordered[start : start + int(limit)], has_more=start + int(limit) < len(ordered))
 
 
 def list_of(items: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
-    """OpenAI's list object."""
+    """OpenAI's list object with these items."""
     first, last = (items[0].get("id", ""), items[-1].get("id", "")) if items else ("", "")
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}

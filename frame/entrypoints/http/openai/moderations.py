@@ -1,7 +1,8 @@
-"""`/v1/moderations` as OpenAI: by a classifier, whose labels are the categories, or by a language model that is asked to apply a policy.
+"""The route `/v1/moderations` of the OpenAI API, with a classifier or a language model.
 
-A policy model gets `text.moderation_policy` as its system message and the text as the user's, and answers `safe`, or `unsafe` and on the
-next line the categories.
+The labels of a classifier are the categories. A language model gets `text.moderation_policy` as its
+system message and the text as the user message, and writes `safe`, or `unsafe` and on the next line
+the categories. Must not depend on the engine.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 router = ApiRouter(access=Access.USER)
 
-THRESHOLD = 0.5  # the score from which a category counts as found
-ANSWER_TOKENS = 128
+THRESHOLD = 0.5  # score from which a category is flagged
+VERDICT_TOKENS = 128  # max_tokens of a verdict
 HARMLESS = frozenset({"safe", "ok", "neutral", "normal", "none", "benign", "clean", "nontoxic", "nothate", "nonhate", "nothateful"})
 
 
 class Part(RequestBody):
-    """A part of one input; only text is read."""
+    """A part of one input. Only the type `text` is supported."""
 
     type: str
     text: str | None = None
@@ -45,17 +46,18 @@ class ModerationRequest(PooledRequest):
     input: str | list[str | Part]
 
 
-
-
 @router.post("/v1/moderations")
 async def moderations(request: ModerationRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """What of a policy's categories texts hold."""
+    """Classify texts by the categories of the policy."""
     results = [_result(scores) for scores in await judged(context, services, request)]
     return {"id": f"modr-{uuid.uuid4().hex}", "model": services.resolved.served_name, "results": results}
 
 
 async def judged(context: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
-    """Of each input, the scores of the categories that the model knows; those that it did not find may be missing. Raises ApiError."""
+    """For each input, category -> score. Categories that a language model did not name are missing.
+
+    Raises ApiError.
+    """
     texts = _texts(request)
     if services.resolved.task == "classify":
         return await _classified(context, services, request, texts)
@@ -65,7 +67,10 @@ async def judged(context: Caller, services: Services, request: ModerationRequest
 
 
 def _texts(request: ModerationRequest) -> list[str]:
-    """The inputs. Parts are one input together, as OpenAI has it. Raises ApiError."""
+    """The inputs as texts.
+
+    All parts together are one input, as in OpenAI's API. Raises ApiError 400.
+    """
     if isinstance(request.input, str):
         return [request.input]
     check_count(len(request.input), "input")
@@ -75,12 +80,12 @@ def _texts(request: ModerationRequest) -> list[str]:
         raise ApiError(400, "input mixes texts and parts; send one kind", "input")
     for part in parts:
         if part.type != "text" or part.text is None:
-            raise ApiError(400, f"a part of input is of type {quoted(part.type)}; this server reads text only", "input")
+            raise ApiError(400, f"a part of input is of type {quoted(part.type)}; this model takes text only", "input")
     return texts or ["\n".join(part.text or "" for part in parts)]
 
 
 async def _classified(context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
-    """Each label is a category, but for those that say that nothing was found."""
+    """The scores of a classifier. Each label is a category, except those of `HARMLESS`."""
     vectors, _ = await vectors_of(context, services, request, texts, ("classify",))
     names = labels_of(services)
     return [
@@ -92,14 +97,16 @@ async def _classified(context: Caller, services: Services, request: ModerationRe
 async def _judged_by_policy(
     context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
 ) -> list[dict[str, float]]:
-    """The verdicts of a language model, which is held to their form where there is a grammar backend."""
+    """The scores of a language model, whose output a grammar constrains where a backend is
+    configured.
+    """
     if services.moderation_policy is None:
-        sentence = "this model applies no policy; start the server with --moderation-policy default, or a file, or serve a classifier"
+        sentence = "this server has no moderation policy; start it with --moderation-policy default, or a file, or serve a classifier"
         raise ApiError(400, sentence, "model")
     system = instructions(services.moderation_policy)
     chats = [Chat([{"role": "system", "content": system}, {"role": "user", "content": text}]) for text in texts]
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
-    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, logprobs=0, regex=regex)
+    params = SamplingParams(max_tokens=VERDICT_TOKENS, temperature=0.0, logprobs=0, regex=regex)
     answer = await services.begin(context, chats, [params] * len(chats), request)
     try:
         return [_verdict(sequence) for sequence in await services.complete(answer)]
@@ -108,28 +115,28 @@ async def _judged_by_policy(
 
 
 def _verdict(sequence: SequenceState) -> dict[str, float]:
-    """The scores that a model's answer stands for: how sure it was of its first word."""
+    """The scores of a verdict: the probability of its first token."""
     text, _, logprobs = sequence.take()
     word, _, rest = text.strip().partition("\n")
     chance = math.exp(min(0.0, logprobs[0].logprobs[0] or 0.0)) if logprobs and logprobs[0].logprobs else 1.0
     if word.strip().lower() not in ("safe", "unsafe"):
-        raise ApiError(500, f"the policy model answered {text[:80]!r}, which is no verdict; use another model, or a grammar backend")
+        raise ApiError(500, f"the policy model wrote {text[:80]!r}, which is no verdict; use another model, or a grammar backend")
     if word.strip().lower() == "safe":
         return {}
     names = rest.split(",")
     if sequence.finish is not None and sequence.finish.reason == "length":
-        names.pop()  # which was cut
+        names.pop()  # the last one was cut off
     named = {name.strip().lower() for name in names} - {""}
     return {name: max(chance, THRESHOLD) for name in named or {"other"}}
 
 
 def is_found(score: float) -> bool:
-    """Whether a category counts as found."""
+    """Whether a category with this score is flagged."""
     return score >= THRESHOLD
 
 
 def _result(scores: dict[str, float]) -> dict[str, Any]:
-    """OpenAI's categories, and what else the model knows."""
+    """OpenAI's result object, with OpenAI's categories and the model's own."""
     every = dict.fromkeys(CATEGORIES, 0.0) | scores
     flags = {name: is_found(score) for name, score in every.items()}
     return {
@@ -138,5 +145,3 @@ def _result(scores: dict[str, float]) -> dict[str, Any]:
         "category_scores": every,
         "category_applied_input_types": {name: ["text"] for name in every},
     }
-
-

@@ -1,4 +1,7 @@
-"""`/v1/responses`: OpenAI's newer API, as chat requests in another dialect, with responses stored for `previous_response_id`."""
+"""The routes of OpenAI's Responses API. A response runs as a chat request and is stored.
+
+Used by the application and `conversations`. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.services import Services
 
-MOST_CONTAINERS = 32  # ids of responses and conversations that the references of one request are looked up in
-NOTHING_STORED = "this server keeps none (--response-store-size)"
+# Ids of responses and conversations in which one request's references are looked up
+MAX_CONTAINERS = 32
+NOTHING_STORED = "this server stores none (--response-store-size is 0)"
 
 
 def _error_body(error: ApiError) -> bytes:
-    if error.param == "response_format":  # what a grammar's refusal names
+    if error.param == "response_format":  # the name in errors of the grammar compiler
         error.param = "text.format"
     return error.body()
 
@@ -45,7 +49,7 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 @router.post("/v1/responses")
 async def create(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """A response, as OpenAI's Responses API."""
+    """Create a response."""
     turn, chat = await _prepare(context, services, request, f"resp_{uuid.uuid4().hex}")
     if request.background:
         return await _create_in_background(context, services, turn, chat)
@@ -64,7 +68,7 @@ async def create(request: ResponsesRequest, context: ContextDep, services: Servi
 
 
 async def _prepare(context: RequestContext, services: Services, request: ResponsesRequest, name: str) -> tuple[Turn, ChatRequest]:
-    """What a request asks for, and the same as a chat request. `name`: the response's id. Raises ApiError."""
+    """The input of a response, and its chat request. `name`: the response's id. Raises ApiError."""
     conversation, history = request.conversation_id(), []
     if conversation is not None:
         history = stored_of(context, services, conversation, "conversation").conversation()
@@ -80,7 +84,7 @@ async def _prepare(context: RequestContext, services: Services, request: Respons
 async def _without_references(
     context: RequestContext, services: Services, history: list[dict[str, Any]], items: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The items, with stored ones where they were referred to by id. Raises ApiError."""
+    """The input items, with stored items in place of references. Raises ApiError 400 or 404."""
     places = [i for i, item in enumerate(items) if item.get("type") == "item_reference" or item.keys() == {"id"}]
     if not places:
         return items
@@ -92,12 +96,12 @@ async def _without_references(
         for container in containers_of(name) if name not in known else ():
             stored = services.responses.get(container, context.tenant) if container not in containers else None
             containers.add(container)
-            if len(containers) > MOST_CONTAINERS:
-                sentence = f"{param}: the input refers to items of more than {MOST_CONTAINERS // 2} responses; send the items themselves"
+            if len(containers) > MAX_CONTAINERS:
+                sentence = f"{param}: the input refers to items of more than {MAX_CONTAINERS // 2} responses; send the items themselves"
                 raise ApiError(400, sentence, param)
             if stored is not None:
                 known = _by_name(stored.conversation()) | known
-                await asyncio.sleep(0)  # decoding took its time
+                await asyncio.sleep(0)  # decoding may have taken long
         if name not in known:
             raise ApiError(404, f"{param}: there is no item {name[:100]!r}, or it is no longer stored; send the item itself", param)
         found[place] = known[name]
@@ -108,14 +112,15 @@ def _by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {item["id"]: item for item in items if isinstance(item.get("id"), str)}
 
 
-async def _create_in_background(
-    context: RequestContext, services: Services, turn: Turn, chat: ChatRequest
-) -> dict[str, Any] | None:
-    """Answer with the response as it begins, or with its events; it is finished also without a client, who may come back for it."""
+async def _create_in_background(context: RequestContext, services: Services, turn: Turn, chat: ChatRequest) -> dict[str, Any] | None:
+    """Start a response that continues when the client disconnects.
+
+    Sends its events, or its initial state.
+    """
     request = turn.request
     if request.store is False or not services.responses.is_on:
         remedy = "leave store out" if services.responses.is_on else NOTHING_STORED
-        raise ApiError(400, f"a background response has to be stored; {remedy}", "background")
+        raise ApiError(400, f"a background response must be stored; {remedy}", "background")
     log = turn.log = EventLog() if request.stream else None
     caller = Detached(context)
     try:
@@ -134,7 +139,7 @@ async def _create_in_background(
 
 
 async def _finish(services: Services, response: ResponseAnswer, answer: RequestState, caller: Detached, log: EventLog | None) -> None:
-    """A background response to its end, whatever that is."""
+    """Run a background response to its end."""
     try:
         while log is not None and (answer.open or answer.changed) and not answer.gone:
             for sequence in await answer.wait():
@@ -151,7 +156,7 @@ async def _finish(services: Services, response: ResponseAnswer, answer: RequestS
 
 
 class Detached:
-    """The sender of a request that goes on without him: who he was stays, his connection does not matter, his share is handed on."""
+    """A `Caller` for a background response: keeps the tenant and the quota, ignores the connection."""
 
     def __init__(self, context: RequestContext) -> None:
         self.answer: RequestState | None = None
@@ -164,26 +169,24 @@ class Detached:
         return self._context.header(name)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """Nothing."""
+        """Ignore: the response continues when the client disconnects."""
 
     def close(self) -> None:
-        """It is over."""
+        """Return the quota."""
         if self.share is not None:
             self.share.close()
 
 
 @router.post("/v1/responses/input_tokens")
 async def count(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """How many tokens a response's prompt has."""
+    """Count the input tokens of a response."""
     _, chat = await _prepare(context, services, request, "")
     return {"object": "response.input_tokens", "input_tokens": await count_prompt(services, chat)}
 
 
 @router.get("/v1/responses/{name}")
-async def retrieve(
-    name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1"
-) -> Any:
-    """A stored response; with `stream=true` its events, those after number `starting_after`."""
+async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1") -> Any:
+    """Retrieve a stored response; with `stream=true` its events after number `starting_after`."""
     stored = stored_of(context, services, name, "response_id")
     if (stream or "false").lower() not in ("true", "1"):
         await context.respond(stored.body)
@@ -191,17 +194,21 @@ async def retrieve(
     given = starting_after or "-1"
     if not given.removeprefix("-").isdecimal() or not int(given[:9]) >= -1:
         raise ApiError(400, f"starting_after is {given[:50]!r}; it must be the sequence number of an event", "starting_after")
-    await context.body()  # a hang-up is heard after it
+    await context.body()  # a disconnect is reported after the body
     await _send_events(context, _log_of(stored), int(given[:9]) + 1)
 
 
 def _log_of(stored: Stored) -> EventLog:
-    """The events of a response; of one that is over they are made anew where they were not stored. Raises ApiError."""
+    """The events of a stored response; made from its object where it is finished and none were
+    stored.
+
+    Raises ApiError 400.
+    """
     if stored.log is not None and not stored.log.is_lost:
         return stored.log
     body = msgspec.json.decode(stored.body)
     if body["status"] == "in_progress":
-        raise ApiError(400, "the events of this response are not stored; get it without stream, or create it with background and stream",
+        raise ApiError(400, "the events of this response are not stored; retrieve it without stream, or create it with background and stream",
                        "stream")  # fmt: skip
     log = EventLog()
     log.add(replayed(body))
@@ -210,7 +217,7 @@ def _log_of(stored: Stored) -> EventLog:
 
 
 async def _send_events(context: RequestContext, log: EventLog, place: int) -> None:
-    """Events from `place` on, until the last. A client that hangs up ends nothing but this."""
+    """Send the events from index `start` on. A disconnect does not end the response."""
     reader = log.open_reader(place)
     context.on_disconnect(reader.hang_up)
     try:
@@ -220,7 +227,7 @@ async def _send_events(context: RequestContext, log: EventLog, place: int) -> No
         if reader.is_gone:
             raise DisconnectedError
         if log.is_lost:
-            raise ApiError(503, "the events of this response need more room than this key may fill; get the response without stream")
+            raise ApiError(503, "the events of this response exceed what this key may store; retrieve the response without stream")
         await context.end()
     finally:
         log.close_reader(reader)
@@ -230,14 +237,14 @@ async def _send_events(context: RequestContext, log: EventLog, place: int) -> No
 async def input_items(
     name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
-    """The items that a stored response answers."""
+    """List the input items of a stored response."""
     stored = stored_of(context, services, name, "response_id")
     return page_of(stored.conversation()[: stored.num_input], limit, order, after)
 
 
 @router.delete("/v1/responses/{name}")
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Forget a response."""
+    """Delete a stored response."""
     if msgspec.json.decode(stored_of(context, services, name, "response_id").body)["status"] == "in_progress":
         raise ApiError(400, f"the response {name} is in progress; cancel it before", "response_id")
     services.responses.delete(name, context.tenant)
@@ -246,24 +253,25 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
 
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """End a response that is being written."""
+    """Cancel a response that is in progress."""
     body = msgspec.json.decode(stored_of(context, services, name, "response_id").body)
     if body["status"] != "in_progress":
-        raise ApiError(400, f"the response {name} is {body['status']}; only one that is in progress can be cancelled", "response_id")
+        raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
     services.client.abort([name], context.tenant)
     return {**body, "status": "cancelled"}
 
 
 def stored_of(context: RequestContext, services: Services, name: str, param: str) -> Stored:
-    """A stored response, or a conversation where `param`, the place that named it, speaks of one. Raises ApiError 404."""
+    """A stored response, or a conversation where `param`, the place that named it, speaks of one.
+
+    Raises ApiError 404.
+    """
     kind, prefix = ("conversation", "conv_") if param.startswith("conversation") else ("response", "resp_")
     found = services.responses.get(name, context.tenant) if name.startswith(prefix) else None
     if found is None:
-        remedies = {"response_id": "ask for it anew", "previous_response_id": "send the conversation as input"}
+        remedies = {"response_id": "create it again", "previous_response_id": "send the conversation as input"}
         remedy = remedies.get(param, "create a new one")
         if not services.responses.is_on:
             remedy = NOTHING_STORED
-        raise ApiError(404, f"there is no {kind} {name[:100]!r}, or it is no longer kept; {remedy}", param)
+        raise ApiError(404, f"there is no {kind} {name[:100]!r}, or it is no longer stored; {remedy}", param)
     return found
-
-

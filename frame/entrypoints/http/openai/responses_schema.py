@@ -1,5 +1,8 @@
-"""`/v1/responses`' request body, and how its items become a chat request. What cannot be served is an error that names the field. Knows no
-engine."""
+"""The request body of the Responses API, and its translation into a chat request.
+
+Used by the routes of responses and conversations. A field that cannot be served raises ApiError 400
+with its name. Must not depend on the engine.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,34 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.request_options import Metadata
 
 LOGPROBS = "message.output_text.logprobs"
-# What `include` may name. All but `LOGPROBS` are outputs of built-in tools, images and encrypted thinking, which no response here has.
+# Values of `include`. All but `LOGPROBS` name outputs of built-in tools, images and encrypted
+# reasoning, which no response here has.
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
               "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
               "code_interpreter_call.outputs")  # fmt: skip
-MOST_TOP_LOGPROBS = 20
-CUSTOM_ARGUMENT = "input"  # a custom tool is a function of one text of this name
+MAX_TOP_LOGPROBS = 20
+CUSTOM_ARGUMENT = "input"  # a custom tool is a function with one string argument of this name
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
-TURN_KINDS = ("reasoning", "function_call", "custom_tool_call")  # besides the assistant's messages
+# Of the assistant, besides messages
+TURN_KINDS = ("reasoning", "function_call", "custom_tool_call")
 OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output")
-FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the answer
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the output text
 
 
 class ResponsesChat(ChatRequest):
-    """A chat request that came as a response's."""
+    """A chat request made from a Responses request: errors name the fields of the latter."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input", "max_tokens": "max_output_tokens"})
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
 
 
 class ResponsesRequest(Extensions):
-    """`input` is a text or a list of items; `previous_response_id` and `conversation` put stored items before it. `max_tool_calls` bounds
-    the calls of built-in tools, of which this server has none."""
+    """A request of the Responses API.
+
+    `input`: text or a list of items. `previous_response_id` and `conversation` put stored items
+    before it. `max_tool_calls` limits built-in tools, of which this server has none.
+    """
 
     input: str | list[dict[str, Any]]
     model: str = ""
@@ -65,7 +73,7 @@ class ResponsesRequest(Extensions):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    prompt: Any = None  # known and refused
+    prompt: Any = None  # refused with its own message
 
     @property
     def wants_logprobs(self) -> bool:
@@ -73,11 +81,14 @@ class ResponsesRequest(Extensions):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names of tools that take a text instead of JSON arguments."""
+        """The names of the tools that take a text in place of JSON arguments."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def conversation_id(self) -> str | None:
-        """The conversation that the response belongs to. Raises ApiError."""
+        """The id of the conversation of the response; None if there is none.
+
+        Raises ApiError 400.
+        """
         given = self.conversation
         if given is None:
             return None
@@ -86,16 +97,20 @@ class ResponsesRequest(Extensions):
         return given if isinstance(given, str) else text_at(given.get("id"), "conversation.id")
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as items."""
+        """The input as a list of items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
         return self.input
 
     def chat(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str) -> ChatRequest:
-        """The same as a chat request: the items of `history`, then `items`, which are the input without references. Raises ApiError."""
+        """The chat request of this request. Raises ApiError 400.
+
+        `history`: stored items before the input. `items`: the input with references resolved.
+        `rid`: the response's id, which names the chat request.
+        """
         self._check()
         if self.request_name() is not None:
-            raise ApiError(400, "a response is named by its id; leave rid and request_id out", "rid" if self.rid else "request_id")
+            raise ApiError(400, "a response has its own id; leave rid and request_id out", "rid" if self.rid else "request_id")
         fields = self.extensions() | {"rid": rid}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
@@ -124,8 +139,8 @@ class ResponsesRequest(Extensions):
             raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
         if self.truncation not in (None, "disabled", "auto"):
             raise ApiError(400, f"truncation is {quoted(self.truncation)}; it must be auto or disabled", "truncation")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
-            raise ApiError(400, f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MOST_TOP_LOGPROBS}", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ApiError(400, f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
         if self.max_tool_calls is not None and self.max_tool_calls < 1:
             raise ApiError(400, f"max_tool_calls is {self.max_tool_calls}; it must be at least 1", "max_tool_calls")
         for i, name in enumerate(self.include or ()):
@@ -134,7 +149,10 @@ class ResponsesRequest(Extensions):
 
 
 def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """Items as chat messages: what the model thought, said and called in a row is one message. Raises ApiError."""
+    """Items as chat messages.
+
+    Consecutive items of the assistant become one message. Raises ApiError 400.
+    """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
     for i, item in enumerate(items):
@@ -191,7 +209,9 @@ def _text(content: Any, place: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """What a custom tool is given, of the arguments that the model wrote; the arguments as they are where they do not hold it."""
+    """The input of a custom tool in the arguments that the model wrote; the arguments if it is not
+    in them.
+    """
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -210,7 +230,10 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A custom tool as a function of one text. A regular expression for the text becomes the pattern of a strict schema."""
+    """A custom tool as a function with one string.
+
+    A regex format becomes the pattern of a strict schema.
+    """
     form = object_at(tool.get("format") or {"type": "text"}, f"{place}.format")
     text: dict[str, Any] = {"type": "string"}
     if form.get("type") == "grammar":
