@@ -37,12 +37,12 @@ EXCEPTIONS: dict[str, str] = {
     **dict.fromkeys(
         (
             "clock frame/core/text/chat_template.py",
-            "clock frame/entrypoints/http/native/classes.py",
+            "clock frame/entrypoints/http/native/classify.py",
             "clock frame/entrypoints/http/openai/conversations.py",
             "clock frame/entrypoints/http/openai/completions.py",
             "clock frame/entrypoints/http/operations/page.py",
-            "clock frame/entrypoints/http/native/relevance.py",
-            "clock frame/entrypoints/http/openai/responses_answer.py",
+            "clock frame/entrypoints/http/native/rerank.py",
+            "clock frame/entrypoints/http/openai/response_builder.py",
             "clock frame/entrypoints/http/openai/embeddings.py",
             "clock frame/entrypoints/http/dialects/vllm.py",
             "clock frame/entrypoints/http/services.py",
@@ -50,7 +50,7 @@ EXCEPTIONS: dict[str, str] = {
         "shows the time; nothing waits for it",
     ),
     "clock frame/entrypoints/http/openai/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
-    "clock frame/entrypoints/http/openai/batch_runner.py": "a batch's dates outlive this process, whose monotonic clock does not",
+    "clock frame/entrypoints/http/openai/batch_jobs.py": "a batch's dates outlive this process, whose monotonic clock does not",
     "clock frame/entrypoints/tracing.py": "spans are dated; their lengths are measured by the monotonic clock",
 }
 
@@ -182,7 +182,6 @@ def kernels_by_count(found: Module) -> Iterator[Breach]:
         for argument in node.args.args:
             if argument.arg in COUNTS and argument.annotation is None and argument.arg not in named:
                 yield f"kernel {found.path}:{node.name}", f"{found.at(node)}: name {argument.arg} in do_not_specialize_on_alignment"
-
 
 
 CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.entrypoints.http.chat.content_blocks import Block
-from frame.entrypoints.http.dialects.ollama import AnswerLines, _message
+from frame.entrypoints.http.chat.content_blocks import ContentBlock
+from frame.entrypoints.http.dialects.ollama import ResponseLines, _message
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 5?"}]
@@ -82,10 +82,10 @@ def test_thinking_and_calls_and_their_results(client: httpx.Client, is_streamed:
 
 
 def test_a_call_is_one_object() -> None:
-    lines = AnswerLines(SimpleNamespace(sequences=[None]), None, MODEL, _message)
-    block = Block(0, "call", "get_weather", "call_1", ['{"city": ', '"Oslo"}'])
-    assert (lines.opened(block), lines.grown(block, "x")) == (b"", b"")
-    found = json.loads(lines.closed(block))
+    lines = ResponseLines(SimpleNamespace(sequences=[None]), None, MODEL, _message)
+    block = ContentBlock(0, "call", "get_weather", "call_1", ['{"city": ', '"Oslo"}'])
+    assert (lines.write_start(block), lines.write_delta(block, "x")) == (b"", b"")
+    found = json.loads(lines.write_stop(block))
     assert found["message"]["tool_calls"] == [{"id": "call_1", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]
 
 

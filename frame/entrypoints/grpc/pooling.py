@@ -1,14 +1,16 @@
-"""The methods of the gRPC service for models that embed, classify or judge, over what their HTTP routes do. Knows no socket."""
+"""The methods of the gRPC service for models that embed, classify or judge, over what their HTTP
+routes do. Knows no socket.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.classes import ClassifyRequest, classified, labels_of
-from frame.entrypoints.http.native.relevance import RerankRequest, ScoreRequest, ranked, scored
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
-from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, judged
+from frame.entrypoints.http.native.classify import ClassifyRequest, classify_texts, get_labels
+from frame.entrypoints.http.native.rerank import RerankRequest, ScoreRequest, rank_documents, score_pairs
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
+from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, moderate_texts
 
 if TYPE_CHECKING:
     from frame.entrypoints.grpc.calls import GrpcCaller
@@ -31,7 +33,7 @@ class Pooling:
         body = EmbeddingRequest(
             input=given, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_terms(request, caller)
         )
-        vectors, count = await embedded(caller, self._services, body)
+        vectors, count = await compute_embeddings(caller, self._services, body)
         made = self._schema["Vector"]
         return self._schema["EmbedReply"](vectors=[made(values=row) for row in vectors.tolist()], prompt_tokens=count)
 
@@ -41,7 +43,7 @@ class Pooling:
             query=request.query, documents=list(request.documents), top_n=_set(request, "top_n"),
             instruction=_set(request, "instruction"), **_terms(request, caller),
         )  # fmt: skip
-        ranking, count = await ranked(caller, self._services, body)
+        ranking, count = await rank_documents(caller, self._services, body)
         made = self._schema["Ranked"]
         results = [made(index=index, relevance_score=relevance_score) for index, relevance_score in ranking]
         return self._schema["RerankReply"](results=results, prompt_tokens=count)
@@ -51,21 +53,21 @@ class Pooling:
         body = ScoreRequest(
             queries=list(request.queries), items=list(request.items), instruction=_set(request, "instruction"), **_terms(request, caller)
         )
-        scores, count = await scored(caller, self._services, body)
+        scores, count = await score_pairs(caller, self._services, body)
         return self._schema["ScoreReply"](scores=scores.tolist(), prompt_tokens=count)
 
     async def classify(self, request: Any, caller: GrpcCaller) -> Any:
         """Classify."""
         body = ClassifyRequest(input=list(request.texts), **_terms(request, caller))
-        vectors, count = await classified(caller, self._services, body)
-        names, made = labels_of(self._services), self._schema["Class"]
+        vectors, count = await classify_texts(caller, self._services, body)
+        names, made = get_labels(self._services), self._schema["Class"]
         classes = [made(label=names[int(row.argmax())], probabilities=row.tolist()) for row in vectors]
         return self._schema["ClassifyReply"](classes=classes, labels=names, prompt_tokens=count)
 
     async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
         """Moderate."""
         body = ModerationRequest(input=list(request.texts), **_terms(request, caller))
-        found = await judged(caller, self._services, body)
+        found = await moderate_texts(caller, self._services, body)
         made = self._schema["Verdict"]
         results = [made(flagged=any(map(is_found, scores.values())), category_scores=scores) for scores in found]
         return self._schema["ModerateReply"](results=results)

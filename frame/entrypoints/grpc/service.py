@@ -1,4 +1,5 @@
-"""The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits, keys, names and sentences.
+"""The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits, keys,
+names and sentences.
 
 Knows no socket and no key: who calls is in `GrpcCaller`.
 """
@@ -20,7 +21,7 @@ from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
-from frame.entrypoints.http.native.generate import GenerateRequest, detokenized, sampling_of
+from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_ids, to_sampling_params
 from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_options import RequestOptions
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 1024  # requests of one GenerateStream; further ones are not read before one of these has ended
+# Requests of one GenerateStream; further ones are not read before one of these has ended
+AT_ONCE = 1024
 REPLIES = 64  # that wait for a slow reader of GenerateStream; what comes meanwhile is joined
 
 
@@ -79,7 +81,7 @@ class Service:
 
     async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
         """Detokenize."""
-        text = await detokenized(self._services, list(request.token_ids), request.skip_special_tokens, "token_ids")
+        text = await detokenize_ids(self._services, list(request.token_ids), request.skip_special_tokens, "token_ids")
         return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, caller: GrpcCaller) -> Any:
@@ -97,10 +99,12 @@ class Service:
             waiting=load.waiting if load is not None else 0,
         )
 
-    # generating ----------------------------------------------------------------------------------------------------
+    # generating -----------------------------------------------------------------------------------
 
     async def answer_into(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
-        """All replies of one request of a session, which counts for its key by itself; its failure is the last one."""
+        """All replies of one request of a session, which counts for its key by itself; its failure
+        is the last one.
+        """
         try:
             with self._services.shares.open(caller.tenant) as share:
                 own = copy(caller)
@@ -128,7 +132,7 @@ class Service:
             raise ApiError(400, "send text, token_ids or chat", "prompt")
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
-        params, _ = sampling_of(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
+        params, _ = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
         answer: RequestState | None = None
         try:
             salt, limit = request.cache_salt, caller.time_left()
@@ -149,7 +153,9 @@ class Service:
                 self._services.client.abandon(answer)
 
     def _give_up(self, answer: RequestState, given_up: list[ApiError], error: ApiError) -> None:
-        """The client falls too far behind: stop its request now; it hears of it when it has read what was sent."""
+        """The client falls too far behind: stop its request now; it hears of it when it has read
+        what was sent.
+        """
         self._services.client.abandon(answer)
         given_up.append(error)
 
@@ -178,7 +184,8 @@ class Session:
         self._caller = caller
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the request's id
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._stopped: set[str] = set()  # ids of requests that the client has aborted and that have not ended yet
+        # Ids of requests that the client has aborted and that have not ended yet
+        self._stopped: set[str] = set()
 
     async def read(self, commands: AsyncIterator[Any]) -> None:
         """Until the client has closed its side and every request has ended."""
@@ -203,7 +210,8 @@ class Session:
             sentence = f"a request with the id {request.id!r} is running; choose another"
             await self.replies.put(self._service.failed(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
             return
-        await self._places.acquire()  # so that a client that sends and does not read cannot fill the memory
+        # So that a client that sends and does not read cannot fill the memory
+        await self._places.acquire()
         self._tasks[request.id] = asyncio.create_task(self._run(request))
         await asyncio.sleep(0)  # it has begun, so that whoever cancels it meets its `finally`
 

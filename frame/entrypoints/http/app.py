@@ -1,4 +1,5 @@
-"""`App`: the FastAPI application over the routes of all dialects: request scope, CORS, dispatch by path, error responses, OpenAPI.
+"""`App`: the FastAPI application over the routes of all dialects: request scope, CORS, dispatch by
+path, error responses, OpenAPI.
 
 Used by the server, once for the API and once for the listener of operators.
 """
@@ -18,7 +19,7 @@ from frame.entrypoints.http.anthropic import messages as anthropic
 from frame.entrypoints.http.dialects import cohere, ollama, sagemaker, sglang, tei, vllm
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import too_many
-from frame.entrypoints.http.native import classes, relevance
+from frame.entrypoints.http.native import classify, rerank
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai import batches, conversations, embeddings, moderations, responses
 from frame.entrypoints.http.openai import completions as openai
@@ -33,11 +34,13 @@ from frame.entrypoints.http.request_context import Receive, RequestContext, Scop
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 
-NO_ROUTE = "none"  # the route that is counted for requests that no route took: no key, no such path, wrong method, or a preflight
+# The route that is counted for requests that no route took: no key, no such path, wrong method, or
+# a preflight
+NO_ROUTE = "none"
 ANY_METHOD = ("GET", "POST", "DELETE")  # of a path without a route, whose 404 a page may read
 
 ROUTERS: tuple[ApiRouter, ...] = (
-    openai.router, responses.router, conversations.router, embeddings.router, relevance.router, classes.router, moderations.router,
+    openai.router, responses.router, conversations.router, embeddings.router, rerank.router, classify.router, moderations.router,
     anthropic.router, batches.router, vllm.router, sglang.router, cohere.router, tei.router, tei.rerank_router, ollama.router,
     sagemaker.router, sagemaker.public_router, native.router, native.health_router, native.metrics_router, page.router,
     page.public_router, admin.router, admin.own_router, api_docs.router, api_docs.public_router,
@@ -57,7 +60,8 @@ ROUTES, ADMIN_ROUTES = routes_of(ROUTERS), routes_of(ADMIN_ROUTERS)
 
 
 class App(FastAPI):
-    """The whole application. A path without a route has the access level `USER`, so that strangers do not learn which paths exist.
+    """The whole application. A path without a route has the access level `USER`, so that strangers
+    do not learn which paths exist.
 
     `is_admin`: the application of the operators' own listener, where users' keys mean nothing.
     `state` holds what routes and dependencies read: services, gate, bodies, body_limits.
@@ -79,7 +83,8 @@ class App(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            # Handlers write to the server's own `send`: each middleware's wrapper would cost time for every token.
+            # Handlers write to the server's own `send`: each middleware's wrapper would cost time
+            # for every token.
             scope["asgi_channel"] = (receive, send)
             if "admitted" not in scope:
                 scope["tenant"] = ""
@@ -98,7 +103,8 @@ class App(FastAPI):
     def build_middleware_stack(self) -> Any:
         """The middlewares that were added, around the dispatcher.
 
-        FastAPI's own are left out: routes answer their own errors, and five wrappers cost 50 us for each request.
+        FastAPI's own are left out: routes answer their own errors, and five wrappers cost 50 us for
+        each request.
         """
         app: Any = self.dispatcher
         for kind, arguments, options in reversed(self.user_middleware):
@@ -106,7 +112,9 @@ class App(FastAPI):
         return app
 
     async def run_for_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a request of the server's own for a tenant whose key was checked when the work was given, such as a line of a batch."""
+        """Run a request of the server's own for a tenant whose key was checked when the work was
+        given, such as a line of a batch.
+        """
         found = self.dispatcher.index.find(scope["path"])
         route = None if found is None else found.endpoint(scope["method"])
         if route is None or route.access is Access.ADMIN:
@@ -123,7 +131,9 @@ class App(FastAPI):
 
 
 class Dispatcher:
-    """The innermost ASGI application: finds the route in an index of paths instead of trying one regex after another."""
+    """The innermost ASGI application: finds the route in an index of paths instead of trying one
+    regex after another.
+    """
 
     def __init__(self, routes: Sequence[ApiRoute], cors: Cors | None) -> None:
         self.routes = routes
@@ -170,7 +180,9 @@ def body_limits(services: Services) -> dict[str, int]:
 
 
 def described(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """FastAPI's OpenAPI schema with the license, the ways to send a key, and which routes need none."""
+    """FastAPI's OpenAPI schema with the license, the ways to send a key, and which routes need
+    none.
+    """
     schema["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
     schema.setdefault("components", {})["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
@@ -194,7 +206,10 @@ async def _refuse(scope: Scope, error: ApiError) -> None:
 
 
 async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) -> None:
-    """Answer what a browser asks before a page's request. It brings no key, and learns the path's methods only."""
+    """Answer what a browser asks before a page's request.
+
+    It brings no key, and learns the path's methods only.
+    """
     scope["response_headers"] = cors.preflight_headers(scope["headers"], methods)
     receive, send = scope["asgi_channel"]
     context = RequestContext(scope, receive, send, 0)

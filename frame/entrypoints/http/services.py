@@ -1,4 +1,5 @@
-"""`Services`: what routes share, and the steps that every generating route takes: admit, tokenize, check, submit, watch for a hang-up.
+"""`Services`: what routes share, and the steps that every generating route takes: admit, tokenize,
+check, submit, watch for a hang-up.
 
 Knows no dialect: the shapes of requests and responses are the routes'.
 """
@@ -26,7 +27,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, quoted
 from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
 from frame.entrypoints.http.openai.batch_files import FileStore
-from frame.entrypoints.http.openai.batch_runner import BatchRunner
+from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
 from frame.entrypoints.http.openai.response_store import ResponseStore
 from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES, prompt_limit
@@ -108,7 +109,10 @@ ROUTES_FOR = {
 
 @dataclass(slots=True)
 class Services:
-    """One a server. `reasoning` and `tool_calls` make a parser for a response; None where none is configured."""
+    """One a server.
+
+    `reasoning` and `tool_calls` make a parser for a response; None where none is configured.
+    """
 
     resolved: Resolved
     client: EngineClient
@@ -127,9 +131,12 @@ class Services:
     moderation_policy: str | None = None  # text.moderation_policy, read
     shares: TenantQuotas = field(init=False)  # what each key has at work
     responses: ResponseStore = field(init=False)  # of /v1/responses
-    tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)  # of requests whose clients do not wait
-    batches: BatchRunner | None = field(init=False, default=None)  # None where there is no folder for them
-    fingerprint: str = field(init=False)  # of the model and what runs it: OpenAI's system_fingerprint
+    # Of requests whose clients do not wait
+    tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    # None where there is no folder for them
+    batches: BatchJobRunner | None = field(init=False, default=None)
+    # Of the model and what runs it: OpenAI's system_fingerprint
+    fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
@@ -137,14 +144,18 @@ class Services:
         has_neighbours = len(load_keys(server) or ()) > 1
         self.shares = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
         if self.tokenizer is not None:
-            _ = self.tokenizer.bounds  # reading a large vocabulary takes a while, which no request should wait for
+            # Reading a large vocabulary takes a while, which no request should wait for
+            _ = self.tokenizer.bounds
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
         self.responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
         if batches.folder is not None:
-            self.batches = BatchRunner(batches, FileStore(batches), self.shares, lambda: self.draining)
+            self.batches = BatchJobRunner(batches, FileStore(batches), self.shares, lambda: self.draining)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work that no client waits for. What it needs of the engine, it holds already, so there is never more than of other work."""
+        """Do work that no client waits for.
+
+        What it needs of the engine, it holds already, so there is never more than of other work.
+        """
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)
@@ -198,11 +209,14 @@ class Services:
         prefix: str = "",
         refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
     ) -> RequestState:
-        """Start a request. Its places are taken before any work is spent on it, and the client's hang-up ends it. Raises ApiError.
+        """Start a request. Its places are taken before any work is spent on it, and the client's
+        hang-up ends it. Raises ApiError.
 
-        `terms.timeout`, or the header x-request-timeout, ends it early. `tasks` are those that the route is for; with other tasks than
-        generating, each prompt yields its sequence's `vector`, and texts of more than `longest` tokens are cut. A request without a name
-        gets one that begins with `prefix`. `refine` completes the parameters of a prompt once its tokens are known.
+        `terms.timeout`, or the header x-request-timeout, ends it early. `tasks` are those that the
+        route is for; with other tasks than generating, each prompt yields its sequence's `vector`,
+        and texts of more than `longest` tokens are cut. A request without a name gets one that
+        begins with `prefix`. `refine` completes the parameters of a prompt once its tokens are
+        known.
         """
         self.need_task(*tasks)
         deadline = self._deadline(call, terms.timeout)
@@ -259,7 +273,9 @@ class Services:
             raise
 
     def check_count(self, count: int, param: str = "n") -> None:
-        """Raise ApiError 400 for more sequences than one request may have; to be asked before anything is made for each of them."""
+        """Raise ApiError 400 for more sequences than one request may have; to be asked before
+        anything is made for each of them.
+        """
         most = self.resolved.user.server.max_sequences_per_request
         if count > most:
             sentence = f"the request asks for {count} sequences (prompts x n), and it may have {most} (server.max_sequences_per_request)"
@@ -275,13 +291,17 @@ class Services:
             raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
     def _namespace(self, call: Caller, salt: str) -> str:
-        """Which prefix cache a request sees: its key's own, and in that its salt's; else timing would tell one tenant of another. The part
-        before the colon is whose it is, also where turns are taken and pages are evicted."""
+        """Which prefix cache a request sees: its key's own, and in that its salt's; else timing
+        would tell one tenant of another. The part before the colon is whose it is, also where turns
+        are taken and pages are evicted.
+        """
         owner = "" if self.resolved.user.server.share_cache else call.tenant
         return f"{owner}:{salt}" if owner or salt else ""
 
     def _deadline(self, call: Caller, time_limit: float | None) -> float | None:
-        """Seconds that a request may take, when it says so itself; never more than the server allows."""
+        """Seconds that a request may take, when it says so itself; never more than the server
+        allows.
+        """
         name, given = "timeout", time_limit
         if given is None:
             text = call.header(TIMEOUT_HEADER.encode())
@@ -310,8 +330,11 @@ class Services:
         return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if self.resolved.task != "generate"]
 
     async def encode(self, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """The token ids of a text or a conversation. Raises ApiError for one of more than `most` tokens (the context's, where it is left
-        out), before all of it is tokenized."""
+        """The token ids of a text or a conversation.
+
+        Raises ApiError for one of more than `most` tokens (the context's, where it is left out),
+        before all of it is tokenized.
+        """
         text_input, most = self.need_text_input(), self.client.limits.max_context if most is None else most
         if isinstance(prompt, Chat):
             _check_sizes([prompt])
@@ -345,7 +368,10 @@ class Services:
         return [made.get(id(own), own) for own in params]
 
     async def complete(self, answer: RequestState) -> list[SequenceState]:
-        """Wait for a whole answer. Raises ApiError when a sequence failed, DisconnectedError when nobody waits any more."""
+        """Wait for a whole answer.
+
+        Raises ApiError when a sequence failed, DisconnectedError when nobody waits any more.
+        """
         await answer.complete()
         if answer.gone:
             raise DisconnectedError
@@ -360,8 +386,11 @@ class Services:
         close: Callable[[], bytes],
         media_type: bytes = EVENT_STREAM,
     ) -> None:
-        """Send `write` of each sequence that has something new, as it comes, then `close`. A failure before the first token is an
-        ordinary error response; a later one is an event of its sequence. A client that falls too far behind is told so and given up."""
+        """Send `write` of each sequence that has something new, as it comes, then `close`.
+
+        A failure before the first token is an ordinary error response; a later one is an event of
+        its sequence. A client that falls too far behind is told so and given up.
+        """
         pump = EventPump(context, answer, write)
         self.bound(answer, pump.give_up)
         changed = await answer.wait()
@@ -381,7 +410,9 @@ class Services:
         answer.bound(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
 
     def health_problem(self) -> str | None:
-        """Why this server cannot be helped; None while it lives, also while it restarts a process that died."""
+        """Why this server cannot be helped; None while it lives, also while it restarts a process
+        that died.
+        """
         return self.client.dead
 
     def ready_problem(self) -> str | None:

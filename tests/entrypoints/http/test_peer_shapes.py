@@ -98,12 +98,12 @@ async def test_anthropic_request_id() -> None:
 
 
 def test_functions_are_tools() -> None:
-    use = ChatRequest(messages=HI, functions=[FUNCTION], function_call={"name": "get_weather"}).tool_use()
-    assert use == ChatRequest(messages=HI, tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False).tool_use()
-    auto = ChatRequest(messages=HI, functions=[FUNCTION]).tool_use()
+    use = ChatRequest(messages=HI, functions=[FUNCTION], function_call={"name": "get_weather"}).resolve_tools()
+    assert use == ChatRequest(messages=HI, tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False).resolve_tools()
+    auto = ChatRequest(messages=HI, functions=[FUNCTION]).resolve_tools()
     assert auto is not None
     assert not auto.rule.is_required
-    assert ChatRequest(messages=HI, functions=[FUNCTION], function_call="none").tool_use() is None
+    assert ChatRequest(messages=HI, functions=[FUNCTION], function_call="none").resolve_tools() is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_functions_are_tools() -> None:
 )
 def test_invalid_functions_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        ChatRequest(messages=HI, **fields).tool_use()
+        ChatRequest(messages=HI, **fields).resolve_tools()
     assert caught.value.param == param
     assert "tool_" not in caught.value.message or "tools" in fields
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import ErrorCode, Finish
-from frame.entrypoints.http.chat.answer_parsing import AnswerParser
+from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
@@ -82,28 +82,28 @@ def merged(deltas: list[dict[str, Any]]) -> dict[str, Any]:
 
 @given(text=st.text(alphabet="ab|#", max_size=20), cuts=st.lists(st.integers(0, 20), max_size=6))
 def test_deltas_add_up_to_the_message(text: str, cuts: list[int]) -> None:
-    whole = AnswerParser(Thinks(), Calls())
+    whole = OutputParser(Thinks(), Calls())
     whole.feed(text, Finish("stop"))
-    message = whole.message()
+    message = whole.build_message()
     bounds = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(bounds)] or [""]
-    parser = AnswerParser(Thinks(), Calls())
+    parser = OutputParser(Thinks(), Calls())
     deltas = [delta for i, piece in enumerate(pieces) for delta in parser.feed(piece, Finish("stop") if i == len(pieces) - 1 else None)]
     found = merged(deltas)
     assert found["content"] == (message["content"] or "")
     assert found["reasoning_content"] == message.get("reasoning_content", "")
     assert found["calls"] == [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
-    assert parser.has_calls == bool(found["calls"])
+    assert parser.has_tool_calls == bool(found["calls"])
 
 
 def test_a_message_of_calls_only_has_no_content() -> None:
-    parser = AnswerParser(None, Calls())
+    parser = OutputParser(None, Calls())
     parser.feed('#{"x": 1}', Finish("stop"))
-    message = parser.message()
+    message = parser.build_message()
     assert message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert message["tool_calls"][0]["id"].startswith("call_")
-    assert finish_reason(Finish("stop"), parser.has_calls) == "tool_calls"
+    assert finish_reason(Finish("stop"), parser.has_tool_calls) == "tool_calls"
     assert finish_reason(Finish("length"), True) == "length"
 
 
@@ -151,13 +151,13 @@ def chat(**fields: Any) -> ChatRequest:
 
 def test_fields_become_parameters() -> None:
     request = chat(stop="a", logit_bias={"5": 1}, max_tokens=9, max_completion_tokens=4, logprobs=True, top_logprobs=2, top_k=3, unknown=1)
-    params = request.params()
+    params = request.to_sampling_params()
     assert (params.stop, params.logit_bias, params.max_tokens, params.logprobs, params.top_k) == (("a",), {5: 1.0}, 4, 2, 3)
-    assert chat().params().logprobs is None
-    assert chat(response_format={"type": "json_object"}).params().json_object
-    schema = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}).params().json_schema
+    assert chat().to_sampling_params().logprobs is None
+    assert chat(response_format={"type": "json_object"}).to_sampling_params().json_object
+    schema = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}).to_sampling_params().json_schema
     assert json.loads(schema or "") == {"type": "object"}
-    echo = CompletionRequest.model_validate({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}).params()
+    echo = CompletionRequest.model_validate({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}).to_sampling_params()
     assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
 
 
@@ -185,7 +185,7 @@ async def test_half_a_body_is_waited_for_a_while() -> None:
 )
 def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
-        chat(**fields).params()
+        chat(**fields).to_sampling_params()
     assert caught.value.status == 400
     assert caught.value.param
 

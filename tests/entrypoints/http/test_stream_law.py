@@ -25,7 +25,7 @@ from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
-from frame.entrypoints.http.chat.answer_parsing import ParserPair, prompt_end
+from frame.entrypoints.http.chat.output_parser import ParserPair, decode_prompt_end
 from frame.entrypoints.http.openai.completions import ChatResponse, CompletionResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.plugins.loader import load_registry
@@ -206,15 +206,15 @@ def steps_of(case: Case, sizes: tuple[int, ...], rng: random.Random) -> list[Ste
 
 def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: bool) -> Played:
     services, request = Played(case, steps, rng), case.request(stream=stream)
-    params, prompt = request.params(), case.tokenizer.encode(case.prompt_end, False) or [3]
+    params, prompt = request.to_sampling_params(), case.tokenizer.encode(case.prompt_end, False) or [3]
     if case.is_chat:
         pair = ParserPair(
             services.reasoning and services.reasoning(),
             services.tool_calls and services.tool_calls(),
-            request.tool_use(),
-            prompt_end(prompt, case.tokenizer),
+            request.resolve_tools(),
+            decode_prompt_end(prompt, case.tokenizer),
         )
-        params = pair.refined(params)
+        params = pair.constrain_params(params)
     services.client.reserve(params.n)
     answer = services.client.submit([prompt], [params])
     response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, answer)  # type: ignore[arg-type]

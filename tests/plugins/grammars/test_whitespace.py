@@ -12,7 +12,7 @@ from frame import SamplingParams
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
-from frame.entrypoints.http.chat.structured import constrained_by, format_of
+from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
 from frame.plugins.loader import load_registry
 
 SCHEMA = {
@@ -57,9 +57,9 @@ def test_json_is_compact(backend: Any, schema: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize("schema", [SCHEMA, OPEN])
 def test_json_within_a_larger_format_is_compact(backend: Any, schema: dict[str, Any]) -> None:
     params = SamplingParams(json_schema=json.dumps(schema))
-    form = format_of(params)
+    form = to_format(params)
     assert form is not None
-    tagged = constrained_by(params, {"type": "tag", "begin": "<x>", "content": form, "end": "</x>"})
+    tagged = replace_constraint(params, {"type": "tag", "begin": "<x>", "content": form, "end": "</x>"})
     assert [allows(backend, tagged, f"<x>{text}</x>") for text in WRITTEN] == [False, True]
     assert [text for text in SPACED if allows(backend, tagged, f"<x>{text}")] == []
 
@@ -70,7 +70,7 @@ def test_arguments_of_calls_are_compact(backend: Any, name: str) -> None:
     form = parser.grammar(CallRule((Function("f", {**OPEN, "properties": {"a": SCHEMA}, "required": ["a"]}),), is_required=True))
     if "qwen_xml" in json.dumps(form):
         return  # whitespace around a value is part of that form; within one there is one character at most
-    params = constrained_by(SamplingParams(json_object=True), form)
+    params = replace_constraint(SamplingParams(json_object=True), form)
     call = json.dumps(form)
     assert "max_whitespace_cnt" not in call
     made, kinds = backend
@@ -85,7 +85,7 @@ def test_a_request_may_have_whitespace(backend: Any, schema: dict[str, Any] | No
     for text in (*WRITTEN, *SPACED):
         assert allows(backend, params, text)
     assert not allows(backend, params, '{"a":' + "\n" * 20 + "7")
-    form = format_of(params)
+    form = to_format(params)
     assert form is not None
-    tagged = constrained_by(params, {"type": "sequence", "elements": [{"type": "const_string", "value": "x"}, form]})
+    tagged = replace_constraint(params, {"type": "sequence", "elements": [{"type": "const_string", "value": "x"}, form]})
     assert allows(backend, tagged, "x" + SPACED[3])

@@ -13,8 +13,8 @@ import msgspec
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
-from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, count_prompt
-from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
+from frame.entrypoints.http.chat.chat_request import count_prompt_tokens, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks, NoEvents
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
@@ -52,43 +52,43 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 @router.post("/v1/messages")
 async def messages(request: MessagesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a message."""
-    chat = request.chat()
-    answer = await begin_chat(context, services, chat, "msg_")
+    chat = request.to_chat_request()
+    state = await start_chat(context, services, chat, "msg_")
     try:
-        response = MessageResponse(services, chat, answer)
+        response = MessageResponse(services, chat, state)
         if request.stream:
-            await services.stream(context, answer, response.write, lambda: b"")
+            await services.stream(context, state, response.write, lambda: b"")
         else:
-            await services.complete(answer)
-            return response.message()
+            await services.complete(state)
+            return response.build_message()
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: CountTokensRequest, services: ServicesDep) -> Any:
     """Count the prompt tokens of a message."""
-    return {"input_tokens": await count_prompt(services, request.chat())}
+    return {"input_tokens": await count_prompt_tokens(services, request.to_chat_request())}
 
 
 class MessageResponse:
     """A message, whole or as events."""
 
-    def __init__(self, services: Services, request: ChatRequest, answer: RequestState) -> None:
-        self._name = answer.rid
+    def __init__(self, services: Services, request: ChatRequest, state: RequestState) -> None:
+        self._name = state.rid
         self._model = services.resolved.served_name
-        self._sequence = answer.sequences[0]
-        self._parser = answer_parsers(services, request, answer).get(0)
-        self._blocks = Blocks()
+        self._sequence = state.sequences[0]
+        self._parser = make_output_parsers(services, request, state).get(0)
+        self._blocks = ContentBlocks()
         self._is_started = False
 
-    def message(self) -> dict[str, Any]:
+    def build_message(self) -> dict[str, Any]:
         """The message of a finished sequence. Raises ApiError 503 if it was aborted."""
-        self._blocks.read(self._sequence, self._parser, Silent())
+        self._blocks.read(self._sequence, self._parser, NoEvents())
         finish = self._sequence.finish
         if finish is not None and finish.reason == "abort":
             raise _aborted()
-        content = [_content(block) for block in self._blocks.row]
+        content = [_content(block) for block in self._blocks.blocks]
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
     def write(self, sequence: SequenceState) -> bytes:
@@ -116,7 +116,7 @@ class MessageResponse:
         matched = finish.matched if finish is not None else None
         if finish is not None and finish.reason == "length":
             reason = "max_tokens"
-        elif self._blocks.calls_tools:
+        elif self._blocks.has_tool_calls:
             reason = "tool_use"
         else:
             reason = "stop_sequence" if isinstance(matched, str) else "end_turn"
@@ -136,27 +136,27 @@ class MessageResponse:
 class EventWriter:
     """Writes content blocks as Anthropic's events."""
 
-    def opened(self, block: Block) -> bytes:
-        return _event("content_block_start", index=block.place, content_block=_empty(block))
+    def write_start(self, block: ContentBlock) -> bytes:
+        return _event("content_block_start", index=block.index, content_block=_empty(block))
 
-    def grown(self, block: Block, piece: str) -> bytes:
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         kind, name = DELTAS[block.kind]
-        return _event("content_block_delta", index=block.place, delta={"type": kind, name: piece})
+        return _event("content_block_delta", index=block.index, delta={"type": kind, name: piece})
 
-    def closed(self, block: Block) -> bytes:
-        return _event("content_block_stop", index=block.place)
+    def write_stop(self, block: ContentBlock) -> bytes:
+        return _event("content_block_stop", index=block.index)
 
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
 
 
-def _empty(block: Block) -> dict[str, Any]:
+def _empty(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{block.call_id.removeprefix('call_')}", "name": block.name, "input": {}}
     return {"type": "text", "text": ""} if block.kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: ContentBlock) -> dict[str, Any]:
     content = _empty(block)
     if block.kind == "call":
         content["input"] = arguments_of(block.text)

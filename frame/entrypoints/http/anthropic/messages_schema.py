@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from frame.entrypoints.http.chat.dialects import Extensions, function_tool, object_at, parts_at, text_at
+from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.request_options import Metadata
@@ -27,7 +27,7 @@ class MessagesChat(ChatRequest):
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
 
 
-class CountTokensRequest(Extensions):
+class CountTokensRequest(ExtensionFields):
     """A request to count the prompt tokens of a message: the fields that the prompt depends on."""
 
     model: str
@@ -38,9 +38,9 @@ class CountTokensRequest(Extensions):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
-    def chat(self, **more: Any) -> ChatRequest:
+    def to_chat_request(self, **more: Any) -> ChatRequest:
         """The chat request of this request; `more` adds fields. Raises ApiError 400."""
-        fields = {**self.extensions(), **more}
+        fields = {**self.extension_fields(), **more}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         fields |= _choice(self.tool_choice) | _format(self.output_config)
@@ -53,11 +53,11 @@ class CountTokensRequest(Extensions):
         return MessagesChat(model=self.model, messages=self._conversation(), **fields)
 
     def _conversation(self) -> list[dict[str, Any]]:
-        system = "\n".join(_text(part, "system") for part in parts_at(self.system, "system"))
+        system = "\n".join(_text(part, "system") for part in to_content_parts(self.system, "system"))
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for i, message in enumerate(self.messages):
             place = f"messages[{i}]"
-            role, parts = message.get("role"), parts_at(message.get("content"), f"{place}.content")
+            role, parts = message.get("role"), to_content_parts(message.get("content"), f"{place}.content")
             if role == "assistant":
                 messages.append(_assistant(parts, place))
             elif role in ("user", "system"):
@@ -77,9 +77,9 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
 
-    def chat(self, **more: Any) -> ChatRequest:
-        """See `CountTokensRequest.chat`."""
-        return super().chat(
+    def to_chat_request(self, **more: Any) -> ChatRequest:
+        """See `CountTokensRequest.to_chat_request`."""
+        return super().to_chat_request(
             max_tokens=self.max_tokens,
             stream=self.stream,
             temperature=self.temperature,
@@ -96,10 +96,13 @@ def _assistant(parts: list[dict[str, Any]], place: str) -> dict[str, Any]:
     for i, part in enumerate(parts):
         here = f"{place}.content[{i}]"
         if part["type"] == "thinking":
-            thoughts.append(text_at(part.get("thinking"), f"{here}.thinking"))
+            thoughts.append(check_string(part.get("thinking"), f"{here}.thinking"))
         elif part["type"] == "tool_use":
-            function = {"name": text_at(part.get("name"), f"{here}.name"), "arguments": object_at(part.get("input"), f"{here}.input")}
-            calls.append({"id": text_at(part.get("id"), f"{here}.id"), "type": "function", "function": function})
+            function = {
+                "name": check_string(part.get("name"), f"{here}.name"),
+                "arguments": check_object(part.get("input"), f"{here}.input"),
+            }
+            calls.append({"id": check_string(part.get("id"), f"{here}.id"), "type": "function", "function": function})
         elif part["type"] != "redacted_thinking":
             texts.append(_text(part, here))
     message["content"] = "".join(texts)
@@ -117,9 +120,11 @@ def _turn(role: str, parts: list[dict[str, Any]], place: str) -> list[dict[str, 
     for i, part in enumerate(parts):
         here = f"{place}.content[{i}]"
         if part["type"] == "tool_result":
-            results = parts_at(part.get("content"), f"{here}.content")
+            results = to_content_parts(part.get("content"), f"{here}.content")
             content = "".join(_text(result, f"{here}.content") for result in results)
-            messages.append({"role": "tool", "tool_call_id": text_at(part.get("tool_use_id"), f"{here}.tool_use_id"), "content": content})
+            messages.append(
+                {"role": "tool", "tool_call_id": check_string(part.get("tool_use_id"), f"{here}.tool_use_id"), "content": content}
+            )
         else:
             texts.append(_text(part, here))
     if texts or not messages:
@@ -130,10 +135,10 @@ def _turn(role: str, parts: list[dict[str, Any]], place: str) -> list[dict[str, 
 def _text(part: dict[str, Any], place: str) -> str:
     source = part.get("source")
     if part["type"] == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return text_at(source.get("data"), f"{place}.source.data")
+        return check_string(source.get("data"), f"{place}.source.data")
     if part["type"] != "text":
         raise ApiError(400, f"{place}: this model takes text only, not {quoted(part['type'])}", place)
-    return text_at(part.get("text"), f"{place}.text")
+    return check_string(part.get("text"), f"{place}.text")
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
@@ -142,7 +147,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
         what = "whose schema only Anthropic's models know" if str(kind).startswith(TRAINED) else "that Anthropic's own servers run"
         sentence = f"{place}.type is {quoted(kind)}, a tool {what}; describe one of your own with name, description and input_schema"
         raise ApiError(400, sentence, f"{place}.type")
-    return function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
+    return make_function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
 
 
 def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     kind = choice.get("type")
     if kind == "tool":
-        fields["tool_choice"] = {"type": "function", "function": {"name": text_at(choice.get("name"), "tool_choice.name")}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": check_string(choice.get("name"), "tool_choice.name")}}
     elif isinstance(kind, str) and kind in CHOICES:
         fields["tool_choice"] = CHOICES[kind]
     else:
@@ -165,8 +170,8 @@ def _format(config: dict[str, Any] | None) -> dict[str, Any]:
     form = (config or {}).get("format")
     if form is None:
         return {}
-    form = object_at(form, "output_config.format")
+    form = check_object(form, "output_config.format")
     if form.get("type") != "json_schema":
         raise ApiError(400, f"output_config.format.type is {quoted(form.get('type'))}; it must be json_schema", "output_config")
-    schema = object_at(form.get("schema"), "output_config.format.schema")
+    schema = check_object(form.get("schema"), "output_config.format.schema")
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}

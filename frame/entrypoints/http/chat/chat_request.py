@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from frame.core.text.chat_template import TEMPLATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair, prompt_end
-from frame.entrypoints.http.chat.reasoning_tokens import count_thinking
+from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, decode_prompt_end
+from frame.entrypoints.http.chat.reasoning_tokens import count_reasoning_tokens
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai.completions_schema import ChatRequest, conversation_of
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
 from frame.entrypoints.http.services import Caller, Chat, Services
 
 if TYPE_CHECKING:
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.chat.tools import ToolUse
 
 
-async def begin_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
+async def start_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
     """Start a chat request. The caller must call `client.abandon` on the result. Raises ApiError.
 
     `prefix`: start of the request id where the client gave none.
     """
-    return await begin_chats(context, services, request, [request.messages], prefix)
+    return await start_chats(context, services, request, [request.messages], prefix)
 
 
-async def begin_chats(
+async def start_chats(
     context: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
 ) -> RequestState:
     """Like `start_chat`, for several conversations that differ only in their messages."""
     services.check_model(request.model)
-    params = request.params()
-    use, first = request.tool_use(), chat_of(services, request)
-    chats = [first, *(Chat(conversation_of(messages), first.tools, first.arguments) for messages in conversations[1:])]
+    params = request.to_sampling_params()
+    use, first = request.resolve_tools(), make_chat(services, request)
+    chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
     return await services.begin(
         context,
         chats,
         [params] * len(chats),
         request,
         prefix=prefix,
-        refine=lambda prompt, own: _parsers(services, request, prompt, use).refined(own, is_whole=request.constrains_all),
+        refine=lambda prompt, own: _parsers(services, request, prompt, use).constrain_params(own, is_whole=request.constrains_whole_output),
     )
 
 
@@ -55,23 +55,23 @@ async def render_chat(services: Services, request: ChatRequest) -> tuple[list[in
 
     Raises ApiError.
     """
-    params = request.params()
-    ids = await chat_prompt(services, request)
-    return ids, _parsers(services, request, ids, request.tool_use()).refined(params, is_whole=request.constrains_all)
+    params = request.to_sampling_params()
+    ids = await encode_prompt(services, request)
+    return ids, _parsers(services, request, ids, request.resolve_tools()).constrain_params(params, is_whole=request.constrains_whole_output)
 
 
-async def chat_prompt(services: Services, request: ChatRequest) -> list[int]:
+async def encode_prompt(services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
-    return await services.encode(chat_of(services, request), most=services.countable_tokens)
+    return await services.encode(make_chat(services, request), most=services.countable_tokens)
 
 
-async def count_prompt(services: Services, request: ChatRequest) -> int:
+async def count_prompt_tokens(services: Services, request: ChatRequest) -> int:
     """The number of tokens of a chat request's prompt. Raises ApiError."""
-    return len(await chat_prompt(services, request))
+    return len(await encode_prompt(services, request))
 
 
-async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
+async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatRequest:
     """The request without its oldest turns, so that the prompt and `max_tokens` fit the context.
 
     Drops as few turns as possible (binary search). Leading system messages and the last user
@@ -99,19 +99,19 @@ async def shortened(services: Services, request: ChatRequest) -> ChatRequest:
 
 async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
     try:
-        return len(await services.encode(chat_of(services, request), most=max(room, 0))) <= room
+        return len(await services.encode(make_chat(services, request), most=max(room, 0))) <= room
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise
         return False
 
 
-def chat_of(services: Services, request: ChatRequest) -> Chat:
+def make_chat(services: Services, request: ChatRequest) -> Chat:
     """The input of the chat template.
 
     Raises ApiError 400 for invalid tools or template arguments.
     """
-    arguments, use = request.template_arguments(), request.tool_use()
+    arguments, use = request.template_arguments(), request.resolve_tools()
     if use is not None and use.is_enforced:
         request.check_schemas()
     if TEMPLATE in arguments:
@@ -121,37 +121,37 @@ def chat_of(services: Services, request: ChatRequest) -> Chat:
             sentence = "chat_template is code, which this server does not accept (text.trust_request_chat_template is false)"
             raise ApiError(400, f"{sentence}; leave it out", "chat_template")
         arguments[TEMPLATE] = request.chat_template
-    return Chat(request.conversation(), None if use is None else use.offered, arguments)
+    return Chat(request.conversation(), None if use is None else use.tools, arguments)
 
 
-def answer_parsers(services: Services, request: ChatRequest, answer: RequestState) -> dict[int, AnswerParser]:
+def make_output_parsers(services: Services, request: ChatRequest, state: RequestState) -> dict[int, OutputParser]:
     """An output parser for each sequence index; empty where no parser applies."""
-    use, parsers = request.tool_use(), {}
-    for sequence in answer.sequences:
+    use, parsers = request.resolve_tools(), {}
+    for sequence in state.sequences:
         pair = _parsers(services, request, sequence.prompt, use)
         if pair.reasoning is not None or pair.tools is not None:
             max_calls = 1 if pair.use is not None and not pair.use.rule.is_parallel else None
-            parsers[sequence.index] = AnswerParser(pair.reasoning, pair.tools, max_calls)
+            parsers[sequence.index] = OutputParser(pair.reasoning, pair.tools, max_calls)
     return parsers
 
 
-def thinking_tokens(services: Services, request: ChatRequest, sequence: SequenceState, parser: AnswerParser | None) -> int:
+def count_reasoning(services: Services, request: ChatRequest, sequence: SequenceState, parser: OutputParser | None) -> int:
     """The number of reasoning tokens of a sequence whose output `parser` has read."""
-    if parser is None or not parser.has_thoughts:
+    if parser is None or not parser.has_reasoning:
         return 0
 
     def make() -> ReasoningParser:
-        reasoning = _parsers(services, request, sequence.prompt, request.tool_use()).reasoning
+        reasoning = _parsers(services, request, sequence.prompt, request.resolve_tools()).reasoning
         assert reasoning is not None  # the parser has found reasoning
         return reasoning
 
     decode = partial(services.need_tokenizer().decode, skip_special_tokens=sequence.params.skip_special_tokens)
-    return count_thinking(sequence.standing.output, decode, make)
+    return count_reasoning_tokens(sequence.standing.output, decode, make)
 
 
 def _parsers(services: Services, request: ChatRequest, prompt: list[int], use: ToolUse | None) -> ParserPair:
     """New parsers for one sequence of the request with this prompt and these tools."""
     tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
     reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
-    end = prompt_end(prompt, services.tokenizer if reasoning is not None else None)
+    end = decode_prompt_end(prompt, services.tokenizer if reasoning is not None else None)
     return ParserPair(reasoning, tools, use, end, may_think=request.may_think)

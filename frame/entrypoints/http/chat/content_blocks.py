@@ -1,7 +1,7 @@
 """Groups chat deltas into content blocks (reasoning, text, tool calls), one open at a time.
 
 A block is a content block of the Anthropic API and an output item of the Responses API. Used by
-these APIs and Ollama's; a `BlockWriter` writes each API's events. Must not depend on an API's
+these APIs and Ollama's; a `BlockEventWriter` writes each API's events. Must not depend on an API's
 shape.
 """
 
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from frame.entrypoints.engine_client.response_state import SequenceState
-    from frame.entrypoints.http.chat.answer_parsing import AnswerParser
+    from frame.entrypoints.http.chat.output_parser import OutputParser
     from frame.entrypoints.http.openai.logprobs import TextLogprobs
 
 Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     """One content block of a sequence."""
 
-    place: int  # index in the sequence's blocks
+    index: int  # index in the sequence's blocks
     kind: Kind
     name: str = ""  # of the called function
     call_id: str = ""
@@ -36,17 +36,17 @@ class Block:
         return "".join(self.pieces)
 
 
-class BlockWriter(Protocol):
+class BlockEventWriter(Protocol):
     """Writes the events of one API for a block that was opened, has a new piece, or was closed."""
 
-    def opened(self, block: Block) -> bytes: ...
+    def write_start(self, block: ContentBlock) -> bytes: ...
 
-    def grown(self, block: Block, piece: str) -> bytes: ...
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes: ...
 
-    def closed(self, block: Block) -> bytes: ...
+    def write_stop(self, block: ContentBlock) -> bytes: ...
 
 
-class Blocks:
+class ContentBlocks:
     """The content blocks of one sequence.
 
     Deltas of a stream and the same deltas at once give the same blocks. `logprobs` assigns
@@ -55,16 +55,16 @@ class Blocks:
 
     def __init__(self, logprobs: TextLogprobs | None = None) -> None:
         self._logprobs = logprobs
-        self.row: list[Block] = []
-        self.open: Block | None = None  # the last block, until it is closed
+        self.blocks: list[ContentBlock] = []
+        self.open: ContentBlock | None = None  # the last block, until it is closed
         self._call = -1  # index of the open call among the calls
 
     @property
-    def calls_tools(self) -> bool:
-        return any(block.kind == "call" for block in self.row)
+    def has_tool_calls(self) -> bool:
+        return any(block.kind == "call" for block in self.blocks)
 
-    def feed(self, deltas: Iterable[dict[str, Any]], writer: BlockWriter) -> bytes:
-        """Add chat deltas, as `AnswerParser.feed` returns them; returns their events."""
+    def feed(self, deltas: Iterable[dict[str, Any]], writer: BlockEventWriter) -> bytes:
+        """Add chat deltas, as `OutputParser.feed` returns them; returns their events."""
         events: list[bytes] = []
         for delta in deltas:
             if reasoning := delta.get("reasoning_content"):
@@ -75,7 +75,7 @@ class Blocks:
                 events += self._add_call(call, writer)
         return b"".join(events)
 
-    def read(self, sequence: SequenceState, parser: AnswerParser | None, writer: BlockWriter) -> bytes:
+    def read(self, sequence: SequenceState, parser: OutputParser | None, writer: BlockEventWriter) -> bytes:
         """Add the new output of a sequence, with `parser` if there is one; returns the events."""
         text, _, parts = sequence.take()
         if self._logprobs is not None:
@@ -84,46 +84,46 @@ class Blocks:
         events = self.feed([{"content": text}] if parser is None else parser.feed(text, sequence.finish), writer)
         return events + self.finish(writer) if is_last else events
 
-    def finish(self, writer: BlockWriter) -> bytes:
+    def finish(self, writer: BlockEventWriter) -> bytes:
         """Close the open block, if there is one; returns its event."""
         block, self.open = self.open, None
-        return writer.closed(block) if block is not None else b""
+        return writer.write_stop(block) if block is not None else b""
 
-    def _add_call(self, call: dict[str, Any], writer: BlockWriter) -> list[bytes]:
+    def _add_call(self, call: dict[str, Any], writer: BlockEventWriter) -> list[bytes]:
         function, events = call["function"], []
         if self.open is None or self.open.kind != "call" or self._call != call["index"]:
             self._call = call["index"]
             events.append(self._open_block("call", writer, function.get("name") or "", call.get("id") or ""))
         return events + self._add_piece("call", function.get("arguments") or "", writer)
 
-    def _add_piece(self, kind: Kind, piece: str, writer: BlockWriter) -> list[bytes]:
+    def _add_piece(self, kind: Kind, piece: str, writer: BlockEventWriter) -> list[bytes]:
         events = []
         if self.open is None or self.open.kind != kind:
             events.append(self._open_block(kind, writer))
-        block = self.row[-1]
+        block = self.blocks[-1]
         if piece:
             block.pieces.append(piece)
             if self._logprobs is not None:
                 block.last_logprobs = self._logprobs.take_logprobs(piece)
                 block.logprobs += block.last_logprobs
-            events.append(writer.grown(block, piece))
+            events.append(writer.write_delta(block, piece))
         return events
 
-    def _open_block(self, kind: Kind, writer: BlockWriter, name: str = "", call_id: str = "") -> bytes:
+    def _open_block(self, kind: Kind, writer: BlockEventWriter, name: str = "", call_id: str = "") -> bytes:
         closing = self.finish(writer)
-        self.open = Block(len(self.row), kind, name, call_id)
-        self.row.append(self.open)
-        return closing + writer.opened(self.open)
+        self.open = ContentBlock(len(self.blocks), kind, name, call_id)
+        self.blocks.append(self.open)
+        return closing + writer.write_start(self.open)
 
 
-class Silent:
-    """A `BlockWriter` without events, for responses that are not streamed."""
+class NoEvents:
+    """A `BlockEventWriter` without events, for responses that are not streamed."""
 
-    def opened(self, block: Block) -> bytes:
+    def write_start(self, block: ContentBlock) -> bytes:
         return b""
 
-    def grown(self, block: Block, piece: str) -> bytes:
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         return b""
 
-    def closed(self, block: Block) -> bytes:
+    def write_stop(self, block: ContentBlock) -> bytes:
         return b""

@@ -47,7 +47,7 @@ class ReasoningTokenCounter:
             self._undecided += num_tokens
 
 
-def count_thinking(token_ids: Sequence[int], decode: Callable[[list[int]], str], make: Callable[[], ReasoningParser]) -> int:
+def count_reasoning_tokens(token_ids: Sequence[int], decode: Callable[[list[int]], str], make: Callable[[], ReasoningParser]) -> int:
     """The number of reasoning tokens in `token_ids`. `make` returns a new, started parser.
 
     Text that is decoded in blocks may differ from the whole text in spaces and in incomplete

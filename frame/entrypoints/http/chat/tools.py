@@ -35,7 +35,7 @@ _KEYWORDS: Mapping[str, type] = MappingProxyType(
 class ToolUse:
     """The tools of a request whose output may hold tool calls."""
 
-    offered: list[dict[str, Any]]  # as sent, for the chat template
+    tools: list[dict[str, Any]]  # as sent, for the chat template
     rule: CallRule  # which functions may, or must, be called
 
     @property
@@ -44,7 +44,7 @@ class ToolUse:
         return self.rule.is_required or any(function.is_strict for function in self.rule.functions)
 
 
-def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None) -> ToolUse | None:
+def resolve_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None) -> ToolUse | None:
     """The tools and the rule for calls; None without tools, or where the choice is `none`.
 
     Raises ApiError 400 for an invalid tool or tool choice.
@@ -64,8 +64,9 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
     return ToolUse(given, rule)
 
 
-def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> ToolUse | None:
-    """Like `tool_use`, for OpenAI's deprecated `functions` and `function_call`: at most one call.
+def resolve_functions(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> ToolUse | None:
+    """Like `resolve_tools`, for OpenAI's deprecated `functions` and `function_call`: at most one
+    call.
 
     Raises ApiError 400.
     """
@@ -73,12 +74,12 @@ def legacy_tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[s
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):
         raise ApiError(400, f"function_call is {quoted(choice)}; it must be auto, none or {{'name': …}}", "function_call")
-    with renamed({".function": "", "tool_choice": "function_call", "tools": "functions"}):
-        return tool_use([{"type": "function", "function": function} for function in functions or ()], choice, is_parallel=False)
+    with rename_error_params({".function": "", "tool_choice": "function_call", "tools": "functions"}):
+        return resolve_tools([{"type": "function", "function": function} for function in functions or ()], choice, is_parallel=False)
 
 
 @contextmanager
-def renamed(places: Mapping[str, str]) -> Iterator[None]:
+def rename_error_params(places: Mapping[str, str]) -> Iterator[None]:
     """Rename parts of field paths in the errors raised inside: `places` maps our part to the API's."""
     try:
         yield

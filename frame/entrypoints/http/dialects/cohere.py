@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.chat.dialects import object_at, parts_at, text_at
+from frame.entrypoints.http.chat.request_fields import check_object, check_string, to_content_parts
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded, written
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
@@ -42,7 +42,7 @@ class EmbedRequest(RequestBody):
     truncate: str | None = None
     priority: int | None = None
 
-    def translated(self, services: Services) -> EmbeddingRequest:
+    def to_embedding_request(self, services: Services) -> EmbeddingRequest:
         """The embedding request of this request. Raises ApiError 400."""
         if self.images:
             raise ApiError(400, "images is not supported; this model takes texts", "images")
@@ -61,21 +61,21 @@ class EmbedRequest(RequestBody):
         longest = -1 if self.max_tokens is None else self.max_tokens
         return EmbeddingRequest(
             model=self.model,
-            input=list(self.the_texts()),
+            input=list(self.input_texts()),
             dimensions=self.output_dimension,
             prompt_name=prompt,
             truncate_prompt_tokens=None if self.truncate == "NONE" else longest,
             priority=self.priority,
         )
 
-    def the_texts(self) -> list[str]:
+    def input_texts(self) -> list[str]:
         if self.texts is not None:
             return self.texts
         return [_text(each.get("content"), f"inputs[{i}].content") for i, each in enumerate(self.inputs or ())]
 
 
 def _text(content: Any, place: str) -> str:
-    return "".join(text_at(object_at(part, place).get("text"), f"{place}.text") for part in parts_at(content, place))
+    return "".join(check_string(check_object(part, place).get("text"), f"{place}.text") for part in to_content_parts(content, place))
 
 
 def _error_body(error: ApiError) -> bytes:
@@ -90,11 +90,11 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 @router.post("/v2/embed")
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Cohere."""
-    vectors, count = await embedded(context, services, request.translated(services))
+    vectors, count = await compute_embeddings(context, services, request.to_embedding_request(services))
     return {
         "id": uuid.uuid4().hex,
         "response_type": "embeddings_by_type",
-        "embeddings": {form: written(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
-        "texts": request.the_texts(),
+        "embeddings": {form: encode_vectors(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
+        "texts": request.input_texts(),
         "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
     }

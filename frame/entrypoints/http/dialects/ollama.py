@@ -13,14 +13,14 @@ import msgspec
 
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages import arguments_of
-from frame.entrypoints.http.chat.answer_parsing import AnswerParser
-from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat
-from frame.entrypoints.http.chat.content_blocks import Block, Blocks
+from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
+from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.dialects.ollama_schema import OPTIONS, ChatBody, EmbedBody, GenerateBody, ShowBody, served_name
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
 from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
@@ -52,10 +52,10 @@ async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> An
     name = served_name(body.model, services)
     if not body.messages:
         return _loaded(body.model, message={"role": "assistant", "content": ""})
-    request = body.translated(name)
-    answer = await begin_chat(context, services, request)
-    parser = answer_parsers(services, request, answer).get(0)
-    return await _send(context, services, answer, AnswerLines(answer, parser, body.model, _message), body.stream)
+    request = body.to_chat_request(name)
+    state = await start_chat(context, services, request)
+    parser = make_output_parsers(services, request, state).get(0)
+    return await _send(context, services, state, ResponseLines(state, parser, body.model, _message), body.stream)
 
 
 @router.post("/api/generate")
@@ -65,19 +65,19 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
     if not body.prompt:
         return _loaded(body.model, response="")
     if body.raw:
-        completion = body.completion(name)
+        completion = body.to_completion_request(name)
         services.check_model(completion.model)
-        params = completion.params()
+        params = completion.to_sampling_params()
         # OpenAI's default is 16, Ollama's the rest of the context
         if completion.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=None)
-        answer = await services.begin(context, completion.prompts(), [params], completion, add_special_tokens=False)
+        state = await services.begin(context, completion.to_prompts(), [params], completion, add_special_tokens=False)
         parser = None
     else:
-        request = body.translated(name)
-        answer = await begin_chat(context, services, request)
-        parser = answer_parsers(services, request, answer).get(0)
-    return await _send(context, services, answer, AnswerLines(answer, parser, body.model, _response), body.stream)
+        request = body.to_chat_request(name)
+        state = await start_chat(context, services, request)
+        parser = make_output_parsers(services, request, state).get(0)
+    return await _send(context, services, state, ResponseLines(state, parser, body.model, _response), body.stream)
 
 
 def _loaded(model: str, **empty: Any) -> dict[str, Any]:
@@ -85,15 +85,15 @@ def _loaded(model: str, **empty: Any) -> dict[str, Any]:
     return {"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"}
 
 
-async def _send(context: RequestContext, services: Services, answer: RequestState, lines: AnswerLines, is_streamed: bool) -> None:
+async def _send(context: RequestContext, services: Services, state: RequestState, lines: ResponseLines, is_streamed: bool) -> None:
     try:
         if is_streamed:
-            await services.stream(context, answer, lines.write, lambda: b"", LINES)
+            await services.stream(context, state, lines.write, lambda: b"", LINES)
         else:
-            await services.complete(answer)
+            await services.complete(state)
             await context.respond(lines.whole())
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 def _message(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -111,19 +111,19 @@ def _response(content: str = "", thinking: str = "", calls: list[dict[str, Any]]
     return {"response": content} | ({"thinking": thinking} if thinking else {})
 
 
-class AnswerLines:
+class ResponseLines:
     """Writes a response as lines, or as one object.
 
     `shape` makes a delta in the shape of the route.
     """
 
-    def __init__(self, answer: RequestState, parser: AnswerParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
-        self._answer = answer
-        self._sequence = answer.sequences[0]
+    def __init__(self, state: RequestState, parser: OutputParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
+        self._state = state
+        self._sequence = state.sequences[0]
         self._parser = parser
         self._model = model
         self._shape = shape
-        self._blocks = Blocks()
+        self._blocks = ContentBlocks()
 
     def write(self, sequence: SequenceState) -> bytes:
         """The lines of the new output."""
@@ -136,21 +136,21 @@ class AnswerLines:
     def whole(self) -> bytes:
         """The response of a finished sequence."""
         self._blocks.read(self._sequence, self._parser, self)
-        row = self._blocks.row
+        row = self._blocks.blocks
         texts = {kind: "".join(block.text for block in row if block.kind == kind) for kind in ("text", "reasoning")}
         calls = [_call(block) for block in row if block.kind == "call"]
         return self._line(self._shape(texts["text"], texts["reasoning"], calls), **self._end())
 
-    def opened(self, block: Block) -> bytes:
+    def write_start(self, block: ContentBlock) -> bytes:
         return b""
 
-    def grown(self, block: Block, piece: str) -> bytes:
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         if block.kind == "call":
             return b""  # a call is sent when it is complete
         piece_of = self._shape(piece) if block.kind == "text" else self._shape(thinking=piece)
         return self._line(piece_of, done=False) + b"\n"
 
-    def closed(self, block: Block) -> bytes:
+    def write_stop(self, block: ContentBlock) -> bytes:
         return self._line(self._shape(calls=[_call(block)]), done=False) + b"\n" if block.kind == "call" else b""
 
     def _line(self, piece: dict[str, Any], **fields: Any) -> bytes:
@@ -162,9 +162,9 @@ class AnswerLines:
         now, times = time.perf_counter(), self._sequence.times
         first = times.first or now
         durations = {
-            "total_duration": now - self._answer.created,
+            "total_duration": now - self._state.created,
             "load_duration": 0.0,
-            "prompt_eval_duration": first - self._answer.created,
+            "prompt_eval_duration": first - self._state.created,
             "eval_duration": now - first,
         }
         return {
@@ -176,7 +176,7 @@ class AnswerLines:
         }
 
 
-def _call(block: Block) -> dict[str, Any]:
+def _call(block: ContentBlock) -> dict[str, Any]:
     return {"id": block.call_id, "function": {"name": block.name, "arguments": arguments_of(block.text)}}
 
 
@@ -192,7 +192,7 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
         model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
     )
     started = time.perf_counter()
-    vectors, count = await embedded(context, services, request)
+    vectors, count = await compute_embeddings(context, services, request)
     duration = int((time.perf_counter() - started) * 1e9)
     rows: list[Any] = vectors.tolist()
     return {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field, ValidationError
 
-from frame.entrypoints.http.chat.dialects import object_at, text_at
+from frame.entrypoints.http.chat.request_fields import check_object, check_string
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.request_body import RequestBody
@@ -77,7 +77,7 @@ class ChatBody(Body):
     messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
 
-    def translated(self, name: str) -> ChatRequest:
+    def to_chat_request(self, name: str) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400."""
         messages = _messages(self.messages)
         made: ChatRequest = _made(ChatRequest, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
@@ -95,7 +95,7 @@ class GenerateBody(Body):
     context: list[int] | None = None
     images: list[str] | None = None
 
-    def translated(self, name: str) -> ChatRequest:
+    def to_chat_request(self, name: str) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400."""
         self._check()
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -103,7 +103,7 @@ class GenerateBody(Body):
         made: ChatRequest = _made(ChatRequest, messages=messages, **self.thinking(), **self.common(name))
         return made
 
-    def completion(self, name: str) -> CompletionRequest:
+    def to_completion_request(self, name: str) -> CompletionRequest:
         """The completion request of a raw prompt. Raises ApiError 400."""
         self._check()
         made: CompletionRequest = _made(CompletionRequest, prompt=self.prompt, add_special_tokens=False, **self.common(name))
@@ -178,7 +178,7 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise ApiError(400, f"{place}.images is not supported; this model takes text only", f"{place}.images")
         one: dict[str, Any] = {name: message[name] for name in ("role", "content") if name in message}
         if "thinking" in message:
-            one["reasoning_content"] = text_at(message["thinking"], f"{place}.thinking")
+            one["reasoning_content"] = check_string(message["thinking"], f"{place}.thinking")
         if message.get("tool_calls"):
             if not isinstance(message["tool_calls"], list):
                 raise ApiError(400, f"{place}.tool_calls: expected a list", f"{place}.tool_calls")
@@ -194,8 +194,8 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _call(call: Any, name: str, place: str) -> dict[str, Any]:
     """A tool call in OpenAI's shape. `name`: its id where the client gave none."""
-    function = object_at(object_at(call, place).get("function"), f"{place}.function")
+    function = check_object(check_object(call, place).get("function"), f"{place}.function")
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    function = {"name": text_at(function.get("name"), f"{place}.function.name"), "arguments": text}
+    function = {"name": check_string(function.get("name"), f"{place}.function.name"), "arguments": text}
     return {"id": call["id"] if isinstance(call.get("id"), str) else name, "type": "function", "function": function}

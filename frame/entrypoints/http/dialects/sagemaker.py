@@ -10,7 +10,7 @@ from typing import Any
 
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native import classes, relevance
+from frame.entrypoints.http.native import classify, rerank
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.openai import embeddings
@@ -31,9 +31,9 @@ Target = tuple[type[RequestBody], Any]  # a request type and its handler
 TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
     (("messages",), (openai.ChatRequest, openai.chat_completions)),
     (("prompt",), (openai.CompletionRequest, openai.completions)),
-    (("query", "documents"), (relevance.RerankRequest, relevance.rerank)),
-    (("text_1", "text_2"), (relevance.ScoreRequest, relevance.score)),
-    (("queries", "items"), (relevance.ScoreRequest, relevance.score)),
+    (("query", "documents"), (rerank.RerankRequest, rerank.rerank)),
+    (("text_1", "text_2"), (rerank.ScoreRequest, rerank.score)),
+    (("queries", "items"), (rerank.ScoreRequest, rerank.score)),
     (("text",), (native.GenerateRequest, native.generate)),
     (("input_ids",), (native.GenerateRequest, native.generate)),
 )
@@ -53,7 +53,7 @@ async def invocations(context: ContextDep, services: ServicesDep) -> Any:
 def _target(given: dict[str, Any], services: Services) -> Target:
     if "input" in given:
         if services.resolved.task == "classify":
-            return classes.ClassifyRequest, classes.classify
+            return classify.ClassifyRequest, classify.classify
         return embeddings.EmbeddingRequest, embeddings.embeddings
     for names, target in TARGETS:
         if all(name in given for name in names):

@@ -9,8 +9,8 @@ import asyncio
 from typing import Any
 
 from frame.core.messages import Finish
-from frame.entrypoints.http.chat.answer_parsing import AnswerParser, ParserPair
-from frame.entrypoints.http.chat.tools import tool_use
+from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
+from frame.entrypoints.http.chat.tools import resolve_tools
 from frame.entrypoints.http.dependencies import ServicesDep
 from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.protocol.access import Access
@@ -63,7 +63,7 @@ async def separate_reasoning(request: SeparateReasoningRequest, services: Servic
     if services.reasoning is None:
         raise ApiError(400, "this server has no reasoning parser; start it with --reasoning-parser", "reasoning_parser")
     parsers = ParserPair(services.reasoning(), None, None, "")
-    message = await _parse(request.text, AnswerParser(parsers.reasoning, None))
+    message = await _parse(request.text, OutputParser(parsers.reasoning, None))
     return {"reasoning_text": message.get("reasoning_content", ""), "text": message["content"] or ""}
 
 
@@ -73,11 +73,11 @@ async def parse_function_call(request: ParseCallsRequest, services: ServicesDep)
     _check_parser(services, "tool_call_parser", request.tool_call_parser)
     if services.tool_calls is None:
         raise ApiError(400, "this server has no tool-call parser; start it with --tool-call-parser", "tool_call_parser")
-    use = tool_use(request.tools, None, None)
+    use = resolve_tools(request.tools, None, None)
     if use is None:
         raise ApiError(400, "tools is empty; send the functions that may be called", "tools")
     parsers = ParserPair(None, services.tool_calls(), use, "")
-    message = await _parse(request.text, AnswerParser(None, parsers.tools))
+    message = await _parse(request.text, OutputParser(None, parsers.tools))
     calls = [
         {"tool_index": index, "name": each["function"]["name"], "parameters": each["function"]["arguments"]}
         for index, each in enumerate(message.get("tool_calls", ()))
@@ -92,11 +92,11 @@ def _check_parser(services: Services, kind: str, name: str | None) -> None:
         raise ApiError(400, f"{kind} is {name[:100]!r}, and this server's is {own!r}; leave it out", kind)
 
 
-async def _parse(text: str, parser: AnswerParser) -> dict[str, Any]:
+async def _parse(text: str, parser: OutputParser) -> dict[str, Any]:
     if len(text) > MAX_CHARS:
         raise ApiError(400, f"text has {len(text)} characters; it may have {MAX_CHARS}", "text")
     for start in range(0, len(text), SLICE):
         parser.feed(text[start : start + SLICE], None)
         await asyncio.sleep(0)
     parser.feed("", Finish("stop"))
-    return parser.message()
+    return parser.build_message()

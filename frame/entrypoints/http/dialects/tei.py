@@ -13,8 +13,8 @@ from pydantic import Field
 
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.native.relevance import Document, RerankRequest, ranked, ranking_of
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded
+from frame.entrypoints.http.native.rerank import Document, RerankRequest, rank_documents, ranking_of
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
@@ -63,7 +63,7 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     pooling = services.resolved.pooling
     if request.normalize is False and pooling is not None and pooling.normalize:
         raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
-    vectors, _ = await embedded(context, services, given)
+    vectors, _ = await compute_embeddings(context, services, given)
     if request.normalize is not False:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
     return vectors.tolist()
@@ -79,7 +79,7 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
         raise ApiError(400, "raw_scores is not supported; the scores are probabilities, leave it out", "raw_scores")
     longest = -1 if request.truncate else request.truncate_prompt_tokens
     given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=longest)
-    ranking, _ = await ranked(context, services, given, "texts")
+    ranking, _ = await rank_documents(context, services, given, "texts")
     results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
     if request.return_text:
         for result in results:

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from frame.entrypoints.http.chat.chat_request import begin_chats, render_chat
+from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooled import usage, vectors_of
+from frame.entrypoints.http.native.pooling import compute_vectors, usage
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, embedded, prompts_of, written
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
 from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
@@ -62,11 +62,11 @@ class PoolingRequest(EmbeddingRequest):
 async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create chat completions for a list of conversations: one choice for each, in order."""
     request = batch.first()
-    answer = await begin_chats(context, services, request, batch.messages)
+    state = await start_chats(context, services, request, batch.messages)
     try:
-        return await ChatResponse(services, request, answer).send(context)
+        return await ChatResponse(services, request, state).send(context)
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 @router.post("/v1/chat/completions/render")
@@ -80,7 +80,7 @@ async def render_chat_request(request: ChatRequest, services: ServicesDep) -> An
 async def render_completion_request(request: CompletionRequest, services: ServicesDep) -> Any:
     """Return the prompts and the sampling parameters of a completion request without running it."""
     services.check_model(request.model)
-    params, prompts = request.params(), request.prompts()
+    params, prompts = request.to_sampling_params(), request.to_prompts()
     services.check_count(len(prompts), "prompt")
     special = request.add_special_tokens
     ids = [one if isinstance(one, list) else await services.encode(one, special) async for one in paced(prompts)]
@@ -106,16 +106,17 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
     if request.task not in (None, services.resolved.task):
         raise ApiError(400, f"task is {request.task!r}; this server's task is {services.resolved.task}", "task")
     if services.resolved.task == "classify":
-        vectors, count = await vectors_of(context, services, request, prompts_of(request, services), ("classify",))
+        vectors, count = await compute_vectors(context, services, request, to_prompts(request, services), ("classify",))
     else:
-        vectors, count = await embedded(context, services, request)
+        vectors, count = await compute_embeddings(context, services, request)
     return {
         "id": f"pool-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": services.resolved.served_name,
         "data": [
-            {"index": index, "object": "pooling", "data": vector} for index, vector in enumerate(written(vectors, request.encoding_format))
+            {"index": index, "object": "pooling", "data": vector}
+            for index, vector in enumerate(encode_vectors(vectors, request.encoding_format))
         ],
         "usage": usage(count),
     }

@@ -18,7 +18,7 @@ from pydantic import ValidationError, create_model
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.chat_request import chat_prompt
+from frame.entrypoints.http.chat.chat_request import encode_prompt
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import failure
@@ -128,28 +128,28 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     services.check_model(request.model)
     prompts, is_single = _prompts(request)
     services.check_count(len(prompts), "input_ids" if request.text is None else "text")
-    params, prompts_only = sampling_of(request, len(prompts))
-    answer = await services.begin(context, prompts, params, request)
-    shape = _Shape(services, request, answer, is_single and params[0].n == 1, prompts_only)
+    params, prompts_only = to_sampling_params(request, len(prompts))
+    state = await services.begin(context, prompts, params, request)
+    builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
-            await services.stream(context, answer, shape.write, lambda: DONE)
+            await services.stream(context, state, builder.write, lambda: DONE)
         else:
-            await services.complete(answer)
-            results = [shape.result(sequence) async for sequence in paced(answer.sequences)]
-            return results[0] if shape.is_single else results
+            await services.complete(state)
+            results = [builder.build_result(sequence) async for sequence in paced(state.sequences)]
+            return results[0] if builder.is_single else results
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
-class _Shape:
+class ResultBuilder:
     """Builds the results of `/generate`, with all text and tokens so far."""
 
-    def __init__(self, services: Services, request: GenerateRequest, answer: RequestState, is_single: bool, prompts_only: set[int]) -> None:
+    def __init__(self, services: Services, request: GenerateRequest, state: RequestState, is_single: bool, prompts_only: set[int]) -> None:
         self.is_single = is_single
         self._services = services
         self._request = request
-        self._created = answer.created
+        self._created = state.created
         self._prompts_only = prompts_only
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
@@ -160,10 +160,10 @@ class _Shape:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
-        result = self.result(sequence)
+        result = self.build_result(sequence)
         return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
 
-    def result(self, sequence: SequenceState) -> dict[str, Any]:
+    def build_result(self, sequence: SequenceState) -> dict[str, Any]:
         text, ids, parts = sequence.take()
         if sequence.prompt_index in self._prompts_only:
             text, ids, parts = "", [], []
@@ -173,15 +173,17 @@ class _Shape:
         meta = self._meta(sequence)
         if self._request.return_logprob:
             for part in parts:
-                self._logprobs.setdefault(index, []).extend(self._triple(i, p) for i, p in zip(part.token_ids, part.logprobs, strict=True))
-                self._tops.setdefault(index, []).extend([self._triple(i, p) for i, p in top] for top in part.top)
+                self._logprobs.setdefault(index, []).extend(
+                    self._logprob_entry(i, p) for i, p in zip(part.token_ids, part.logprobs, strict=True)
+                )
+                self._tops.setdefault(index, []).extend([self._logprob_entry(i, p) for i, p in top] for top in part.top)
             meta["output_token_logprobs"] = self._logprobs.get(index, [])
             meta["output_top_logprobs"] = self._tops.get(index, [])
             start = max(self._request.logprob_start_len, 0)
             if (prompt := sequence.prompt_logprobs) is not None:
-                scored = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
-                meta["input_token_logprobs"] = [self._triple(i, p) for i, p in scored]
-                meta["input_top_logprobs"] = [[self._triple(i, p) for i, p in top] for top in prompt.top[start:]]
+                score_pairs = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
+                meta["input_token_logprobs"] = [self._logprob_entry(i, p) for i, p in score_pairs]
+                meta["input_top_logprobs"] = [[self._logprob_entry(i, p) for i, p in top] for top in prompt.top[start:]]
         return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
 
     def _meta(self, sequence: SequenceState) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class _Shape:
             "e2e_latency": time.perf_counter() - self._created,
         }
 
-    def _triple(self, token_id: int, logprob: float | None) -> list[Any]:
+    def _logprob_entry(self, token_id: int, logprob: float | None) -> list[Any]:
         tokenizer = self._services.tokenizer
         has_text = self._request.return_text_in_logprobs and tokenizer is not None
         return [logprob, token_id, tokenizer.get_token_text(token_id) if has_text and tokenizer else None]
@@ -221,7 +223,7 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
     return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
 
 
-def sampling_of(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
+def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
     """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0`
     asks for the prompt's own scores).
     """
@@ -286,7 +288,7 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     if (text is None) == (request.messages is None):
         raise ApiError(400, "send either text (or prompt) or messages", "text")
     if request.messages is not None:
-        ids = await chat_prompt(services, request.chat())
+        ids = await encode_prompt(services, request.chat())
     else:
         ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
@@ -300,11 +302,11 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
 async def detokenize(request: DetokenizeRequest, services: ServicesDep) -> Any:
     """Convert token ids to text."""
     services.check_model(request.model)
-    text = await detokenized(services, request.tokens, request.skip_special_tokens, "tokens")
+    text = await detokenize_ids(services, request.tokens, request.skip_special_tokens, "tokens")
     return {"text": text, "prompt": text}
 
 
-async def detokenized(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
+async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
     """The text of token ids from the field `name`.
 
     Raises ApiError 400 for too many ids or unknown ids.
@@ -348,13 +350,13 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     options = RequestOptions(rid=f"health-{uuid.uuid4().hex}")
-    answer = await services.begin(context, [prompt], [params], options, tasks=(services.resolved.task,))
+    state = await services.begin(context, [prompt], [params], options, tasks=(services.resolved.task,))
     try:
-        await asyncio.wait_for(services.complete(answer), HEALTH_TIMEOUT)
+        await asyncio.wait_for(services.complete(state), HEALTH_TIMEOUT)
     except TimeoutError:
         raise ApiError(503, f"the model generated nothing within {HEALTH_TIMEOUT:g} s") from None
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
     await context.respond(b"{}")
 
 

@@ -31,7 +31,7 @@ LOCK = ".frame-lock"  # file in the folder that the server locks while it uses t
 _NAME = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
 
-class Card(msgspec.Struct, kw_only=True):
+class FileObject(msgspec.Struct, kw_only=True):
     """Metadata of a file, saved beside it as JSON."""
 
     id: str
@@ -42,16 +42,16 @@ class Card(msgspec.Struct, kw_only=True):
     tenant: str  # owner; not shown to clients
     is_complete: bool = True  # False while the file is written
 
-    def shown(self) -> dict[str, Any]:
+    def to_object(self) -> dict[str, Any]:
         """OpenAI's file object."""
         fields = {name: getattr(self, name) for name in ("id", "filename", "purpose", "bytes", "created_at")}
         return {**fields, "object": "file", "status": "processed"}
 
 
-_card_decoder = msgspec.json.Decoder(Card)
+_file_decoder = msgspec.json.Decoder(FileObject)
 
 
-class NoRoomError(Exception):
+class StorageFullError(Exception):
     """A bound on files or batches is reached. The message is for the client."""
 
 
@@ -92,16 +92,16 @@ class FileStore:
         self.folder = Path(config.folder or "")
         self._config = config
         self._lock = lock_folder(self.folder)
-        self._cards: dict[str, Card] = {}
+        self._files: dict[str, FileObject] = {}
         self._bytes: Counter[str] = Counter()  # by tenant, with files that are being written
         self._num_files: Counter[str] = Counter()  # by tenant, likewise
-        for card in sorted(read_all(self.folder, "file-*.json", _card_decoder), key=lambda card: card.created_at):
-            if not card.is_complete:  # the server ended while it was written
-                self._unlink(card.id)
+        for file in sorted(load_all(self.folder, "file-*.json", _file_decoder), key=lambda file: file.created_at):
+            if not file.is_complete:  # the server ended while it was written
+                self._unlink(file.id)
                 continue
-            self._cards[card.id] = card
-            self._bytes[card.tenant] += card.bytes
-            self._num_files[card.tenant] += 1
+            self._files[file.id] = file
+            self._bytes[file.tenant] += file.bytes
+            self._num_files[file.tenant] += 1
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -114,18 +114,18 @@ class FileStore:
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
 
-    def get(self, name: str, tenant: str) -> Card | None:
+    def get(self, name: str, tenant: str) -> FileObject | None:
         """The metadata of a file of this tenant; None if there is none."""
-        card = self._cards.get(name)
-        return card if card is not None and card.tenant == tenant else None
+        file = self._files.get(name)
+        return file if file is not None and file.tenant == tenant else None
 
-    def owned(self, tenant: str) -> list[Card]:
+    def list_files(self, tenant: str) -> list[FileObject]:
         """The files of this tenant, newest first."""
-        return [card for card in reversed(self._cards.values()) if card.tenant == tenant]
+        return [file for file in reversed(self._files.values()) if file.tenant == tenant]
 
-    async def create(self, content: bytes, filename: str, purpose: str, tenant: str) -> Card:
+    async def create(self, content: bytes, filename: str, purpose: str, tenant: str) -> FileObject:
         """Store a whole file. Raises NoRoomError, OSError."""
-        output = await self.begin(filename, purpose, tenant)
+        output = await self.open_writer(filename, purpose, tenant)
         try:
             await output.write(content)
             return await output.finish()
@@ -133,69 +133,69 @@ class FileStore:
             output.abandon()
             raise
 
-    async def begin(self, filename: str, purpose: str, tenant: str) -> Output:
+    async def open_writer(self, filename: str, purpose: str, tenant: str) -> FileWriter:
         """Open a file to be written in pieces.
 
         It is listed once it is finished. Raises NoRoomError, OSError.
         """
         most = self._config.max_files_per_key
         if tenant and self._num_files[tenant] >= most:
-            raise NoRoomError(f"this key has {most} files, the limit of batches.max_files_per_key; delete some")
+            raise StorageFullError(f"this key has {most} files, the limit of batches.max_files_per_key; delete some")
         if self._num_files.total() >= MAX_FILES:
-            raise NoRoomError(f"the server has {MAX_FILES} files, its limit; delete some")
+            raise StorageFullError(f"the server has {MAX_FILES} files, its limit; delete some")
         name = f"file-{uuid.uuid4().hex}"
-        card = Card(
+        file = FileObject(
             id=name, filename=filename[:255], purpose=purpose, bytes=0, created_at=int(time.time()), tenant=tenant, is_complete=False
         )
         self._num_files[tenant] += 1
         try:
-            return await asyncio.to_thread(self._open, card)
+            return await asyncio.to_thread(self._open, file)
         except BaseException:
             self._num_files[tenant] -= 1
             raise
 
-    def _open(self, card: Card) -> Output:
+    def _open(self, file: FileObject) -> FileWriter:
         """Save the metadata first, so that the next start finds a file that a crash left."""
-        self.save(card.id, msgspec.json.encode(card))
-        return Output(self, card, open(self.path(card.id), "xb", opener=_private))
+        self.save(file.id, msgspec.json.encode(file))
+        return FileWriter(self, file, open(self.path(file.id), "xb", opener=_private))
 
-    async def delete(self, card: Card) -> None:
+    async def delete(self, file: FileObject) -> None:
         """Delete a file."""
-        if self._cards.pop(card.id, None) is not None:
-            self.give_back(card)
-            await asyncio.to_thread(self._unlink, card.id)
+        if self._files.pop(file.id, None) is not None:
+            self.release_quota(file)
+            await asyncio.to_thread(self._unlink, file.id)
 
-    def give_back(self, card: Card) -> None:
+    def release_quota(self, file: FileObject) -> None:
         """Return the file and its bytes to the tenant's quota."""
-        self._num_files[card.tenant] -= 1
-        self._bytes[card.tenant] -= card.bytes
+        self._num_files[file.tenant] -= 1
+        self._bytes[file.tenant] -= file.bytes
 
-    def take_bytes(self, size: int, tenant: str) -> None:
+    def reserve_bytes(self, size: int, tenant: str) -> None:
         """Add `size` bytes to the tenant's files. Raises NoRoomError."""
         most, own = self._config.max_bytes, self._config.max_bytes_per_key
         if tenant and self._bytes[tenant] + size > own:
-            raise NoRoomError(
+            raise StorageFullError(
                 f"files of this key have {self._bytes[tenant]} of {own} bytes (batches.max_bytes_per_key), and {size} more do not fit;"
                 " delete some"
             )
         if self.num_bytes + size > most:
-            raise NoRoomError(
+            raise StorageFullError(
                 f"files have {self.num_bytes} of {most} bytes (batches.max_bytes), and {size} more do not fit; delete some,"
                 " or start the server with a larger --batch-max-bytes"
             )
         self._bytes[tenant] += size
 
-    async def add(self, card: Card) -> None:
+    async def add(self, file: FileObject) -> None:
         """Save the metadata of a finished file, and list the file."""
-        await asyncio.to_thread(self.save, card.id, msgspec.json.encode(card))
-        self._cards[card.id] = card
+        await asyncio.to_thread(self.save, file.id, msgspec.json.encode(file))
+        self._files[file.id] = file
 
     def save(self, name: str, body: bytes) -> None:
         """Write `{name}.json`, the metadata of a file or a batch, atomically."""
         assert _NAME.fullmatch(name)
         new = self.folder / f"{name}.json.new"
-        with open(new, "wb", opener=_private) as card:
-            card.write(body)
+        with open(new, "wb", opener=_private) as file:
+            file.write(body)
         new.replace(self.folder / f"{name}.json")
 
     def _unlink(self, name: str) -> None:
@@ -204,12 +204,12 @@ class FileStore:
             path.unlink(missing_ok=True)
 
 
-class Output:
+class FileWriter:
     """A file that is being written."""
 
-    def __init__(self, store: FileStore, card: Card, handle: BinaryIO) -> None:
+    def __init__(self, store: FileStore, file: FileObject, handle: BinaryIO) -> None:
         self._store = store
-        self._card = card
+        self._file = file
         self._handle = handle
 
     def append(self, piece: bytes) -> None:
@@ -226,8 +226,8 @@ class Output:
         await asyncio.to_thread(self._write, piece)
 
     def _count(self, size: int) -> None:
-        self._store.take_bytes(size, self._card.tenant)
-        self._card.bytes += size
+        self._store.reserve_bytes(size, self._file.tenant)
+        self._file.bytes += size
 
     def _write(self, piece: bytes) -> None:
         self._handle.write(piece)
@@ -235,21 +235,21 @@ class Output:
 
     @property
     def is_empty(self) -> bool:
-        return self._card.bytes == 0
+        return self._file.bytes == 0
 
-    async def finish(self) -> Card:
+    async def finish(self) -> FileObject:
         """Close the file and list it. Raises OSError."""
         self._handle.close()
-        self._card.is_complete = True
-        await self._store.add(self._card)
-        return self._card
+        self._file.is_complete = True
+        await self._store.add(self._file)
+        return self._file
 
     def abandon(self) -> None:
         """Delete the file. Its bytes return to the quota, even where the disk reports an error."""
         with suppress(OSError):  # on a full disk, buffered data cannot be flushed
             self._handle.close()
-        self._store.give_back(self._card)
-        self._store._unlink(self._card.id)  # noqa: SLF001 - same module
+        self._store.release_quota(self._file)
+        self._store._unlink(self._file.id)  # noqa: SLF001 - same module
 
 
 class _Named(Protocol):
@@ -259,7 +259,7 @@ class _Named(Protocol):
 T = TypeVar("T", bound=_Named)
 
 
-def read_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> list[T]:
+def load_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> list[T]:
     """The structs that an earlier run saved in `folder`.
 
     Files that cannot be read, or have a name that this store does not give, are left with a

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, Output
-from frame.entrypoints.http.openai.batch_runner import ENDPOINTS, Batch, BatchRunner
+from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
+from frame.entrypoints.http.openai.batch_jobs import ENDPOINTS, BatchJob, BatchJobRunner
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, ApiRouter
 from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
@@ -44,7 +44,7 @@ class BatchRequest(RequestBody):
 @router.post("/v1/files", dependencies=[FILE_BODY])
 async def upload(context: ContextDep, services: ServicesDep) -> Any:
     """Upload a file of requests, as multipart/form-data."""
-    runner = _runner(services)
+    runner = _batch_runner(services)
     form = Upload(runner.files, context.tenant)
     reader = FormReader(context.header(b"content-type") or "")
     try:
@@ -52,32 +52,32 @@ async def upload(context: ContextDep, services: ServicesDep) -> Any:
             for part, content in reader.feed(piece):
                 await form.take(part, content)
         reader.close()
-        card = await _kept(form.finish())
+        card = await _store(form.finish())
     except ApiError as error:
         error.headers = ((b"connection", b"close"),)  # the rest of the body is not read
         raise
     finally:
         form.close()
-    return card.shown()
+    return card.to_object()
 
 
 @router.get("/v1/files")
 async def files(context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", after: str = "") -> Any:
     """List your files, newest first."""
-    cards = _runner(services).files.owned(context.tenant)
-    return _page([card.shown() for card in cards if purpose in (None, card.purpose)], limit, after)
+    cards = _batch_runner(services).files.list_files(context.tenant)
+    return _page([card.to_object() for card in cards if purpose in (None, card.purpose)], limit, after)
 
 
 @router.get("/v1/files/{name}")
 async def file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the metadata of a file."""
-    return _card(context, services, name).shown()
+    return _find_file(context, services, name).to_object()
 
 
 @router.get("/v1/files/{name}/content")
 async def file_content(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the content of a file."""
-    path = _runner(services).files.path(_card(context, services, name).id)
+    path = _batch_runner(services).files.path(_find_file(context, services, name).id)
     try:
         handle = await asyncio.to_thread(path.open, "rb")
     except OSError as error:
@@ -95,8 +95,8 @@ async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
 @router.delete("/v1/files/{name}")
 async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a file."""
-    card = _card(context, services, name)
-    await _runner(services).files.delete(card)
+    card = _find_file(context, services, name)
+    await _batch_runner(services).files.delete(card)
     return {"id": card.id, "object": "file", "deleted": True}
 
 
@@ -106,35 +106,35 @@ async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> 
 @router.post("/v1/batches", dependencies=[SMALL_BODY])
 async def create(request: BatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a batch from an uploaded file."""
-    runner = _runner(services)
+    runner = _batch_runner(services)
     if request.endpoint not in ENDPOINTS:
         raise ApiError(400, f"endpoint is {request.endpoint[:100]!r}; it must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if request.completion_window != "24h":
         raise ApiError(400, f"completion_window is {request.completion_window[:50]!r}; it must be 24h", "completion_window")
     if runner.files.get(request.input_file_id, context.tenant) is None:
         raise ApiError(404, f"there is no file {request.input_file_id[:100]!r}; upload it to /v1/files", "input_file_id")
-    batch = await _kept(runner.start(request.input_file_id, request.endpoint, request.metadata, context.tenant))
-    return batch.shown()
+    batch = await _store(runner.start(request.input_file_id, request.endpoint, request.metadata, context.tenant))
+    return batch.to_object()
 
 
 @router.get("/v1/batches")
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """List your batches, newest first."""
-    return _page([batch.shown() for batch in _runner(services).owned(context.tenant)], limit, after)
+    return _page([batch.to_object() for batch in _batch_runner(services).list_batches(context.tenant)], limit, after)
 
 
 @router.get("/v1/batches/{name}")
 async def batch(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a batch."""
-    return _batch(context, services, name).shown()
+    return _find_batch(context, services, name).to_object()
 
 
 @router.post("/v1/batches/{name}/cancel")
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Cancel a batch. Finished lines stay in its output files."""
-    found = _batch(context, services, name)
-    await _runner(services).cancel(found)
-    return found.shown()
+    found = _find_batch(context, services, name)
+    await _batch_runner(services).cancel(found)
+    return found.to_object()
 
 
 # parts --------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Upload:
         self._store = store
         self._tenant = tenant
         self._purpose: bytes | None = None
-        self._output: Output | None = None
+        self._output: FileWriter | None = None
 
     async def take(self, part: FormPart, content: bytes) -> None:
         """Add a piece of a part; the first piece of each part is empty. Raises ApiError."""
@@ -164,11 +164,11 @@ class Upload:
             if len(self._purpose) > LONGEST_PURPOSE:
                 self._check_purpose()
         elif self._output is None:
-            self._output = await _kept(self._store.begin(part.filename or "batch.jsonl", PURPOSE, self._tenant))
+            self._output = await _store(self._store.open_writer(part.filename or "batch.jsonl", PURPOSE, self._tenant))
         else:
-            await _kept(self._output.write(content))
+            await _store(self._output.write(content))
 
-    async def finish(self) -> Card:
+    async def finish(self) -> FileObject:
         """Finish the file. Raises ApiError, OSError."""
         self._check_purpose()
         if self._output is None:
@@ -188,34 +188,34 @@ class Upload:
             raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be {PURPOSE}", "purpose")
 
 
-def _runner(services: Services) -> BatchRunner:
+def _batch_runner(services: Services) -> BatchJobRunner:
     if services.batches is None:
         raise ApiError(404, "this server has no batch folder; start it with --batch-folder FOLDER")
     return services.batches
 
 
-def _card(context: RequestContext, services: Services, name: str) -> Card:
-    card = _runner(services).files.get(name, context.tenant)
+def _find_file(context: RequestContext, services: Services, name: str) -> FileObject:
+    card = _batch_runner(services).files.get(name, context.tenant)
     if card is None:
         raise ApiError(404, f"there is no file {name[:100]!r}")
     return card
 
 
-def _batch(context: RequestContext, services: Services, name: str) -> Batch:
-    found = _runner(services).get(name, context.tenant)
+def _find_batch(context: RequestContext, services: Services, name: str) -> BatchJob:
+    found = _batch_runner(services).get(name, context.tenant)
     if found is None:
         raise ApiError(404, f"there is no batch {name[:100]!r}")
     return found
 
 
-async def _kept(work: Awaitable[T]) -> T:
+async def _store(work: Awaitable[T]) -> T:
     """The result of work on the folder.
 
     Raises ApiError 413 at a limit, 503 where the disk fails.
     """
     try:
         return await work
-    except NoRoomError as error:
+    except StorageFullError as error:
         raise ApiError(413, str(error), "file") from None
     except OSError as error:
         raise ApiError(503, f"the batch folder cannot be written: {error.strerror}") from None

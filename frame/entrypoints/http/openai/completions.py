@@ -13,8 +13,8 @@ from typing import Any
 
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.answer_parsing import AnswerParser
-from frame.entrypoints.http.chat.chat_request import answer_parsers, begin_chat, thinking_tokens
+from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -34,16 +34,16 @@ class Response(ABC):
     The id is the request id, which `/abort_request` takes.
     """
 
-    def __init__(self, services: Services, request: GenerationRequest, answer: RequestState, kind: str) -> None:
+    def __init__(self, services: Services, request: GenerationRequest, state: RequestState, kind: str) -> None:
         self.services = services
         self.request = request
-        self.answer = answer
+        self.state = state
         self.kind = kind
         options = request.stream_options
         self.has_usage = bool(request.stream and options and options.include_usage)
         self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)
         self._head = {
-            "id": answer.rid,
+            "id": state.rid,
             "object": "chat.completion.chunk" if request.stream and kind == "chat.completion" else kind,
             "created": int(time.time()),
             "model": services.resolved.served_name,
@@ -53,14 +53,14 @@ class Response(ABC):
         self.chunks = ChunkWriter(self._head, self.has_usage)
 
     def num_generated(self) -> int:
-        return sum(sequence.num_tokens for sequence in self.answer.sequences)
+        return sum(sequence.num_tokens for sequence in self.state.sequences)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object of the whole response.
 
         Each prompt counts once, even with `n` sequences.
         """
-        prompts = {sequence.prompt_index: sequence for sequence in reversed(self.answer.sequences)}
+        prompts = {sequence.prompt_index: sequence for sequence in reversed(self.state.sequences)}
         cached = sum(s.cached for s in prompts.values())
         return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
 
@@ -89,13 +89,13 @@ class Response(ABC):
     async def send(self, context: RequestContext) -> dict[str, Any] | None:
         """The response, or None where it was streamed. Raises ApiError, DisconnectedError."""
         if self.request.stream:
-            await self.services.stream(context, self.answer, self.write, self.closing)
+            await self.services.stream(context, self.state, self.write, self.closing)
             return None
-        await self.services.complete(self.answer)
-        choices = [self.choice(sequence) async for sequence in paced(self.answer.sequences)]
-        return {**self._head, "choices": choices, "usage": self.final_usage(), **self.more()}
+        await self.services.complete(self.state)
+        choices = [self.choice(sequence) async for sequence in paced(self.state.sequences)]
+        return {**self._head, "choices": choices, "usage": self.final_usage(), **self.extra_fields()}
 
-    def more(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         """Further fields of a response that is not streamed."""
         return {}
 
@@ -114,11 +114,11 @@ class Response(ABC):
 @router.post("/v1/chat/completions")
 async def chat_completions(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a chat completion."""
-    answer = await begin_chat(context, services, request, "chatcmpl-")
+    state = await start_chat(context, services, request, "chatcmpl-")
     try:
-        return await ChatResponse(services, request, answer).send(context)
+        return await ChatResponse(services, request, state).send(context)
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 class ChatResponse(Response):
@@ -126,15 +126,15 @@ class ChatResponse(Response):
 
     request: ChatRequest
 
-    def __init__(self, services: Services, request: ChatRequest, answer: RequestState) -> None:
-        super().__init__(services, request, answer, "chat.completion")
+    def __init__(self, services: Services, request: ChatRequest, state: RequestState) -> None:
+        super().__init__(services, request, state, "chat.completion")
         self._opened: set[int] = set()
-        self._parsers = answer_parsers(services, request, answer)
+        self._parsers = make_output_parsers(services, request, state)
         self._is_legacy = request.is_legacy
         self._is_plain = not (self._parsers or request.logprobs or self.has_running_usage or request.return_token_ids)
 
     def final_usage(self) -> dict[str, Any]:
-        found = [thinking_tokens(self.services, self.request, s, self._parsers.get(s.index)) for s in self.answer.sequences]
+        found = [count_reasoning(self.services, self.request, s, self._parsers.get(s.index)) for s in self.state.sequences]
         return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
 
     def write(self, sequence: SequenceState) -> bytes:
@@ -149,9 +149,9 @@ class ChatResponse(Response):
         if index in self._opened:
             return b""
         self._opened.add(index)
-        delta = {"role": self.request.answer_role, "content": "", "refusal": None}
-        opening = self.chunks.full(index, delta, usage=self.running_usage(), choice=self._prompt_ids(sequence), chunk=self.more())
-        echoed = self.request.echoed()
+        delta = {"role": self.request.response_role, "content": "", "refusal": None}
+        opening = self.chunks.full(index, delta, usage=self.running_usage(), choice=self._prompt_ids(sequence), chunk=self.extra_fields())
+        echoed = self.request.echoed_text()
         return opening + self.chunks.full(index, {"content": echoed}, usage=self.running_usage()) if echoed else opening
 
     def _rest(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
@@ -186,9 +186,9 @@ class ChatResponse(Response):
         message: dict[str, Any] = {"content": text}
         if parser is not None:
             parser.feed(text, sequence.finish)
-            message = parser.message()
-        message = {**message, "role": self.request.answer_role, "refusal": None}
-        if echoed := self.request.echoed():
+            message = parser.build_message()
+        message = {**message, "role": self.request.response_role, "refusal": None}
+        if echoed := self.request.echoed_text():
             message["content"] = echoed + (message["content"] or "")
         return {
             "index": sequence.index,
@@ -200,9 +200,9 @@ class ChatResponse(Response):
             **self._prompt_ids(sequence),
         }
 
-    def more(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         """vLLM's fields of the response, as all choices have the same prompt."""
-        first = self.answer.sequences[0]
+        first = self.state.sequences[0]
         ids = {"prompt_token_ids": first.prompt} if self.request.return_token_ids else {}
         return {**ids, **self.prompt_scores(first)}
 
@@ -214,8 +214,8 @@ class ChatResponse(Response):
         tokenizer = self.services.need_tokenizer()
         return chat_logprobs(parts, tokenizer, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids))
 
-    def _reason(self, sequence: SequenceState, parser: AnswerParser | None) -> str | None:
-        reason = finish_reason(sequence.finish, parser is not None and parser.has_calls)
+    def _reason(self, sequence: SequenceState, parser: OutputParser | None) -> str | None:
+        reason = finish_reason(sequence.finish, parser is not None and parser.has_tool_calls)
         return "function_call" if self._is_legacy and reason == "tool_calls" else reason
 
 
@@ -234,16 +234,16 @@ def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
 async def completions(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a text completion."""
     services.check_model(request.model)
-    params, prompts = request.params(), request.prompts()
+    params, prompts = request.to_sampling_params(), request.to_prompts()
     services.check_count(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
-    answer = await services.begin(context, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    state = await services.begin(context, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
     try:
-        return await CompletionResponse(services, request, answer).send(context)
+        return await CompletionResponse(services, request, state).send(context)
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 class CompletionResponse(Response):
@@ -254,8 +254,8 @@ class CompletionResponse(Response):
 
     request: CompletionRequest
 
-    def __init__(self, services: Services, request: CompletionRequest, answer: RequestState) -> None:
-        super().__init__(services, request, answer, "text_completion")
+    def __init__(self, services: Services, request: CompletionRequest, state: RequestState) -> None:
+        super().__init__(services, request, state, "text_completion")
         self._places: dict[int, TextPlaces] = {}
         self._opened: set[int] = set()  # indices of sequences whose prompt was returned
         self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
@@ -273,7 +273,7 @@ class CompletionResponse(Response):
             return self.chunks.text(sequence.index, text) if text else b""
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
-        text, logprobs, more = self._new(sequence)
+        text, logprobs, more = self._take_output(sequence)
         if not text and finish is None and logprobs is None and not more:
             return b""
         if finish is not None:
@@ -281,7 +281,7 @@ class CompletionResponse(Response):
         return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), more)
 
     def choice(self, sequence: SequenceState) -> dict[str, Any]:
-        text, logprobs, more = self._new(sequence)
+        text, logprobs, more = self._take_output(sequence)
         return {
             "index": sequence.index,
             "text": text,
@@ -292,7 +292,7 @@ class CompletionResponse(Response):
             **self.prompt_scores(sequence),
         }
 
-    def _new(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+    def _take_output(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """(text, logprobs, further fields) of the new output; the first time with the prompt's."""
         text, ids, parts = sequence.take()
         if self._is_prompt_only:

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.http.chat.structured import constraints
-from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, legacy_tool_use, renamed, tool_use
+from frame.entrypoints.http.chat.structured_outputs import constraint_params
+from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_body import RequestBody
@@ -52,7 +52,7 @@ class GenerationRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
 
     @property
-    def constrains_all(self) -> bool:
+    def constrains_whole_output(self) -> bool:
         """Whether the grammar describes the whole output, with reasoning and tool calls.
 
         `regex`, `ebnf`, `json_schema` and `structural_tag` do. `response_format`, `guided_*` and
@@ -77,7 +77,7 @@ class GenerationRequest(SamplingFields):
         values |= {name: value for name in ("temperature", "top_p", "n", "prompt_logprobs") if (value := getattr(self, name)) is not None}
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        values |= constraints(self, self.response_format)
+        values |= constraint_params(self, self.response_format)
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
 
@@ -116,7 +116,7 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     echo: bool | None = None
 
-    def params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams:
         if self.modalities not in (None, ["text"]):
             raise ApiError(400, f"modalities is {quoted(self.modalities)}; this model answers in text", "modalities")
         if self.top_logprobs and not self.logprobs:
@@ -129,20 +129,20 @@ class ChatRequest(GenerationRequest):
             return "max_completion_tokens"
         return self.FIELD_NAMES.get(parameter, super().sent_name(parameter))
 
-    def tool_use(self) -> ToolUse | None:
+    def resolve_tools(self) -> ToolUse | None:
         """The tools and the rule for calls, None where no call is possible. Raises ApiError 400."""
         if self.is_legacy:
-            use = legacy_tool_use(self.functions, self.function_call)
+            use = resolve_functions(self.functions, self.function_call)
         else:
-            with renamed(self.TOOL_PLACES):
-                use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if use is not None and use.rule.is_required and self.constrains_all:
+            with rename_error_params(self.TOOL_PLACES):
+                use = resolve_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if use is not None and use.rule.is_required and self.constrains_whole_output:
             raise ApiError(400, "regex, ebnf, json_schema and structural_tag leave no room for a required call; keep one", "tool_choice")
         return use
 
     def check_schemas(self) -> None:
         """Check the JSON schemas of the tools. Raises ApiError 400."""
-        with renamed(self.TOOL_PLACES):
+        with rename_error_params(self.TOOL_PLACES):
             check_schemas([(t["function"].get("parameters"), f"tools[{i}].function.parameters") for i, t in enumerate(self.tools or ())])
             check_schemas([(f.get("parameters"), f"functions[{i}].parameters") for i, f in enumerate(self.functions or ())])
 
@@ -160,7 +160,7 @@ class ChatRequest(GenerationRequest):
         return True
 
     @property
-    def answer_role(self) -> str:
+    def response_role(self) -> str:
         """The role of the response message: assistant, or that of the last message if it is
         continued.
         """
@@ -168,10 +168,10 @@ class ChatRequest(GenerationRequest):
         role = self.messages[-1].get("role") if continues and self.messages else None
         return role if isinstance(role, str) else "assistant"
 
-    def echoed(self) -> str:
+    def echoed_text(self) -> str:
         """With `echo`, the text of the last message if the response continues it; else ""."""
         last = self.messages[-1] if self.echo and self.messages else {}
-        return _content(last.get("content"), "messages") if last.get("role") == self.answer_role else ""
+        return _content(last.get("content"), "messages") if last.get("role") == self.response_role else ""
 
     def template_arguments(self) -> dict[str, Any]:
         """Arguments of the chat template besides messages and tools.
@@ -197,7 +197,7 @@ class ChatRequest(GenerationRequest):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them. Raises ApiError 400."""
-        return conversation_of(self.messages)
+        return to_template_messages(self.messages)
 
 
 class CompletionRequest(GenerationRequest):
@@ -209,7 +209,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
     user: str | None = None
 
-    def params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams:
         if self.suffix:
             raise ApiError(400, "suffix is not supported; leave it out", "suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -223,7 +223,7 @@ class CompletionRequest(GenerationRequest):
     def sent_name(self, parameter: str) -> str:
         return "logprobs" if parameter == "prompt_logprobs" and self.prompt_logprobs is None else super().sent_name(parameter)
 
-    def prompts(self) -> list[str | list[int]]:
+    def to_prompts(self) -> list[str | list[int]]:
         """The prompts as a list. Raises ApiError 400 for an empty or mixed list."""
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -236,7 +236,7 @@ class CompletionRequest(GenerationRequest):
         return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
 
 
-def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates read them: text parts joined, tool arguments parsed.
 
     Raises ApiError 400.

@@ -14,9 +14,9 @@ import msgspec
 
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai.items import item_of, list_of, page_of, stored_items
-from frame.entrypoints.http.openai.response_store import Stored
-from frame.entrypoints.http.openai.responses import NOTHING_STORED, stored_of
+from frame.entrypoints.http.openai.response_items import find_item, make_list, make_page, to_stored_items
+from frame.entrypoints.http.openai.response_store import StoredEntry
+from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_stored
 from frame.entrypoints.http.openai.responses_schema import messages_of
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
@@ -67,7 +67,7 @@ async def update(name: str, request: ConversationUpdate, context: ContextDep, se
     """Replace a conversation's metadata."""
     stored = _stored(context, services, name)
     body = msgspec.json.decode(stored.body) | {"metadata": request.metadata or {}}
-    _store(context, services, body["id"], _encode(body), stored.conversation())
+    _store(context, services, body["id"], _encode(body), stored.decode_items())
     return body
 
 
@@ -84,27 +84,27 @@ async def add_items(request: ItemsRequest, name: str, context: ContextDep, servi
     """Append items to a conversation."""
     stored = _stored(context, services, name)
     new = _new_items(request.items, name)
-    _store(context, services, name, stored.body, [*stored.conversation(), *new])
-    return list_of(new)
+    _store(context, services, name, stored.body, [*stored.decode_items(), *new])
+    return make_list(new)
 
 
 @router.get("/v1/conversations/{name}/items")
 async def items(name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = "") -> Any:
     """List the items of a conversation, in pages."""
-    return page_of(_stored(context, services, name).conversation(), limit, order, after)
+    return make_page(_stored(context, services, name).decode_items(), limit, order, after)
 
 
 @router.get("/v1/conversations/{name}/items/{item}")
 async def get_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve an item of a conversation."""
-    return _item(_stored(context, services, name).conversation(), item)
+    return _item(_stored(context, services, name).decode_items(), item)
 
 
 @router.delete("/v1/conversations/{name}/items/{item}")
 async def delete_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete an item of a conversation."""
     stored = _stored(context, services, name)
-    found = stored.conversation()
+    found = stored.decode_items()
     gone = _item(found, item)
     _store(context, services, name, stored.body, [each for each in found if each is not gone])
     await context.respond(stored.body)
@@ -115,7 +115,7 @@ def _new_items(given: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     if len(given) > MAX_ADDED:
         raise ApiError(400, f"items has {len(given)} entries; send at most {MAX_ADDED} at once", "items")
     messages_of(given, "items")
-    return stored_items(given, name, f"{uuid.uuid4().hex[:8]}_")
+    return to_stored_items(given, name, f"{uuid.uuid4().hex[:8]}_")
 
 
 def _store(context: RequestContext, services: Services, name: str, body: bytes, found: list[dict[str, Any]]) -> None:
@@ -127,12 +127,12 @@ def _store(context: RequestContext, services: Services, name: str, body: bytes, 
     services.responses.put(name, context.tenant, body, data)
 
 
-def _stored(context: RequestContext, services: Services, name: str) -> Stored:
-    return stored_of(context, services, name, "conversation_id")
+def _stored(context: RequestContext, services: Services, name: str) -> StoredEntry:
+    return find_stored(context, services, name, "conversation_id")
 
 
 def _item(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    each = item_of(found, name)
+    each = find_item(found, name)
     if each is None:
         raise ApiError(404, f"there is no item {name[:100]!r} in this conversation", "item_id")
     return each

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from frame.core.interfaces.model import SentenceFacts
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.services import Caller, Prompt, Services
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 router = ApiRouter(access=Access.USER)
 
 
-class EmbeddingRequest(PooledRequest):
+class EmbeddingRequest(PoolingRequestFields):
     """An embedding request: texts or token ids.
 
     `dimensions`: length to which vectors are cut (Matryoshka models). `prompt_name`: one of the
@@ -41,33 +41,33 @@ class EmbeddingRequest(PooledRequest):
 @router.post("/v1/embeddings")
 async def embeddings(request: EmbeddingRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings."""
-    vectors, count = await embedded(context, services, request)
+    vectors, count = await compute_embeddings(context, services, request)
     return {
         "id": context.answer.rid if context.answer is not None else "",
         "object": "list",
         "created": int(time.time()),
         "data": [
             {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(written(vectors, request.encoding_format))
+            for index, vector in enumerate(encode_vectors(vectors, request.encoding_format))
         ],
         "model": services.resolved.served_name,
         "usage": usage(count),
     }
 
 
-async def embedded(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
+async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
     """(float32 [inputs, dimensions], number of prompt tokens). Raises ApiError."""
     services.need_task("embed")
-    prompts = prompts_of(request, services)
+    prompts = to_prompts(request, services)
     width = services.resolved.model.hidden_size
     if request.dimensions is not None and not 1 <= request.dimensions <= width:
         raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
-    vectors, count = await vectors_of(context, services, request, prompts, ("embed",), "embd-")
+    vectors, count = await compute_vectors(context, services, request, prompts, ("embed",), "embd-")
     pooling = services.resolved.pooling
     return shortened(vectors, request.dimensions, pooling is not None and pooling.normalize), count
 
 
-def prompts_of(request: EmbeddingRequest, services: Services) -> list[Prompt]:
+def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
     """The inputs as a list, with the prompt of `prompt_name` before each text.
 
     Raises ApiError 400 for mixed kinds of inputs, or an unknown prompt.
@@ -90,7 +90,7 @@ def _lead(name: str | None, services: Services) -> str:
         raise ApiError(400, str(error), "prompt_name") from None
 
 
-def written(vectors: np.ndarray, form: str | None) -> list[Any]:
+def encode_vectors(vectors: np.ndarray, form: str | None) -> list[Any]:
     """Vectors as lists of numbers or, with form `base64`, as base64 of little-endian float32."""
     if form == "base64":
         return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]

@@ -17,8 +17,8 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.native.classes import labels_of
-from frame.entrypoints.http.native.pooled import PooledRequest, check_count, vectors_of
+from frame.entrypoints.http.native.classify import get_labels
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
@@ -42,18 +42,18 @@ class Part(RequestBody):
     text: str | None = None
 
 
-class ModerationRequest(PooledRequest):
+class ModerationRequest(PoolingRequestFields):
     input: str | list[str | Part]
 
 
 @router.post("/v1/moderations")
 async def moderations(request: ModerationRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Classify texts by the categories of the policy."""
-    results = [_result(scores) for scores in await judged(context, services, request)]
+    results = [_result(scores) for scores in await moderate_texts(context, services, request)]
     return {"id": f"modr-{uuid.uuid4().hex}", "model": services.resolved.served_name, "results": results}
 
 
-async def judged(context: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
+async def moderate_texts(context: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
     """For each input, category -> score. Categories that a language model did not name are missing.
 
     Raises ApiError.
@@ -86,8 +86,8 @@ def _texts(request: ModerationRequest) -> list[str]:
 
 async def _classified(context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
     """The scores of a classifier. Each label is a category, except those of `HARMLESS`."""
-    vectors, _ = await vectors_of(context, services, request, texts, ("classify",))
-    names = labels_of(services)
+    vectors, _ = await compute_vectors(context, services, request, texts, ("classify",))
+    names = get_labels(services)
     return [
         {name: score for name, score in zip(names, row, strict=True) if re.sub(r"[\W_]", "", name.lower()) not in HARMLESS}
         for row in vectors.tolist()
@@ -107,11 +107,11 @@ async def _judged_by_policy(
     chats = [Chat([{"role": "system", "content": system}, {"role": "user", "content": text}]) for text in texts]
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
     params = SamplingParams(max_tokens=VERDICT_TOKENS, temperature=0.0, logprobs=0, regex=regex)
-    answer = await services.begin(context, chats, [params] * len(chats), request)
+    state = await services.begin(context, chats, [params] * len(chats), request)
     try:
-        return [_verdict(sequence) for sequence in await services.complete(answer)]
+        return [_verdict(sequence) for sequence in await services.complete(state)]
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 def _verdict(sequence: SequenceState) -> dict[str, float]:

@@ -101,7 +101,7 @@ class LogReader:
 
 
 @dataclass(slots=True, eq=False)
-class Stored:
+class StoredEntry:
     """One stored response or conversation."""
 
     tenant: str
@@ -116,13 +116,13 @@ class Stored:
         """Bytes that count for the tenant."""
         return len(self.body) + len(self.items) + OVERHEAD + (0 if self.log is None else self.log.size)
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def decode_items(self) -> list[dict[str, Any]]:
         """Decode the items."""
         items: list[dict[str, Any]] = msgspec.json.decode(self.items)
         return items
 
 
-class TenantEntries(OrderedDict[str, Stored]):
+class TenantEntries(OrderedDict[str, StoredEntry]):
     """The entries of one tenant by name, oldest first."""
 
     num_bytes = 0
@@ -172,7 +172,7 @@ class ResponseStore:
         Returns False if it does not fit and is not stored.
         """
         self._drop(name, tenant, log)
-        stored = Stored(tenant, body, items, num_input, time.monotonic(), log)
+        stored = StoredEntry(tenant, body, items, num_input, time.monotonic(), log)
         if not self.is_on or stored.size > self.quota_of(tenant)[1] or not self.fits(tenant, body, items):
             return False
         entries = self._tenants.setdefault(tenant, TenantEntries())
@@ -198,7 +198,7 @@ class ResponseStore:
         stored = self.get(name, tenant)
         if stored is None:
             return False
-        data = msgspec.json.encode([*stored.conversation(), *items])
+        data = msgspec.json.encode([*stored.decode_items(), *items])
         return self.fits(tenant, stored.body, data) and self.put(name, tenant, stored.body, data)
 
     def add_events(self, name: str, tenant: str, log: EventLog, events: bytes) -> None:
@@ -221,7 +221,7 @@ class ResponseStore:
         entries.move_to_end(name)  # its own events do not evict it
         self._evict(tenant, entries)
 
-    def get(self, name: str, tenant: str) -> Stored | None:
+    def get(self, name: str, tenant: str) -> StoredEntry | None:
         """The entry of this tenant and name; None if there is none or it has expired."""
         entries = self._tenants.get(tenant)
         if entries is None:

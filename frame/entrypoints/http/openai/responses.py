@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 from frame.entrypoints.engine_client.response_state import RequestState
-from frame.entrypoints.http.chat.chat_request import begin_chat, count_prompt, shortened
+from frame.entrypoints.http.chat.chat_request import count_prompt_tokens, drop_oldest_turns, start_chat
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.openai.items import containers_of, page_of, stored_items
-from frame.entrypoints.http.openai.response_store import EventLog, Stored
-from frame.entrypoints.http.openai.responses_answer import ResponseAnswer, Turn
-from frame.entrypoints.http.openai.responses_events import replayed
+from frame.entrypoints.http.openai.response_builder import ResponseBuilder, ResponseInput
+from frame.entrypoints.http.openai.response_events import replay_events
+from frame.entrypoints.http.openai.response_items import container_ids, make_page, to_stored_items
+from frame.entrypoints.http.openai.response_store import EventLog, StoredEntry
 from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
@@ -50,35 +50,35 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 @router.post("/v1/responses")
 async def create(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a response."""
-    turn, chat = await _prepare(context, services, request, f"resp_{uuid.uuid4().hex}")
+    response_input, chat = await _prepare(context, services, request, f"resp_{uuid.uuid4().hex}")
     if request.background:
-        return await _create_in_background(context, services, turn, chat)
-    answer = await begin_chat(context, services, chat)
-    response = ResponseAnswer(services, turn, chat, answer)
+        return await _create_in_background(context, services, response_input, chat)
+    state = await start_chat(context, services, chat)
+    response = ResponseBuilder(services, response_input, chat, state)
     try:
         response.store()
         if request.stream:
-            await services.stream(context, answer, response.write, lambda: b"")
+            await services.stream(context, state, response.write_events, lambda: b"")
         else:
-            await services.complete(answer)
-            return response.whole()
+            await services.complete(state)
+            return response.build_response()
     finally:
-        services.client.abandon(answer)
-        response.forget_unfinished()
+        services.client.abandon(state)
+        response.delete_unfinished()
 
 
-async def _prepare(context: RequestContext, services: Services, request: ResponsesRequest, name: str) -> tuple[Turn, ChatRequest]:
+async def _prepare(context: RequestContext, services: Services, request: ResponsesRequest, name: str) -> tuple[ResponseInput, ChatRequest]:
     """The input of a response, and its chat request. `name`: the response's id. Raises ApiError."""
     conversation, history = request.conversation_id(), []
     if conversation is not None:
-        history = stored_of(context, services, conversation, "conversation").conversation()
+        history = find_stored(context, services, conversation, "conversation").decode_items()
     elif request.previous_response_id:
-        history = stored_of(context, services, request.previous_response_id, "previous_response_id").conversation()
+        history = find_stored(context, services, request.previous_response_id, "previous_response_id").decode_items()
     items = await _without_references(context, services, history, request.items())
-    chat = request.chat(history, items, name)
+    chat = request.to_chat_request(history, items, name)
     if request.truncation == "auto":
-        chat = await shortened(services, chat)
-    return Turn(request, context.tenant, history, stored_items(items, name), conversation), chat
+        chat = await drop_oldest_turns(services, chat)
+    return ResponseInput(request, context.tenant, history, to_stored_items(items, name), conversation), chat
 
 
 async def _without_references(
@@ -93,14 +93,14 @@ async def _without_references(
         name, param = items[place].get("id"), f"input[{place}].id"
         if not isinstance(name, str):
             raise ApiError(400, f"{param}: expected a string", param)
-        for container in containers_of(name) if name not in known else ():
+        for container in container_ids(name) if name not in known else ():
             stored = services.responses.get(container, context.tenant) if container not in containers else None
             containers.add(container)
             if len(containers) > MAX_CONTAINERS:
                 sentence = f"{param}: the input refers to items of more than {MAX_CONTAINERS // 2} responses; send the items themselves"
                 raise ApiError(400, sentence, param)
             if stored is not None:
-                known = _by_name(stored.conversation()) | known
+                known = _by_name(stored.decode_items()) | known
                 await asyncio.sleep(0)  # decoding may have taken long
         if name not in known:
             raise ApiError(404, f"{param}: there is no item {name[:100]!r}, or it is no longer stored; send the item itself", param)
@@ -112,50 +112,54 @@ def _by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {item["id"]: item for item in items if isinstance(item.get("id"), str)}
 
 
-async def _create_in_background(context: RequestContext, services: Services, turn: Turn, chat: ChatRequest) -> dict[str, Any] | None:
+async def _create_in_background(
+    context: RequestContext, services: Services, response_input: ResponseInput, chat: ChatRequest
+) -> dict[str, Any] | None:
     """Start a response that continues when the client disconnects.
 
     Sends its events, or its initial state.
     """
-    request = turn.request
+    request = response_input.request
     if request.store is False or not services.responses.is_on:
         remedy = "leave store out" if services.responses.is_on else NOTHING_STORED
         raise ApiError(400, f"a background response must be stored; {remedy}", "background")
-    log = turn.log = EventLog() if request.stream else None
-    caller = Detached(context)
+    log = response_input.log = EventLog() if request.stream else None
+    caller = BackgroundCaller(context)
     try:
-        answer = await begin_chat(caller, services, chat)
+        state = await start_chat(caller, services, chat)
     except BaseException:
         caller.close()
         raise
-    response = ResponseAnswer(services, turn, chat, answer)
+    response = ResponseBuilder(services, response_input, chat, state)
     response.store()
-    services.run(_finish(services, response, answer, caller, log))
+    services.run(_finish(services, response, state, caller, log))
     if log is None:
-        return response.begun()
+        return response.build_initial()
     else:
         await _send_events(context, log, 0)
     return None
 
 
-async def _finish(services: Services, response: ResponseAnswer, answer: RequestState, caller: Detached, log: EventLog | None) -> None:
+async def _finish(
+    services: Services, response: ResponseBuilder, state: RequestState, caller: BackgroundCaller, log: EventLog | None
+) -> None:
     """Run a background response to its end."""
     try:
-        while log is not None and (answer.open or answer.changed) and not answer.gone:
-            for sequence in await answer.wait():
+        while log is not None and (state.open or state.changed) and not state.gone:
+            for sequence in await state.wait():
                 response.log_events(sequence, log)
         if log is None:
-            await answer.complete()
-            response.whole()
+            await state.complete()
+            response.build_response()
     finally:
-        services.client.abandon(answer)
-        response.forget_unfinished()
+        services.client.abandon(state)
+        response.delete_unfinished()
         caller.close()
         if log is not None:
             log.close()
 
 
-class Detached:
+class BackgroundCaller:
     """A `Caller` for a background response: keeps the tenant and the quota, ignores the connection."""
 
     def __init__(self, context: RequestContext) -> None:
@@ -181,13 +185,13 @@ class Detached:
 async def count(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Count the input tokens of a response."""
     _, chat = await _prepare(context, services, request, "")
-    return {"object": "response.input_tokens", "input_tokens": await count_prompt(services, chat)}
+    return {"object": "response.input_tokens", "input_tokens": await count_prompt_tokens(services, chat)}
 
 
 @router.get("/v1/responses/{name}")
 async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1") -> Any:
     """Retrieve a stored response; with `stream=true` its events after number `starting_after`."""
-    stored = stored_of(context, services, name, "response_id")
+    stored = find_stored(context, services, name, "response_id")
     if (stream or "false").lower() not in ("true", "1"):
         await context.respond(stored.body)
         return
@@ -198,7 +202,7 @@ async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream
     await _send_events(context, _log_of(stored), int(given[:9]) + 1)
 
 
-def _log_of(stored: Stored) -> EventLog:
+def _log_of(stored: StoredEntry) -> EventLog:
     """The events of a stored response; made from its object where it is finished and none were
     stored.
 
@@ -211,7 +215,7 @@ def _log_of(stored: Stored) -> EventLog:
         raise ApiError(400, "the events of this response are not stored; retrieve it without stream, or create it with background and stream",
                        "stream")  # fmt: skip
     log = EventLog()
-    log.add(replayed(body))
+    log.add(replay_events(body))
     log.close()
     return log
 
@@ -238,14 +242,14 @@ async def input_items(
     name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
     """List the input items of a stored response."""
-    stored = stored_of(context, services, name, "response_id")
-    return page_of(stored.conversation()[: stored.num_input], limit, order, after)
+    stored = find_stored(context, services, name, "response_id")
+    return make_page(stored.decode_items()[: stored.num_input], limit, order, after)
 
 
 @router.delete("/v1/responses/{name}")
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a stored response."""
-    if msgspec.json.decode(stored_of(context, services, name, "response_id").body)["status"] == "in_progress":
+    if msgspec.json.decode(find_stored(context, services, name, "response_id").body)["status"] == "in_progress":
         raise ApiError(400, f"the response {name} is in progress; cancel it before", "response_id")
     services.responses.delete(name, context.tenant)
     return {"id": name, "object": "response", "deleted": True}
@@ -254,14 +258,14 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Cancel a response that is in progress."""
-    body = msgspec.json.decode(stored_of(context, services, name, "response_id").body)
+    body = msgspec.json.decode(find_stored(context, services, name, "response_id").body)
     if body["status"] != "in_progress":
         raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
     services.client.abort([name], context.tenant)
     return {**body, "status": "cancelled"}
 
 
-def stored_of(context: RequestContext, services: Services, name: str, param: str) -> Stored:
+def find_stored(context: RequestContext, services: Services, name: str, param: str) -> StoredEntry:
     """A stored response, or a conversation where `param`, the place that named it, speaks of one.
 
     Raises ApiError 404.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from frame.entrypoints.http.chat.dialects import Extensions, function_tool, object_at, parts_at, text_at
+from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.request_options import Metadata
@@ -40,7 +40,7 @@ class ResponsesChat(ChatRequest):
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
 
 
-class ResponsesRequest(Extensions):
+class ResponsesRequest(ExtensionFields):
     """A request of the Responses API.
 
     `input`: text or a list of items. `previous_response_id` and `conversation` put stored items
@@ -94,7 +94,7 @@ class ResponsesRequest(Extensions):
             return None
         if self.previous_response_id:
             raise ApiError(400, "conversation and previous_response_id exclude each other; send one", "conversation")
-        return given if isinstance(given, str) else text_at(given.get("id"), "conversation.id")
+        return given if isinstance(given, str) else check_string(given.get("id"), "conversation.id")
 
     def items(self) -> list[dict[str, Any]]:
         """The input as a list of items."""
@@ -102,7 +102,7 @@ class ResponsesRequest(Extensions):
             return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
         return self.input
 
-    def chat(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str) -> ChatRequest:
+    def to_chat_request(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400.
 
         `history`: stored items before the input. `items`: the input with references resolved.
@@ -111,11 +111,11 @@ class ResponsesRequest(Extensions):
         self._check()
         if self.request_name() is not None:
             raise ApiError(400, "a response has its own id; leave rid and request_id out", "rid" if self.rid else "request_id")
-        fields = self.extensions() | {"rid": rid}
+        fields = self.extension_fields() | {"rid": rid}
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         if (effort := (self.reasoning or {}).get("effort")) is not None:
-            fields["reasoning_effort"] = text_at(effort, "reasoning.effort")
+            fields["reasoning_effort"] = check_string(effort, "reasoning.effort")
         if self.wants_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -173,11 +173,11 @@ def _extend(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -
         turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(item.get("content") or item.get("summary"), place)
     elif kind in ("function_call", "custom_tool_call"):
         if kind == "function_call":
-            arguments = text_at(item.get("arguments"), f"{place}.arguments")
+            arguments = check_string(item.get("arguments"), f"{place}.arguments")
         else:
-            arguments = msgspec.json.encode({CUSTOM_ARGUMENT: text_at(item.get("input"), f"{place}.input")}).decode()
-        function = {"name": text_at(item.get("name"), f"{place}.name"), "arguments": arguments}
-        call = {"id": text_at(item.get("call_id"), f"{place}.call_id"), "type": "function", "function": function}
+            arguments = msgspec.json.encode({CUSTOM_ARGUMENT: check_string(item.get("input"), f"{place}.input")}).decode()
+        function = {"name": check_string(item.get("name"), f"{place}.name"), "arguments": arguments}
+        call = {"id": check_string(item.get("call_id"), f"{place}.call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     else:
         turn["content"] += _text(item.get("content"), place)
@@ -185,7 +185,7 @@ def _extend(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -
 
 def _message(kind: str, item: dict[str, Any], place: str) -> dict[str, Any]:
     if kind in OUTPUT_KINDS:
-        name = text_at(item.get("call_id"), f"{place}.call_id")
+        name = check_string(item.get("call_id"), f"{place}.call_id")
         return {"role": "tool", "tool_call_id": name, "content": _text(item.get("output"), f"{place}.output")}
     if kind != "message":
         kinds = ", ".join(("message", *TURN_KINDS, *OUTPUT_KINDS, "item_reference"))
@@ -198,11 +198,11 @@ def _message(kind: str, item: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _text(content: Any, place: str) -> str:
     texts = []
-    for i, part in enumerate(parts_at(content, place)):
+    for i, part in enumerate(to_content_parts(content, place)):
         if part["type"] == "refusal":
-            texts.append(text_at(part.get("refusal"), f"{place}[{i}].refusal"))
+            texts.append(check_string(part.get("refusal"), f"{place}[{i}].refusal"))
         elif part["type"] in TEXTS:
-            texts.append(text_at(part.get("text"), f"{place}[{i}].text"))
+            texts.append(check_string(part.get("text"), f"{place}[{i}].text"))
         else:
             raise ApiError(400, f"{place}[{i}]: this model takes text only, not {quoted(part['type'])}", place)
     return "".join(texts)
@@ -226,7 +226,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
         return _custom_tool(tool, place)
     if kind != "function":
         raise ApiError(400, f"{place}.type is {quoted(kind)}; this server runs no tools: describe a function of your own", f"{place}.type")
-    return function_tool(tool.get("name"), place, tool.get("description"), tool.get("parameters"), tool.get("strict"))
+    return make_function_tool(tool.get("name"), place, tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
 
 def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
@@ -234,17 +234,17 @@ def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
     A regex format becomes the pattern of a strict schema.
     """
-    form = object_at(tool.get("format") or {"type": "text"}, f"{place}.format")
+    form = check_object(tool.get("format") or {"type": "text"}, f"{place}.format")
     text: dict[str, Any] = {"type": "string"}
     if form.get("type") == "grammar":
         if form.get("syntax") != "regex":
             sentence = f"{place}.format.syntax is {quoted(form.get('syntax'))}; this server takes regex"
             raise ApiError(400, sentence, f"{place}.format.syntax")
-        text["pattern"] = f"^(?:{text_at(form.get('definition'), f'{place}.format.definition')})$"
+        text["pattern"] = f"^(?:{check_string(form.get('definition'), f'{place}.format.definition')})$"
     elif form.get("type") != "text":
         raise ApiError(400, f"{place}.format.type is {quoted(form.get('type'))}; it must be text or grammar", f"{place}.format.type")
     schema = {"type": "object", "properties": {CUSTOM_ARGUMENT: text}, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
-    return function_tool(tool.get("name"), place, tool.get("description"), schema, True if "pattern" in text else None)
+    return make_function_tool(tool.get("name"), place, tool.get("description"), schema, True if "pattern" in text else None)
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
@@ -254,7 +254,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         tools = choice.get("tools")
         if not isinstance(tools, list):
             raise ApiError(400, "tool_choice.tools: expected a list", "tool_choice.tools")
-        allowed = [_named(object_at(tool, f"tool_choice.tools[{i}]"), f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
+        allowed = [_named(check_object(tool, f"tool_choice.tools[{i}]"), f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
         return {"type": "allowed_tools", "mode": choice.get("mode"), "tools": allowed}
     return _named(choice, "tool_choice")
 
@@ -262,18 +262,18 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 def _named(choice: dict[str, Any], place: str) -> dict[str, Any]:
     if choice.get("type") not in ("function", "custom"):
         raise ApiError(400, f"{place}.type is {quoted(choice.get('type'))}; it must be function, custom or allowed_tools", "tool_choice")
-    return {"type": "function", "function": {"name": text_at(choice.get("name"), f"{place}.name")}}
+    return {"type": "function", "function": {"name": check_string(choice.get("name"), f"{place}.name")}}
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     form = (text or {}).get("format")
     if form is None:
         return None
-    form = object_at(form, "text.format")
+    form = check_object(form, "text.format")
     kind = form.get("type")
     if kind not in FORMATS:
         raise ApiError(400, f"text.format.type is {quoted(kind)}; it must be one of {', '.join(FORMATS)}", "text.format.type")
     if kind != "json_schema":
         return form
-    object_at(form.get("schema"), "text.format.schema")
+    check_object(form.get("schema"), "text.format.schema")
     return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema", "strict") if name in form}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frame.entrypoints.http.chat.content_blocks import Block, Blocks, Silent
+from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks, NoEvents
 
 OUTPUT: list[tuple[str, str]] = [("reasoning", "so it is"), ("text", "Well, "), ("0", '{"a": 1}'), ("1", "{}"), ("text", "done"), ("2", "")]
 
@@ -16,22 +16,22 @@ class RecordingWriter:
     """Records the text of every block and checks the order of the events."""
 
     def __init__(self) -> None:
-        self.open: Block | None = None
+        self.open: ContentBlock | None = None
         self.texts: list[str] = []
 
-    def opened(self, block: Block) -> bytes:
+    def write_start(self, block: ContentBlock) -> bytes:
         assert self.open is None
-        assert block.place == len(self.texts)
+        assert block.index == len(self.texts)
         self.open = block
         self.texts.append("")
         return b"("
 
-    def grown(self, block: Block, piece: str) -> bytes:
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         assert self.open is block
         self.texts[-1] += piece
         return b"."
 
-    def closed(self, block: Block) -> bytes:
+    def write_stop(self, block: ContentBlock) -> bytes:
         assert self.open is block
         self.open = None
         return b")"
@@ -53,17 +53,17 @@ def random_deltas(rng: random.Random) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_streamed_and_whole_deltas_give_the_same_blocks(seed: int) -> None:
-    writer, blocks = RecordingWriter(), Blocks()
+    writer, blocks = RecordingWriter(), ContentBlocks()
     events = b"".join(blocks.feed([delta], writer) for delta in random_deltas(random.Random(seed))) + blocks.finish(writer)
     assert (events.count(b"("), events.count(b")"), writer.open) == (len(OUTPUT), len(OUTPUT), None)
-    whole = Blocks()
-    whole.feed(random_deltas(random.Random(seed + 1)), Silent())
-    assert [(b.kind, b.name, b.call_id, b.text) for b in blocks.row] == [(b.kind, b.name, b.call_id, b.text) for b in whole.row]
-    assert writer.texts == [block.text for block in whole.row] == [text for _, text in OUTPUT]
-    assert blocks.calls_tools
+    whole = ContentBlocks()
+    whole.feed(random_deltas(random.Random(seed + 1)), NoEvents())
+    assert [(b.kind, b.name, b.call_id, b.text) for b in blocks.blocks] == [(b.kind, b.name, b.call_id, b.text) for b in whole.blocks]
+    assert writer.texts == [block.text for block in whole.blocks] == [text for _, text in OUTPUT]
+    assert blocks.has_tool_calls
 
 
 def test_empty_output_has_no_block() -> None:
-    blocks = Blocks()
-    assert blocks.feed([{"content": ""}, {}], Silent()) + blocks.finish(Silent()) == b""
-    assert blocks.row == []
+    blocks = ContentBlocks()
+    assert blocks.feed([{"content": ""}, {}], NoEvents()) + blocks.finish(NoEvents()) == b""
+    assert blocks.blocks == []

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from frame.core.interfaces.parsing import ReasoningParser
-from frame.entrypoints.http.chat.reasoning_tokens import BLOCK, count_thinking
+from frame.entrypoints.http.chat.reasoning_tokens import BLOCK, count_reasoning_tokens
 from frame.plugins.reasoning_parsers.gpt_oss import GptOss
 from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
 
 
 def count_of(pieces: list[str], make_parser: Callable[[], ReasoningParser]) -> int:
-    return count_thinking(range(len(pieces)), lambda ids: "".join(pieces[i] for i in ids), make_parser)
+    return count_reasoning_tokens(range(len(pieces)), lambda ids: "".join(pieces[i] for i in ids), make_parser)
 
 
 def open_at_once() -> ReasoningParser:

@@ -15,13 +15,13 @@ import msgspec
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.chat_request import answer_parsers, thinking_tokens
-from frame.entrypoints.http.chat.content_blocks import Blocks, Silent
+from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers
+from frame.entrypoints.http.chat.content_blocks import ContentBlocks, NoEvents
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.logprobs import TextLogprobs
+from frame.entrypoints.http.openai.response_events import EventWriter, final_event_name
 from frame.entrypoints.http.openai.response_store import EventLog
-from frame.entrypoints.http.openai.responses_events import EventWriter, last_event
 from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
 from frame.entrypoints.http.services import Services
 
@@ -31,7 +31,7 @@ STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 
 
 @dataclass(slots=True)
-class Turn:
+class ResponseInput:
     """The input of one response."""
 
     request: ResponsesRequest
@@ -42,86 +42,86 @@ class Turn:
     log: EventLog | None = None  # events of a streamed background response
 
 
-class ResponseAnswer:
+class ResponseBuilder:
     """A response as one object or as events; stored unless the request has `store: false`."""
 
-    def __init__(self, services: Services, turn: Turn, chat: ChatRequest, answer: RequestState) -> None:
-        request = turn.request
+    def __init__(self, services: Services, response_input: ResponseInput, chat: ChatRequest, state: RequestState) -> None:
+        request = response_input.request
         self._store = services.responses
-        self._turn = turn
-        self._sequence = answer.sequences[0]
-        self._parser = answer_parsers(services, chat, answer).get(0)
+        self._input = response_input
+        self._sequence = state.sequences[0]
+        self._parser = make_output_parsers(services, chat, state).get(0)
         # Cached, because the last body is made twice: for the store and for the client.
-        self._count_reasoning = cache(partial(thinking_tokens, services, chat, self._sequence, self._parser))
+        self._count_reasoning = cache(partial(count_reasoning, services, chat, self._sequence, self._parser))
         self._is_stored = request.store is not False and self._store.is_on
-        self._blocks = Blocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
-        self._writer = EventWriter(answer.rid, request.custom_tools)
-        self._name = answer.rid
+        self._blocks = ContentBlocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
+        self._writer = EventWriter(state.rid, request.custom_tools)
+        self._name = state.rid
         self._model = services.resolved.served_name
         self._created = int(time.time())
         self._is_started = False
 
-    def whole(self) -> dict[str, Any]:
+    def build_response(self) -> dict[str, Any]:
         """The whole response, after the sequence has finished."""
-        self._blocks.read(self._sequence, self._parser, Silent())
+        self._blocks.read(self._sequence, self._parser, NoEvents())
         return self._finished()
 
-    def begun(self) -> dict[str, Any]:
+    def build_initial(self) -> dict[str, Any]:
         """The response before its first token."""
         return self._body("in_progress")
 
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         """The events of the new output."""
         events = b""
         if not self._is_started:
             self._is_started = True
             body = self._body("in_progress")
-            events = self._writer.event("created", response=body) + self._writer.event("in_progress", response=body)
+            events = self._writer.write_event("created", response=body) + self._writer.write_event("in_progress", response=body)
         events += self._blocks.read(sequence, self._parser, self._writer)
         if sequence.finish is None:
             return events
         body = self._finished()
-        return events + self._writer.event(last_event(body["status"]), response=body)
+        return events + self._writer.write_event(final_event_name(body["status"]), response=body)
 
     def log_events(self, sequence: SequenceState, log: EventLog) -> None:
         """Append the events of the new output to the log."""
-        self._store.add_events(self._name, self._turn.tenant, log, self.write(sequence))
+        self._store.add_events(self._name, self._input.tenant, log, self.write_events(sequence))
 
     def store(self) -> None:
         """Store the response in its present state."""
         if self._is_stored:
-            finish, turn = self._sequence.finish, self._turn
+            finish, response_input = self._sequence.finish, self._input
             body = self._body("in_progress" if finish is None else STATUSES.get(finish.reason, "completed"))
-            before = [*turn.history, *turn.items]
+            before = [*response_input.history, *response_input.items]
             items = _encode([*before, *body["output"]])
-            self._store.put(self._name, turn.tenant, _encode(body), items, len(before), turn.log)
+            self._store.put(self._name, response_input.tenant, _encode(body), items, len(before), response_input.log)
 
-    def forget_unfinished(self) -> None:
+    def delete_unfinished(self) -> None:
         """Delete a response that ended before it finished."""
         if self._is_stored and (self._sequence.finish is None or not self._is_started):
-            self._store.delete(self._name, self._turn.tenant)
+            self._store.delete(self._name, self._input.tenant)
 
     def _finished(self) -> dict[str, Any]:
         self._is_started = True
-        finish, turn = self._sequence.finish, self._turn
+        finish, response_input = self._sequence.finish, self._input
         status = STATUSES.get(finish.reason, "completed") if finish is not None else "in_progress"
-        if turn.conversation is not None and status in ("completed", "incomplete"):
-            new = [*turn.items, *self._output(status)]
-            if not self._store.append_items(turn.conversation, turn.tenant, new):
+        if response_input.conversation is not None and status in ("completed", "incomplete"):
+            new = [*response_input.items, *self._output(status)]
+            if not self._store.append_items(response_input.conversation, response_input.tenant, new):
                 # Deleted meanwhile, or full: the response shows no conversation
-                turn.conversation = None
+                response_input.conversation = None
         self.store()
         return self._body(status)
 
     def _output(self, status: str) -> list[dict[str, Any]]:
-        last = len(self._blocks.row) - 1
+        last = len(self._blocks.blocks) - 1
         return [
-            self._writer.item(block, "incomplete" if block.place == last and status != "completed" else "completed")
-            for block in self._blocks.row
+            self._writer.make_item(block, "incomplete" if block.index == last and status != "completed" else "completed")
+            for block in self._blocks.blocks
         ]
 
     def _body(self, status: str) -> dict[str, Any]:
-        request, finish = self._turn.request, self._sequence.finish
+        request, finish = self._input.request, self._sequence.finish
         is_over = status != "in_progress"
         return {
             "id": self._name,
@@ -133,7 +133,7 @@ class ResponseAnswer:
             "error": _error(finish),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,
-            "conversation": None if self._turn.conversation is None else {"id": self._turn.conversation},
+            "conversation": None if self._input.conversation is None else {"id": self._input.conversation},
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": request.max_tool_calls,
             "metadata": request.metadata or {},

@@ -23,7 +23,7 @@ MAX_INPUTS = 2048  # of one request
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # pooling models sample no token
 
 
-class PooledRequest(RequestOptions):
+class PoolingRequestFields(RequestOptions):
     """Fields of all pooling requests.
 
     `truncate_prompt_tokens`: length in tokens to which longer texts are cut; -1: the model's
@@ -34,7 +34,7 @@ class PooledRequest(RequestOptions):
     user: str | None = None
     truncate_prompt_tokens: int | None = None
 
-    def longest(self, services: Services) -> int | None:
+    def truncate_length(self, services: Services) -> int | None:
         """The length in tokens to which texts are cut; None: longer texts are refused.
 
         Raises ApiError 400.
@@ -56,8 +56,8 @@ def check_count(count: int, name: str) -> None:
         raise ApiError(400, f"{name} has {count} entries; send at most {MAX_INPUTS} at once", name)
 
 
-async def vectors_of(
-    context: Caller, services: Services, request: PooledRequest, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
+async def compute_vectors(
+    context: Caller, services: Services, request: PoolingRequestFields, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
 ) -> tuple[np.ndarray, int]:
     """(float32 [prompts, width], number of prompt tokens).
 
@@ -65,23 +65,23 @@ async def vectors_of(
     """
     services.check_model(request.model)
     services.need_task(*tasks)
-    answer = await services.begin(
+    state = await services.begin(
         context,
         prompts,
         [NOTHING_SAMPLED] * len(prompts),
         request,
         tasks=tasks,
-        longest=request.longest(services),
+        longest=request.truncate_length(services),
         prefix=prefix,
     )
     try:
-        sequences = await services.complete(answer)
-        if len(answer.vectors) < len(sequences):
+        sequences = await services.complete(state)
+        if len(state.vectors) < len(sequences):
             raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
-        vectors = np.frombuffer(b"".join(answer.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
+        vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
         return vectors, sum(len(s.prompt) for s in sequences)
     finally:
-        services.client.abandon(answer)
+        services.client.abandon(state)
 
 
 def usage(num_tokens: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.services import Caller, Services
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 router = ApiRouter(access=Access.USER)
 
 
-class ClassifyRequest(PooledRequest):
+class ClassifyRequest(PoolingRequestFields):
     input: str | list[str]
 
 
@@ -28,8 +28,8 @@ class ClassifyRequest(PooledRequest):
 @router.post("/classify")
 async def classify(request: ClassifyRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Classify texts."""
-    vectors, count = await classified(context, services, request)
-    names = labels_of(services)
+    vectors, count = await classify_texts(context, services, request)
+    names = get_labels(services)
     return {
         "id": f"classify-{uuid.uuid4().hex}",
         "object": "list",
@@ -44,19 +44,19 @@ async def classify(request: ClassifyRequest, context: ContextDep, services: Serv
     }
 
 
-async def classified(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
+async def classify_texts(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
     """(probabilities float32 [texts, labels], number of prompt tokens). Raises ApiError."""
     services.need_task("classify")
     texts = [request.input] if isinstance(request.input, str) else request.input
     check_count(len(texts), "input")
-    vectors, count = await vectors_of(context, services, request, texts, ("classify",))
-    names = labels_of(services)
+    vectors, count = await compute_vectors(context, services, request, texts, ("classify",))
+    names = get_labels(services)
     if len(names) != vectors.shape[1]:
         raise ApiError(500, f"the model has {vectors.shape[1]} outputs, and its config.json names {len(names)} classes")
     return vectors, count
 
 
-def labels_of(services: Services) -> list[str]:
+def get_labels(services: Services) -> list[str]:
     """The names of a classifier's outputs, in order."""
     pooling = services.resolved.pooling
     return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.model.labels)

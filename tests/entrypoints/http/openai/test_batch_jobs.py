@@ -17,9 +17,9 @@ from frame.core.config.schema import BatchesSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai import batch_runner
-from frame.entrypoints.http.openai.batch_files import Card, FileStore, NoRoomError, make_folder
-from frame.entrypoints.http.openai.batch_runner import FINAL_STATUSES, Batch, BatchRunner
+from frame.entrypoints.http.openai import batch_jobs
+from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, StorageFullError, make_folder
+from frame.entrypoints.http.openai.batch_jobs import FINAL_STATUSES, BatchJob, BatchJobRunner
 from frame.entrypoints.http.protocol.multipart import FormReader
 
 CHAT = "/v1/chat/completions"
@@ -37,7 +37,7 @@ class Server:
         self.most_at_once = self._at_once = 0
         settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
         self.shares = TenantQuotas(most_of_key)
-        self.runner = BatchRunner(settings, FileStore(settings), self.shares, lambda: self.is_stopping)
+        self.runner = BatchJobRunner(settings, FileStore(settings), self.shares, lambda: self.is_stopping)
         self.runner.route = self._route
 
     async def _route(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
@@ -52,12 +52,12 @@ class Server:
         await send({"type": "http.response.start", "status": self.statuses.pop(0) if self.statuses else 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
-    async def begin(self, count: int, tenant: str = "") -> Batch:
+    async def begin(self, count: int, tenant: str = "") -> BatchJob:
         lines = "".join(json.dumps({"custom_id": str(i), "method": "POST", "url": CHAT, "body": {"i": i}}) + "\n" for i in range(count))
         card = await self.runner.files.create(lines.encode(), "in.jsonl", "batch", tenant)
         return await self.runner.start(card.id, CHAT, None, tenant)
 
-    async def over(self, batch: Batch) -> Batch:
+    async def over(self, batch: BatchJob) -> BatchJob:
         async with asyncio.timeout(30):
             while batch.status not in FINAL_STATUSES:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.001)
@@ -84,11 +84,11 @@ async def test_each_line_runs_once_within_the_concurrency(tmp_path: Path) -> Non
         ("b", CHAT, -1000),
     }
     assert server.runner.get(one.id, "b") is None
-    assert [batch.id for batch in server.runner.owned("b")] == [two.id]
+    assert [batch.id for batch in server.runner.list_batches("b")] == [two.id]
 
 
 async def test_lines_are_sent_again_while_the_queue_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "RETRY_INTERVAL", 0.0)
+    monkeypatch.setattr(batch_jobs, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path)
     server.statuses = [503, 429, 503, 200, 500]
     batch = await server.over(await server.begin(2))
@@ -106,7 +106,7 @@ async def test_final_statuses_of_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
     await server.runner.cancel(cancelled)
     assert cancelled.status == "cancelled"
     server.gate.set()
-    monkeypatch.setattr(batch_runner, "COMPLETION_WINDOW", -1)
+    monkeypatch.setattr(batch_jobs, "COMPLETION_WINDOW", -1)
     assert (await server.over(await server.begin(3))).status == "expired"
     monkeypatch.undo()
     server.gate.clear()
@@ -127,9 +127,9 @@ async def test_byte_limit_of_all_files(tmp_path: Path) -> None:
     server = Server(tmp_path, max_bytes=2000)
     batch = await server.over(await server.begin(20))  # its output does not fit
     assert (batch.status, "delete some" in (batch.error or "")) == ("failed", True)
-    with pytest.raises(NoRoomError, match="delete some"):
+    with pytest.raises(StorageFullError, match="delete some"):
         await server.begin(20)
-    for card in server.runner.files.owned(""):
+    for card in server.runner.files.list_files(""):
         await server.runner.files.delete(card)
     assert server.runner.files.num_bytes == 0
     assert (await server.over(await server.begin(2))).status == "completed"
@@ -145,7 +145,7 @@ def file_ids(folder: Path) -> list[str]:
 async def test_full_disk_returns_the_bytes_to_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(tmp_path)
     files = server.runner.files
-    output = await files.begin("out.jsonl", "batch_output", "")
+    output = await files.open_writer("out.jsonl", "batch_output", "")
     output.append(b"abc")
     output._handle.close()
     # The tested code closes it
@@ -158,7 +158,7 @@ async def test_full_disk_returns_the_bytes_to_the_quota(tmp_path: Path, monkeypa
     batch = await server.begin(3)
     before = files.num_bytes
 
-    async def full(card: Card) -> None:
+    async def full(card: FileObject) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files, "add", full)
@@ -179,20 +179,20 @@ async def test_restart_loads_files_and_batches(tmp_path: Path) -> None:
     first.runner.files.close()  # as at the end of its process
     (tmp_path / f"batch-{'0' * 32}.json").write_text("{half a file")
     second = Server(tmp_path)
-    found = {batch.id: batch for batch in second.runner.owned("")}
+    found = {batch.id: batch for batch in second.runner.list_batches("")}
     assert set(found) == {done.id, cut_off.id}
     assert (found[done.id].status, found[cut_off.id].status) == ("completed", "failed")
     assert second.lines(done.output_file_id)
     # The unfinished output is deleted
-    assert set(file_ids(tmp_path)) == {card.id for card in second.runner.files.owned("")}
-    assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.owned(""))
+    assert set(file_ids(tmp_path)) == {card.id for card in second.runner.files.list_files("")}
+    assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.list_files(""))
     await first.runner.cancel(cut_off)
 
 
 async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
     server = Server(tmp_path)
     done = await server.over(await server.begin(1))
-    half = await server.runner.files.begin("half.jsonl", "batch_output", "")
+    half = await server.runner.files.open_writer("half.jsonl", "batch_output", "")
     half.append(b"half")
     server.runner.files.close()
     foreign = {
@@ -207,8 +207,8 @@ async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
         path.write_text(text)
     again = Server(tmp_path)
     assert {path: path.read_text() for path in foreign} == foreign
-    assert {card.id for card in again.runner.files.owned("")} == {done.input_file_id, done.output_file_id}
-    assert half._card.id not in file_ids(tmp_path)
+    assert {card.id for card in again.runner.files.list_files("")} == {done.input_file_id, done.output_file_id}
+    assert half._file.id not in file_ids(tmp_path)
     (tmp_path.parent / "outside.jsonl").unlink()
 
 
@@ -228,25 +228,25 @@ async def test_folder_is_locked_by_one_server(tmp_path: Path) -> None:
 async def test_a_key_has_its_share_of_the_room(tmp_path: Path) -> None:
     server = Server(tmp_path, max_bytes=10_000, max_bytes_per_key=2000, max_files_per_key=4)
     files = server.runner.files
-    with pytest.raises(NoRoomError, match="max_bytes_per_key"):
+    with pytest.raises(StorageFullError, match="max_bytes_per_key"):
         await files.create(b"x" * 2001, "a", "batch", "greedy")
     assert (files.num_bytes, file_ids(tmp_path)) == (0, [])
     # Files that are being written count too
-    open_files = [await files.begin("a", "batch", "greedy") for _ in range(4)]
-    with pytest.raises(NoRoomError, match="max_files_per_key"):
-        await files.begin("a", "batch", "greedy")
+    open_files = [await files.open_writer("a", "batch", "greedy") for _ in range(4)]
+    with pytest.raises(StorageFullError, match="max_files_per_key"):
+        await files.open_writer("a", "batch", "greedy")
     await files.create(b"x" * 2000, "b", "batch", "modest")
     for output in open_files:
         output.abandon()
     for _ in range(4):
         await files.create(b"x" * 500, "a", "batch", "greedy")
-    with pytest.raises(NoRoomError, match="max_files_per_key"):
+    with pytest.raises(StorageFullError, match="max_files_per_key"):
         await files.create(b"", "a", "batch", "greedy")
     files.close()
     again = Server(tmp_path, max_bytes=10_000, max_bytes_per_key=2000, max_files_per_key=4).runner.files
-    with pytest.raises(NoRoomError, match="max_files_per_key"):
+    with pytest.raises(StorageFullError, match="max_files_per_key"):
         await again.create(b"", "a", "batch", "greedy")
-    await again.delete(again.owned("greedy")[0])
+    await again.delete(again.list_files("greedy")[0])
     await again.create(b"x" * 500, "a", "batch", "greedy")
 
 
@@ -258,25 +258,25 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
     server = Server(tmp_path, max_batches_per_key=3)
     other = await server.over(await server.begin(1, "modest"))
     greedy = [await server.over(await server.begin(1, "greedy")) for _ in range(5)]
-    assert [batch.id for batch in server.runner.owned("greedy")] == [batch.id for batch in reversed(greedy[2:])]
+    assert [batch.id for batch in server.runner.list_batches("greedy")] == [batch.id for batch in reversed(greedy[2:])]
     assert batch_ids(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
-    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 4)  # of all keys together
+    monkeypatch.setattr(batch_jobs, "MAX_BATCHES", 4)  # of all keys together
     await server.over(await server.begin(1, "greedy"))
-    assert server.runner.owned("modest") == [other]
-    with pytest.raises(NoRoomError, match="none of yours has ended"):
+    assert server.runner.list_batches("modest") == [other]
+    with pytest.raises(StorageFullError, match="none of yours has ended"):
         await server.begin(1, "third")
     server.gate.clear()
     for _ in range(3):
         await server.begin(1, "greedy")
-    with pytest.raises(NoRoomError, match="this key has 3 batches"):
+    with pytest.raises(StorageFullError, match="this key has 3 batches"):
         await server.begin(1, "greedy")
     server.gate.set()
-    for batch in server.runner.owned("greedy"):
+    for batch in server.runner.list_batches("greedy"):
         await server.over(batch)
 
 
 async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "RETRY_INTERVAL", 0.0)
+    monkeypatch.setattr(batch_jobs, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path, concurrency=8, most_of_key=3)
     with server.shares.open("a"):  # a request of the same key over HTTP
         server.gate.clear()

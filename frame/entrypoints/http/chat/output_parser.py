@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frame.entrypoints.http.chat.structured import constrained_by, format_of
+from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
 from frame.entrypoints.http.errors import ApiError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ParserPair:
         if tools is not None and use is not None:
             tools.begin(use.rule.functions)
 
-    def refined(self, params: SamplingParams, *, is_whole: bool = False) -> SamplingParams:
+    def constrain_params(self, params: SamplingParams, *, is_whole: bool = False) -> SamplingParams:
         """The parameters with the grammar that reasoning and tool calls require.
 
         Special tokens stay in the text where a parser needs them. `is_whole`: the grammar of
@@ -55,11 +55,11 @@ class ParserPair:
             return params
         if self.use is not None and self.use.is_enforced:
             return self._enforce_calls(params)
-        content = format_of(params) if self.reasoning is not None else None
+        content = to_format(params) if self.reasoning is not None else None
         if content is None:
             return params
         whole = self._add_reasoning(content, is_calls=False)
-        return params if whole is content else constrained_by(params, whole)
+        return params if whole is content else replace_constraint(params, whole)
 
     def _add_reasoning(self, form: Format, *, is_calls: bool) -> Format:
         """The format of a whole output whose content, or whose tool calls, have the format `form`."""
@@ -67,7 +67,7 @@ class ParserPair:
 
     def _enforce_calls(self, params: SamplingParams) -> SamplingParams:
         assert self.use is not None
-        rule, content = self.use.rule, format_of(params)
+        rule, content = self.use.rule, to_format(params)
         if rule.is_required or content is not None:
             calls = self.tools and self.tools.grammar(replace(rule, is_required=True))
             if calls:
@@ -80,15 +80,15 @@ class ParserPair:
             reason = "this server has no tool-call parser" if self.tools is None else "this server's tool-call parser cannot enforce calls"
             remedy = "use tool_choice auto without strict functions, or start it with another --tool-call-parser"
             raise ApiError(400, f"{reason}; {remedy}", "tool_choice" if rule.is_required else "tools")
-        return constrained_by(params, calls)
+        return replace_constraint(params, calls)
 
 
-def prompt_end(prompt: list[int], tokenizer: Tokenizer | None) -> str:
+def decode_prompt_end(prompt: list[int], tokenizer: Tokenizer | None) -> str:
     """The last `PROMPT_END` prompt tokens as text, with special tokens; "" without a tokenizer."""
     return "" if tokenizer is None else tokenizer.decode(prompt[-PROMPT_END:], False)
 
 
-class AnswerParser:
+class OutputParser:
     """Parses the output of one sequence into chat deltas; joined, they are the message.
 
     `max_calls`: tool calls after so many are dropped; None: all are returned.
@@ -104,11 +104,11 @@ class AnswerParser:
         self._arguments: dict[int, list[str]] = {}
 
     @property
-    def has_calls(self) -> bool:
+    def has_tool_calls(self) -> bool:
         return bool(self._calls)
 
     @property
-    def has_thoughts(self) -> bool:
+    def has_reasoning(self) -> bool:
         return bool(self._reasoning_parts)
 
     def feed(self, text: str, finish: Finish | None) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ class AnswerParser:
                 self._arguments[call.index].append(call.arguments)
                 deltas.append({"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]})
 
-    def message(self) -> dict[str, Any]:
+    def build_message(self) -> dict[str, Any]:
         """The whole message in OpenAI's shape, after the last piece was fed."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self._calls else None}

@@ -1,7 +1,7 @@
 """Content blocks as output items and events of the Responses API, in the order that its clients
 rely on.
 
-Used by `responses_answer` and, for stored responses, by the routes. Must not depend on the engine.
+Used by `response_builder` and, for stored responses, by the routes. Must not depend on the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.chat.content_blocks import Block, Kind
+from frame.entrypoints.http.chat.content_blocks import ContentBlock, Kind
 from frame.entrypoints.http.openai.responses_schema import CUSTOM_ARGUMENT, custom_input
 
 _encode = msgspec.json.encode
@@ -30,13 +30,13 @@ class EventWriter:
         self._custom_tools = custom_tools
         self._number = 0
 
-    def event(self, kind: str, **fields: Any) -> bytes:
+    def write_event(self, kind: str, **fields: Any) -> bytes:
         """One event of type `response.{kind}`."""
         body = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), _encode(body))
 
-    def item(self, block: Block, status: str = "completed") -> dict[str, Any]:
+    def make_item(self, block: ContentBlock, status: str = "completed") -> dict[str, Any]:
         """The block as an output item, with the text that it has so far."""
         head = {"type": "message", "id": self._id(block), "status": status}
         if self._is_custom(block):
@@ -49,77 +49,77 @@ class EventWriter:
             return head | {"role": "assistant", "content": content}
         return head | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
 
-    def opened(self, block: Block) -> bytes:
-        added = self.event("output_item.added", output_index=block.place, item=self.item(block, "in_progress"))
+    def write_start(self, block: ContentBlock) -> bytes:
+        added = self.write_event("output_item.added", output_index=block.index, item=self.make_item(block, "in_progress"))
         if block.kind == "call":
             return added
-        return added + self.event("content_part.added", **self._place(block), content_index=0, part=_part(block, ""))
+        return added + self.write_event("content_part.added", **self._place(block), content_index=0, part=_part(block, ""))
 
-    def grown(self, block: Block, piece: str) -> bytes:
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         if self._is_custom(block):
             return b""  # the text is known only when its JSON is complete
         if block.kind == "call":
-            return self.event("function_call_arguments.delta", **self._place(block), delta=piece)
+            return self.write_event("function_call_arguments.delta", **self._place(block), delta=piece)
         extra: dict[str, Any] = {"logprobs": block.last_logprobs} if block.kind == "text" else {}
-        return self.event(f"{PARTS[block.kind]}.delta", **self._place(block), content_index=0, delta=piece, **extra)
+        return self.write_event(f"{PARTS[block.kind]}.delta", **self._place(block), content_index=0, delta=piece, **extra)
 
-    def closed(self, block: Block) -> bytes:
+    def write_stop(self, block: ContentBlock) -> bytes:
         place = self._place(block)
         if self._is_custom(block):
             text = custom_input(block.text)
-            done = self.event("custom_tool_call_input.delta", **place, delta=text)
-            done += self.event("custom_tool_call_input.done", **place, input=text)
+            done = self.write_event("custom_tool_call_input.delta", **place, delta=text)
+            done += self.write_event("custom_tool_call_input.done", **place, input=text)
         elif block.kind == "call":
-            done = self.event("function_call_arguments.done", **place, name=block.name, arguments=block.text)
+            done = self.write_event("function_call_arguments.done", **place, name=block.name, arguments=block.text)
         else:
             extra: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
-            done = self.event(f"{PARTS[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
-            done += self.event("content_part.done", **place, content_index=0, part=_part(block, block.text))
-        return done + self.event("output_item.done", output_index=block.place, item=self.item(block))
+            done = self.write_event(f"{PARTS[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
+            done += self.write_event("content_part.done", **place, content_index=0, part=_part(block, block.text))
+        return done + self.write_event("output_item.done", output_index=block.index, item=self.make_item(block))
 
-    def _is_custom(self, block: Block) -> bool:
+    def _is_custom(self, block: ContentBlock) -> bool:
         return block.kind == "call" and block.name in self._custom_tools
 
-    def _id(self, block: Block) -> str:
+    def _id(self, block: ContentBlock) -> str:
         kind = "custom" if self._is_custom(block) else block.kind
-        return f"{PREFIXES[kind]}_{self._suffix}_{block.place}"
+        return f"{PREFIXES[kind]}_{self._suffix}_{block.index}"
 
-    def _place(self, block: Block) -> dict[str, Any]:
-        return {"item_id": self._id(block), "output_index": block.place}
+    def _place(self, block: ContentBlock) -> dict[str, Any]:
+        return {"item_id": self._id(block), "output_index": block.index}
 
 
-def replayed(body: dict[str, Any]) -> bytes:
+def replay_events(body: dict[str, Any]) -> bytes:
     """The events of a stored, finished response, with each block in one piece."""
     customs = frozenset(item["name"] for item in body["output"] if item["type"] == "custom_tool_call")
     writer = EventWriter(body["id"], customs)
     begun = body | {"status": "in_progress", "completed_at": None, "incomplete_details": None, "output": [], "usage": None}
-    events = [writer.event("created", response=begun), writer.event("in_progress", response=begun)]
+    events = [writer.write_event("created", response=begun), writer.write_event("in_progress", response=begun)]
     for place, item in enumerate(body["output"]):
         block = _block(place, item)
-        events += [writer.opened(block), *(writer.grown(block, piece) for piece in block.pieces), writer.closed(block)]
-    events.append(writer.event(last_event(body["status"]), response=body))
+        events += [writer.write_start(block), *(writer.write_delta(block, piece) for piece in block.pieces), writer.write_stop(block)]
+    events.append(writer.write_event(final_event_name(body["status"]), response=body))
     return b"".join(events)
 
 
-def last_event(status: str) -> str:
+def final_event_name(status: str) -> str:
     """The name of the last event of a response with this status; OpenAI has none for cancelled
     responses.
     """
     return "incomplete" if status == "cancelled" else status
 
 
-def _block(place: int, item: dict[str, Any]) -> Block:
+def _block(place: int, item: dict[str, Any]) -> ContentBlock:
     """The block of an output item."""
     if item["type"] == "custom_tool_call":
-        return Block(place, "call", item["name"], item["call_id"], [_encode({CUSTOM_ARGUMENT: item["input"]}).decode()])
+        return ContentBlock(place, "call", item["name"], item["call_id"], [_encode({CUSTOM_ARGUMENT: item["input"]}).decode()])
     if item["type"] == "function_call":
-        return Block(place, "call", item["name"], item["call_id"], [item["arguments"]])
+        return ContentBlock(place, "call", item["name"], item["call_id"], [item["arguments"]])
     parts = item["content"]
     logprobs = [entry for part in parts for entry in part.get("logprobs", ())]
     kind: Kind = "text" if item["type"] == "message" else "reasoning"
-    return Block(place, kind, pieces=[part["text"] for part in parts], logprobs=logprobs, last_logprobs=logprobs)
+    return ContentBlock(place, kind, pieces=[part["text"] for part in parts], logprobs=logprobs, last_logprobs=logprobs)
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: ContentBlock, text: str) -> dict[str, Any]:
     part: dict[str, Any] = {"type": PARTS[block.kind], "text": text}
     return part | {"annotations": [], "logprobs": block.logprobs if text else []} if block.kind == "text" else part

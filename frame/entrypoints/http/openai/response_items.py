@@ -17,7 +17,7 @@ _CONTAINER = re.compile(r"[a-z]+_([0-9a-f]{32})_")
 MAX_LISTED = 100
 
 
-def stored_items(items: list[dict[str, Any]], owner: str, batch: str = "i") -> list[dict[str, Any]]:
+def to_stored_items(items: list[dict[str, Any]], owner: str, batch: str = "i") -> list[dict[str, Any]]:
     """Checked input items in stored form: with an id, and with text as a list of parts.
 
     `owner`: id of their response or conversation. `batch`: part of their ids, which separates them
@@ -42,18 +42,18 @@ def _parts(content: Any, role: Any) -> Any:
     return [{"type": "input_text", "text": content}]
 
 
-def containers_of(name: str) -> list[str]:
+def container_ids(name: str) -> list[str]:
     """The ids of the response and the conversation that may hold an item of this id."""
     found = _CONTAINER.match(name)
     return [f"resp_{found[1]}", f"conv_{found[1]}"] if found else []
 
 
-def item_of(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+def find_item(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
     """The last item with this id."""
     return next((item for item in reversed(items) if item.get("id") == name), None)
 
 
-def page_of(items: list[dict[str, Any]], limit: str, order: str, after: str) -> dict[str, Any]:
+def make_page(items: list[dict[str, Any]], limit: str, order: str, after: str) -> dict[str, Any]:
     """One page of items: `limit` items after the item `after`, in `order` (asc or desc).
 
     Raises ApiError 400.
@@ -70,10 +70,10 @@ def page_of(items: list[dict[str, Any]], limit: str, order: str, after: str) -> 
         if after not in names:
             raise ApiError(400, f"after is {after[:100]!r}; there is no such item here", "after")
         start = names.index(after) + 1
-    return list_of(ordered[start : start + int(limit)], has_more=start + int(limit) < len(ordered))
+    return make_list(ordered[start : start + int(limit)], has_more=start + int(limit) < len(ordered))
 
 
-def list_of(items: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+def make_list(items: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
     """OpenAI's list object with these items."""
     first, last = (items[0].get("id", ""), items[-1].get("id", "")) if items else ("", "")
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}

@@ -15,7 +15,7 @@ import numpy as np
 
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooled import PooledRequest, check_count, usage, vectors_of
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
@@ -34,7 +34,7 @@ class Document(RequestBody):
     text: str
 
 
-class RerankRequest(PooledRequest):
+class RerankRequest(PoolingRequestFields):
     query: str
     documents: list[str | Document]
     top_n: int | None = None
@@ -42,7 +42,7 @@ class RerankRequest(PooledRequest):
     instruction: str | None = None
 
 
-class ScoreRequest(PooledRequest):
+class ScoreRequest(PoolingRequestFields):
     """Two lists of texts: `text_1` and `text_2`, or `queries` and `items` (or `documents`)."""
 
     text_1: str | list[str] | None = None
@@ -62,7 +62,7 @@ async def rerank(request: RerankRequest, context: ContextDep, services: Services
 
 async def ranking_of(context: Caller, services: Services, request: RerankRequest) -> dict[str, Any]:
     """The response of `rerank`. Raises ApiError."""
-    ranking, count = await ranked(context, services, request)
+    ranking, count = await rank_documents(context, services, request)
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
     if request.return_documents is not False:
         for result in results:
@@ -71,7 +71,7 @@ async def ranking_of(context: Caller, services: Services, request: RerankRequest
     return {"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results}
 
 
-async def ranked(
+async def rank_documents(
     context: Caller, services: Services, request: RerankRequest, name: str = "documents"
 ) -> tuple[list[tuple[int, float]], int]:
     """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
@@ -83,7 +83,7 @@ async def ranked(
     check_count(len(texts), name)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
-    scores, count = await scores_of(context, services, request, [(request.query, text) for text in texts], request.instruction)
+    scores, count = await compute_scores(context, services, request, [(request.query, text) for text in texts], request.instruction)
     order = np.argsort(-scores, kind="stable")[: request.top_n].tolist()
     return [(index, float(scores[index])) for index in order], count
 
@@ -96,7 +96,7 @@ def _text(document: str | Document) -> str:
 @router.post("/score")
 async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Score pairs of texts by relevance or similarity."""
-    scores, count = await scored(context, services, request)
+    scores, count = await score_pairs(context, services, request)
     return {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",
@@ -107,7 +107,7 @@ async def score(request: ScoreRequest, context: ContextDep, services: ServicesDe
     }
 
 
-async def scored(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
+async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
     """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
     services.need_task(*TASKS)
     first = _texts(request, "text_1", "queries")
@@ -116,11 +116,11 @@ async def scored(context: Caller, services: Services, request: ScoreRequest) -> 
         pairs = paired(first, second)
     except ValueError as error:
         raise ApiError(400, str(error), "text_2") from None
-    return await scores_of(context, services, request, pairs, request.instruction)
+    return await compute_scores(context, services, request, pairs, request.instruction)
 
 
-async def scores_of(
-    context: Caller, services: Services, request: PooledRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
+async def compute_scores(
+    context: Caller, services: Services, request: PoolingRequestFields, pairs: Sequence[tuple[str, str]], instruction: str | None
 ) -> tuple[np.ndarray, int]:
     """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
     tokenizer = services.need_tokenizer()
@@ -130,7 +130,7 @@ async def scores_of(
         raise ApiError(400, str(error), "model") from None
     if form == "vectors":
         unique = list(dict.fromkeys(text for pair in pairs for text in pair))
-        vectors, count = await vectors_of(context, services, request, unique, TASKS)
+        vectors, count = await compute_vectors(context, services, request, unique, TASKS)
         places = {text: place for place, text in enumerate(unique)}
         first, second = (vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1))
         return similarity(first, second), count
@@ -141,7 +141,7 @@ async def scores_of(
         prompts = [filled(services.score_prompt, *pair, instruction) for pair in pairs]
     else:
         prompts = [Pair(*pair) for pair in pairs]
-    vectors, count = await vectors_of(context, services, request, prompts, TASKS)
+    vectors, count = await compute_vectors(context, services, request, prompts, TASKS)
     return relevance(vectors), count
 
 

@@ -12,32 +12,32 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_options import SamplingFields
 
 
-class Extensions(SamplingFields):
+class ExtensionFields(SamplingFields):
     """Fields of `/v1/chat/completions` that other chat APIs accept besides their own."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
-    def extensions(self) -> dict[str, Any]:
+    def extension_fields(self) -> dict[str, Any]:
         """The extension fields that were sent, by name."""
-        return {name: value for name in Extensions.model_fields if (value := getattr(self, name)) is not None}
+        return {name: value for name in ExtensionFields.model_fields if (value := getattr(self, name)) is not None}
 
 
-def object_at(value: Any, place: str) -> dict[str, Any]:
+def check_object(value: Any, place: str) -> dict[str, Any]:
     """`value`, if it is an object. Raises ApiError 400 that names `place`, the field path."""
     if not isinstance(value, dict):
         raise ApiError(400, f"{place}: expected an object", place)
     return value
 
 
-def text_at(value: Any, place: str) -> str:
+def check_string(value: Any, place: str) -> str:
     """`value`, if it is a string. Raises ApiError 400 that names `place`."""
     if not isinstance(value, str):
         raise ApiError(400, f"{place}: expected a string", place)
     return value
 
 
-def parts_at(content: Any, place: str) -> list[dict[str, Any]]:
+def to_content_parts(content: Any, place: str) -> list[dict[str, Any]]:
     """Content (null, a string or a list of parts) as a list of parts with a `type`.
 
     Raises ApiError 400 that names `place`.
@@ -48,18 +48,22 @@ def parts_at(content: Any, place: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ApiError(400, f"{place}: expected a string or a list of parts", place)
-    parts = [object_at(part, f"{place}[{i}]") for i, part in enumerate(content)]
+    parts = [check_object(part, f"{place}[{i}]") for i, part in enumerate(content)]
     for i, part in enumerate(parts):
-        text_at(part.get("type"), f"{place}[{i}].type")
+        check_string(part.get("type"), f"{place}[{i}].type")
     return parts
 
 
-def function_tool(name: Any, place: str, description: Any, parameters: Any, strict: Any = None) -> dict[str, Any]:
+def make_function_tool(name: Any, place: str, description: Any, parameters: Any, strict: Any = None) -> dict[str, Any]:
     """A tool in the shape of OpenAI's chat completions, which chat templates read.
 
     Raises ApiError 400.
     """
-    function: dict[str, Any] = {"name": text_at(name, f"{place}.name"), "description": description or "", "parameters": parameters or {}}
+    function: dict[str, Any] = {
+        "name": check_string(name, f"{place}.name"),
+        "description": description or "",
+        "parameters": parameters or {},
+    }
     if strict is not None:
         function["strict"] = strict
     return {"type": "function", "function": function}

@@ -31,7 +31,7 @@ _STRUCTURED = {
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
-def constraints(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
+def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
     """The sampling parameters that constrain the output, by name.
 
     `SamplingParams.problems` refuses several constraints at once. Raises ApiError 400 that names
@@ -94,7 +94,7 @@ def _text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def format_of(params: SamplingParams) -> Format | None:
+def to_format(params: SamplingParams) -> Format | None:
     """The constraint of `params` as a structural-tag format; None without a constraint.
 
     Raises ApiError 400 for a JSON schema or structural tag that is not a JSON object.
@@ -118,7 +118,7 @@ def format_of(params: SamplingParams) -> Format | None:
     return form
 
 
-def constrained_by(params: SamplingParams, form: Format) -> SamplingParams:
+def replace_constraint(params: SamplingParams, form: Format) -> SamplingParams:
     """`params` with the structural-tag format `form` in place of their own constraint."""
     form = form if params.disable_any_whitespace else _spaced(form)
     source = _text({"type": "structural_tag", "format": form})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from frame.entrypoints.engine_client.quotas import Places, QuotaExceededError, QuotaLease, TenantQuotas
-from frame.entrypoints.http.openai.batch_files import FileStore, NoRoomError, Output, read_all
+from frame.entrypoints.http.openai.batch_files import FileStore, FileWriter, StorageFullError, load_all
 from frame.entrypoints.http.protocol.bodies import problem_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ RETRY_INTERVAL = 0.5  # seconds before a line that got 429 or 503 is sent again
 FINAL_STATUSES = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class BatchJob(msgspec.Struct, kw_only=True):
     """OpenAI's batch object and its owner. Times are in seconds since the epoch."""
 
     id: str
@@ -63,7 +63,7 @@ class Batch(msgspec.Struct, kw_only=True):
     failed: int = 0  # all other lines that were run
     error: str | None = None  # why the whole batch failed
 
-    def shown(self) -> dict[str, Any]:
+    def to_object(self) -> dict[str, Any]:
         """OpenAI's batch object."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _HIDDEN}
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
@@ -77,10 +77,10 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 _HIDDEN = frozenset({"tenant", "total", "completed", "failed", "error"})
-_batch_decoder = msgspec.json.Decoder(Batch)
+_batch_decoder = msgspec.json.Decoder(BatchJob)
 
 
-class BatchRunner:
+class BatchJobRunner:
     """Runs the batches of one server.
 
     `shares`: quotas of the API keys, in which lines count like requests over HTTP. `stopping`:
@@ -102,9 +102,9 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._batches = self._load()
 
-    def _load(self) -> dict[str, Batch]:
+    def _load(self) -> dict[str, BatchJob]:
         """The batches of earlier runs. Those that had not ended have failed."""
-        found = read_all(self.files.folder, "batch-*.json", _batch_decoder)
+        found = load_all(self.files.folder, "batch-*.json", _batch_decoder)
         for batch in found:
             if batch.status not in FINAL_STATUSES:
                 batch.error = "the server was stopped before the batch finished; create it again"
@@ -112,20 +112,20 @@ class BatchRunner:
                 self.files.save(batch.id, msgspec.json.encode(batch))
         return {batch.id: batch for batch in sorted(found, key=lambda batch: batch.created_at)}
 
-    def get(self, name: str, tenant: str) -> Batch | None:
+    def get(self, name: str, tenant: str) -> BatchJob | None:
         """The batch of this tenant; None if there is none."""
         batch = self._batches.get(name)
         return batch if batch is not None and batch.tenant == tenant else None
 
-    def owned(self, tenant: str) -> list[Batch]:
+    def list_batches(self, tenant: str) -> list[BatchJob]:
         """The batches of this tenant, newest first."""
         return [batch for batch in reversed(self._batches.values()) if batch.tenant == tenant]
 
-    async def start(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None, tenant: str) -> Batch:
+    async def start(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None, tenant: str) -> BatchJob:
         """Create and start a batch. Raises NoRoomError, OSError."""
         await self._drop_oldest(tenant)
         now = int(time.time())
-        batch = Batch(
+        batch = BatchJob(
             id=f"batch-{uuid.uuid4().hex}",
             endpoint=endpoint,
             input_file_id=input_file_id,
@@ -140,7 +140,7 @@ class BatchRunner:
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
         return batch
 
-    async def cancel(self, batch: Batch) -> None:
+    async def cancel(self, batch: BatchJob) -> None:
         """Cancel a batch. Lines that have finished stay in its output files."""
         task = self._tasks.get(batch.id)
         if task is None or batch.status not in ("validating", "in_progress"):
@@ -157,30 +157,30 @@ class BatchRunner:
 
         Raises NoRoomError, OSError.
         """
-        own = self.owned(tenant)
+        own = self.list_batches(tenant)
         is_full = bool(tenant) and len(own) >= self._max_batches
         if not is_full and len(self._batches) < MAX_BATCHES:
             return
         oldest = next((batch for batch in reversed(own) if batch.status in FINAL_STATUSES), None)
         if oldest is None:
             limit = f"this key has {self._max_batches} batches" if is_full else f"the server has {MAX_BATCHES} batches"
-            raise NoRoomError(f"{limit}, the limit, and none of yours has ended; try again later")
+            raise StorageFullError(f"{limit}, the limit, and none of yours has ended; try again later")
         del self._batches[oldest.id]
         await asyncio.to_thread((self.files.folder / f"{oldest.id}.json").unlink, missing_ok=True)
 
-    async def _save(self, batch: Batch) -> None:
+    async def _save(self, batch: BatchJob) -> None:
         await asyncio.to_thread(self.files.save, batch.id, msgspec.json.encode(batch))
 
     # one batch ------------------------------------------------------------------------------------
 
-    async def _run(self, batch: Batch) -> None:
-        outputs: list[Output] = []
+    async def _run(self, batch: BatchJob) -> None:
+        outputs: list[FileWriter] = []
         try:
             try:
                 batch.total = await asyncio.to_thread(self._count_lines, batch)
                 # `outputs` has the first file, which is deleted, when the second cannot be opened.
                 for kind in ("output", "error"):
-                    outputs.append(await self.files.begin(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant))  # noqa: PERF401
+                    outputs.append(await self.files.open_writer(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant))  # noqa: PERF401
                 batch.set_status("in_progress")
                 await self._save(batch)
                 await self._run_lines(batch, outputs)
@@ -191,7 +191,7 @@ class BatchRunner:
                 ending = "cancelled"
             except _ExpiredError:
                 ending = "expired"
-            except (OSError, NoRoomError, _BatchError) as error:
+            except (OSError, StorageFullError, _BatchError) as error:
                 batch.error = str(error) if not isinstance(error, OSError) else f"the batch folder cannot be used: {error.strerror}"
                 ending = "failed"
             batch.set_status("finalizing")
@@ -206,7 +206,7 @@ class BatchRunner:
             batch.error = "the server failed on this batch; its log says why"
             batch.set_status("failed")
 
-    def _count_lines(self, batch: Batch) -> int:
+    def _count_lines(self, batch: BatchJob) -> int:
         """The number of lines that are not empty. Raises _BatchError, OSError."""
         with self.files.path(batch.input_file_id).open("rb") as lines:
             total = 0
@@ -223,7 +223,7 @@ class BatchRunner:
             raise _BatchError("the file has no requests; send one JSON object per line")
         return total
 
-    async def _run_lines(self, batch: Batch, outputs: list[Output]) -> None:
+    async def _run_lines(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
         """Run all lines.
 
         Raises the error that ends the batch: OSError, NoRoomError, _BatchError, _ExpiredError.
@@ -245,7 +245,7 @@ class BatchRunner:
         if errors:
             raise errors[0]
 
-    async def _run_line(self, batch: Batch, line: bytes, outputs: list[Output], errors: list[Exception]) -> None:
+    async def _run_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], errors: list[Exception]) -> None:
         """Answer a line.
 
         An error that ends the batch goes into `errors`; lines that are running still finish.
@@ -253,10 +253,10 @@ class BatchRunner:
         try:
             if not errors:
                 await self._answer_line(batch, line, outputs)
-        except (OSError, NoRoomError, _BatchError, _ExpiredError) as error:
+        except (OSError, StorageFullError, _BatchError, _ExpiredError) as error:
             errors.append(error)
 
-    async def _answer_line(self, batch: Batch, line: bytes, outputs: list[Output]) -> None:
+    async def _answer_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter]) -> None:
         """Send the request of a line and append its record to the output or the error file."""
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
@@ -281,7 +281,7 @@ class BatchRunner:
         batch.completed += is_fine
         batch.failed += not is_fine
 
-    async def _send_until_accepted(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+    async def _send_until_accepted(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
         """(status, response body) of a request, sent again while the status is 429 or 503."""
         while True:
             if time.time() > batch.expires_at:
@@ -294,7 +294,7 @@ class BatchRunner:
                 return status, response
             await asyncio.sleep(0.0 if self._stopping() else RETRY_INTERVAL)
 
-    async def _send_once(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+    async def _send_once(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
         """Send a request, which counts in its key's quota; (429, b"") where the quota is exhausted."""
         try:
             with self._shares.open(batch.tenant) as share:
@@ -302,7 +302,7 @@ class BatchRunner:
         except QuotaExceededError:
             return 429, b""
 
-    async def _call_route(self, batch: Batch, body: bytes, share: QuotaLease) -> tuple[int, bytes]:
+    async def _call_route(self, batch: BatchJob, body: bytes, share: QuotaLease) -> tuple[int, bytes]:
         """Call the application over ASGI."""
         assert self.route is not None
         bodies, parts, status = [body], [], 0
@@ -330,7 +330,7 @@ class BatchRunner:
         await self.route(scope, receive, send)
         return status, b"".join(parts)
 
-    async def _finish(self, batch: Batch, outputs: list[Output]) -> None:
+    async def _finish(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
         """Finish the output files that are not empty.
 
         Raises OSError; files that cannot be finished are deleted.
