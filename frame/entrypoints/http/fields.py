@@ -7,7 +7,7 @@ Knows no route and no engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -217,3 +217,17 @@ def _spelt_right(names: list[str], known: Iterable[str]) -> tuple[str, ...]:
         if len(name) <= _MAX_NAME and (close := get_close_matches(name.lower(), known, n=1, cutoff=CLOSENESS)):
             raise ApiError(400, f"{name} is no field of this route; did you mean {close[0]}?", name)
     return tuple(names)
+
+
+def check_nested_fields(place: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ApiError 400 for a field of the nested object `place` that is not `known`; null and false are ignored.
+
+    Nested objects have no list of ignored fields, so every unknown field is refused by its path.
+    """
+    for name, value in given.items():
+        if name in known or value is None or value is False:
+            continue
+        shown = name[:_MAX_NAME]
+        close = get_close_matches(shown.lower(), known, n=1, cutoff=CLOSENESS)
+        remedy = f"did you mean {close[0]}?" if close else f"it may have {', '.join(known)}"
+        raise ApiError(400, f"{place}.{shown} is not a known field; {remedy}", f"{place}.{shown}")

@@ -11,6 +11,7 @@ import pytest
 from frame.entrypoints.http.app import ROUTES
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.fields import MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from tests.entrypoints.inprocess import InProcess, Response, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -119,6 +120,51 @@ async def test_unknown_names_are_suggested_or_reported() -> None:
         answer = await server.post(CHAT, {**BODIES[CHAT], **{f"name{i}": i for i in range(MAX_UNKNOWN + 1)}})
         assert answer.status == 400
         assert "unknown fields" in answer.json()["error"]["message"]
+
+
+SCHEMA_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True, "description": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        (CHAT, {"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {**SCHEMA_FORM, "strict": True}}, "response_format.strict"),
+        (
+            CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stritc": True}}},
+            "response_format.json_schema.stritc",
+        ),
+        (CHAT, {"response_format": {"type": "structural_tag", "format": {}, "tags": []}}, "response_format.tags"),
+        (COMPLETIONS, {"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        (CHAT, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (COMPLETIONS, {"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
+        (CHAT, {"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+        (COMPLETIONS, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ("/v1/responses", {"text": {"format": {"type": "json_object", "x": 1}}}, "text.format.x"),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": {}, "stritc": True}}}, "text.format.stritc"),
+    ],
+)  # fmt: skip
+async def test_unknown_nested_fields_are_refused(path: str, fields: dict[str, Any], param: str) -> None:
+    async with serving() as server:
+        answer = await server.post(path, {**BODIES[path], **fields})
+        error = answer.json()["error"]
+        assert (answer.status, error["param"]) == (400, param)
+        assert error["message"].startswith(f"{param} is not a known field; ")
+
+
+async def test_known_nested_fields_pass() -> None:
+    fields: list[dict[str, Any]] = [
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": False, "include_obfuscation": False}},
+        {"stream_options": None}, {"response_format": {"type": "text", "json_schema": None}}, {"structured_outputs": None},
+    ]  # fmt: skip
+    async with serving() as server:
+        for more in fields:
+            answer = await server.post(CHAT, {**BODIES[CHAT], "stream": True, **more})
+            assert answer.status == 200, answer.body
+    constraint = {"regex": "a", "disable_fallback": True, "disable_any_whitespace": True, "disable_additional_properties": False}
+    assert ChatRequest(messages=HI, structured_outputs=constraint).to_sampling_params().regex == "a"
+    assert ChatRequest(messages=HI, response_format=SCHEMA_FORM).to_sampling_params().json_schema is not None
 
 
 def test_what_unknown_names_cost_is_bounded() -> None:
@@ -245,7 +291,7 @@ async def test_a_template_of_a_request_needs_the_operators_consent() -> None:
         for path in (CHAT, "/v1/messages", "/v1/responses"):
             answer = await server.post(path, {**BODIES[path], "chat_template_kwargs": {"chat_template": template}})
             assert answer.status == 400
-            assert "chat_template_kwargs may not set chat_template" in answer.json()["error"]["message"]
+            assert "chat_template_kwargs cannot set chat_template" in answer.json()["error"]["message"]
     async with serving({"text": {"trust_request_chat_template": True}}) as server:
         found = (await server.post("/tokenize", {"messages": HI, "chat_template": template})).json()["tokens"]
         assert (await server.post("/detokenize", {"tokens": found, "skip_special_tokens": True})).json()["text"] == "hi!"

@@ -57,7 +57,7 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
     try:
         response = MessageResponse(services, chat, state)
         if request.stream:
-            await services.stream(context, state, response.write, lambda: b"")
+            await services.stream(context, state, response.write_events, lambda: b"")
         else:
             await services.complete(state)
             return response.build_message()
@@ -91,7 +91,7 @@ class MessageResponse:
         content = [_content(block) for block in self._blocks.blocks]
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         """The events of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):

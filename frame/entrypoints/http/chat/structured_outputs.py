@@ -13,6 +13,7 @@ import msgspec
 
 from frame.core.interfaces.sampling_params import WIDEST_SPACE
 from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.fields import check_nested_fields
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import Format
@@ -28,7 +29,17 @@ _STRUCTURED = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+# further fields of structured_outputs; there is no fallback that `disable_fallback` could switch off
+_SWITCHES = ("disable_any_whitespace", "disable_fallback")
 _FORMATS = "text, json_object, json_schema or structural_tag"
+# response_format.type -> the fields that it may have; `structures` and `triggers` are SGLang's older form
+FORMAT_FIELDS = {
+    "text": ("type",),
+    "json_object": ("type",),
+    "json_schema": ("type", "json_schema"),
+    "structural_tag": ("type", "format", "structures", "triggers"),
+}
+SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # of a JSON schema format
 
 
 def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
@@ -50,25 +61,28 @@ def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     kind = form.get("type", "text")
+    if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
+        raise ApiError(400, f"response_format.type is {quoted(kind)}; it must be {_FORMATS}", "response_format")
+    check_nested_fields("response_format", form, FORMAT_FIELDS[kind])
     if kind == "text":
         return {}
     if kind == "json_object":
         return {"json_object": True}
-    if kind == "json_schema":
-        holder = form.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
-            raise ApiError(400, "response_format.json_schema.schema: expected an object", "response_format")
-        return {"json_schema": _text(schema)}
     if kind == "structural_tag":
         return {"structural_tag": _text(form)}
-    raise ApiError(400, f"response_format.type is {quoted(kind)}; it must be {_FORMATS}", "response_format")
+    holder = form.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if not isinstance(holder, dict) or not isinstance(schema, dict):
+        raise ApiError(400, "response_format.json_schema.schema: expected an object", "response_format")
+    check_nested_fields("response_format.json_schema", holder, SCHEMA_FIELDS)
+    return {"json_schema": _text(schema)}
 
 
 def _structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
     switch = fields.get("disable_any_whitespace")
     if switch is not None and not isinstance(switch, bool):
         raise ApiError(400, "structured_outputs.disable_any_whitespace: expected true or false", "structured_outputs")
+    check_nested_fields("structured_outputs", fields, (*_STRUCTURED, *_SWITCHES))
     known = {name: value for name, value in fields.items() if name in _STRUCTURED and value is not None and value is not False}
     if fields and len(known) != 1:
         raise ApiError(400, f"structured_outputs must have exactly one of {', '.join(_STRUCTURED)}", "structured_outputs")

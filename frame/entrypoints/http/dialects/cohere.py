@@ -1,6 +1,6 @@
 """The route `/v2/embed` of Cohere.
 
-`relevance` has its `/v2/rerank`. Must not depend on the engine.
+`rerank` has its `/v2/rerank`. Must not depend on the engine.
 """
 
 from __future__ import annotations

@@ -88,10 +88,10 @@ def _loaded(model: str, **empty: Any) -> dict[str, Any]:
 async def _send(context: RequestContext, services: Services, state: RequestState, lines: ResponseLines, is_streamed: bool) -> None:
     try:
         if is_streamed:
-            await services.stream(context, state, lines.write, lambda: b"", LINES)
+            await services.stream(context, state, lines.write_events, lambda: b"", LINES)
         else:
             await services.complete(state)
-            await context.respond(lines.whole())
+            await context.respond(lines.build_response())
     finally:
         services.client.abandon(state)
 
@@ -125,7 +125,7 @@ class ResponseLines:
         self._shape = shape
         self._blocks = ContentBlocks()
 
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         """The lines of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
@@ -133,12 +133,12 @@ class ResponseLines:
         lines = self._blocks.read(sequence, self._parser, self)
         return lines if finish is None else lines + self._line(self._shape(), **self._end()) + b"\n"
 
-    def whole(self) -> bytes:
+    def build_response(self) -> bytes:
         """The response of a finished sequence."""
         self._blocks.read(self._sequence, self._parser, self)
-        row = self._blocks.blocks
-        texts = {kind: "".join(block.text for block in row if block.kind == kind) for kind in ("text", "reasoning")}
-        calls = [_call(block) for block in row if block.kind == "call"]
+        blocks = self._blocks.blocks
+        texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in ("text", "reasoning")}
+        calls = [_call(block) for block in blocks if block.kind == "call"]
         return self._line(self._shape(texts["text"], texts["reasoning"], calls), **self._end())
 
     def write_start(self, block: ContentBlock) -> bytes:

@@ -28,7 +28,7 @@ from frame.entrypoints.http.services import Services, paced
 router = ApiRouter(access=Access.USER)
 
 MAX_CONVERSATIONS = 256  # of one request
-# Of a tokenizer's configuration: may be paths
+# Fields of a tokenizer's configuration that may be paths.
 FILES = ("name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
 
 

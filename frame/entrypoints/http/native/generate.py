@@ -1,5 +1,4 @@
-"""The native API, as SGLang: `/generate` (cumulative text and `meta_info`), tokenizing, health,
-`/metrics`.
+"""The native API, that of SGLang: `/generate`, tokenizing, health, `/metrics`.
 
 Must not depend on the engine.
 """
@@ -103,13 +102,13 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
-    def chat(self) -> ChatRequest:
+    def to_chat_request(self) -> ChatRequest:
         """The messages as a chat request."""
-        same = {name: getattr(self, name) for name in _OF_CHAT}
+        same = {name: getattr(self, name) for name in _CHAT_FIELDS}
         return ChatRequest(messages=self.messages or [], **same)
 
 
-_OF_CHAT = ("model", "tools", "tool_choice", "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template",
+_CHAT_FIELDS = ("model", "tools", "tool_choice", "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template",
             "chat_template_kwargs", "documents", "add_special_tokens")  # fmt: skip
 
 
@@ -133,7 +132,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
-            await services.stream(context, state, builder.write, lambda: DONE)
+            await services.stream(context, state, builder.write_events, lambda: DONE)
         else:
             await services.complete(state)
             results = [builder.build_result(sequence) async for sequence in paced(state.sequences)]
@@ -156,7 +155,7 @@ class ResultBuilder:
         self._logprobs: dict[int, list[list[Any]]] = {}
         self._tops: dict[int, list[Any]] = {}
 
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
@@ -181,8 +180,8 @@ class ResultBuilder:
             meta["output_top_logprobs"] = self._tops.get(index, [])
             start = max(self._request.logprob_start_len, 0)
             if (prompt := sequence.prompt_logprobs) is not None:
-                score_pairs = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
-                meta["input_token_logprobs"] = [self._logprob_entry(i, p) for i, p in score_pairs]
+                scored = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
+                meta["input_token_logprobs"] = [self._logprob_entry(i, p) for i, p in scored]
                 meta["input_top_logprobs"] = [[self._logprob_entry(i, p) for i, p in top] for top in prompt.top[start:]]
         return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
 
@@ -209,7 +208,7 @@ class ResultBuilder:
 
 
 def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bool]:
-    """(the prompts, whether there was one outside of a list)."""
+    """(the prompts, whether there is a single one that is not in a list). Raises ApiError 400."""
     if (request.text is None) == (request.input_ids is None):
         raise ApiError(400, "send either text or input_ids", "text")
     if request.text == [] or request.input_ids == []:
@@ -224,8 +223,9 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
 
 
 def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
-    """(each prompt's parameters, the prompts of which no tokens are wanted: `max_new_tokens: 0`
-    asks for the prompt's own scores).
+    """(parameters of each prompt, indices of the prompts with `max_new_tokens: 0`).
+
+    The latter return only the log-probabilities of the prompt. Raises ApiError 400.
     """
     given = request.sampling_params or {}
     if not isinstance(given, list):
@@ -255,10 +255,10 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ApiError(400, f"unknown sampling parameter {quoted(unknown[0])}{hint}", f"sampling_params.{unknown[0]}")
     if given.get("max_tokens", 0) is None:
-        values["max_tokens"] = None  # up to the context's end
+        values["max_tokens"] = None  # the rest of the context
     values.setdefault("max_tokens", 128)
     if is_prompt_only:
-        values["max_tokens"] = 1  # the engine makes one at least
+        values["max_tokens"] = 1  # the engine generates at least one
     if request.return_logprob:
         values.setdefault("logprobs", request.top_logprobs_num)
         if request.logprob_start_len >= 0:
@@ -288,7 +288,7 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     if (text is None) == (request.messages is None):
         raise ApiError(400, "send either text (or prompt) or messages", "text")
     if request.messages is not None:
-        ids = await encode_prompt(services, request.chat())
+        ids = await encode_prompt(services, request.to_chat_request())
     else:
         ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}

@@ -18,7 +18,7 @@ from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
-from frame.entrypoints.http.openai.logprobs import TextPlaces, chat_logprobs, completion_logprobs, name_of_tokens, prompt_logprobs
+from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, token_namer
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
@@ -71,28 +71,28 @@ class Response(ABC):
     def running_usage(self) -> dict[str, Any] | None:
         return self.usage() if self.has_running_usage else None
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         return (self.chunks.usage(self.final_usage()) if self.has_usage else b"") + DONE
 
     def token_fields(self, ids: list[int]) -> dict[str, Any]:
         """The field `token_ids` of a choice, if requested: the tokens of a chunk, or all."""
         return {"token_ids": ids} if self.request.return_token_ids else {}
 
-    def prompt_scores(self, sequence: SequenceState) -> dict[str, Any]:
+    def prompt_logprobs_field(self, sequence: SequenceState) -> dict[str, Any]:
         """The field `prompt_logprobs`, if requested."""
         found = sequence.prompt_logprobs
         if self.request.prompt_logprobs is None or found is None:
             return {}
-        name = name_of_tokens(self.services.need_tokenizer(), self.request.return_tokens_as_token_ids)
+        name = token_namer(self.services.need_tokenizer(), self.request.return_tokens_as_token_ids)
         return {"prompt_logprobs": prompt_logprobs(found, name)}
 
     async def send(self, context: RequestContext) -> dict[str, Any] | None:
         """The response, or None where it was streamed. Raises ApiError, DisconnectedError."""
         if self.request.stream:
-            await self.services.stream(context, self.state, self.write, self.closing)
+            await self.services.stream(context, self.state, self.write_events, self.closing_events)
             return None
         await self.services.complete(self.state)
-        choices = [self.choice(sequence) async for sequence in paced(self.state.sequences)]
+        choices = [self.build_choice(sequence) async for sequence in paced(self.state.sequences)]
         return {**self._head, "choices": choices, "usage": self.final_usage(), **self.extra_fields()}
 
     def extra_fields(self) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class Response(ABC):
         return {}
 
     @abstractmethod
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         """The events of the new output of a sequence."""
 
     @abstractmethod
-    def choice(self, sequence: SequenceState) -> dict[str, Any]:
+    def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
         """The choice of a finished sequence."""
 
 
@@ -137,14 +137,14 @@ class ChatResponse(Response):
         found = [count_reasoning(self.services, self.request, s, self._parsers.get(s.index)) for s in self.state.sequences]
         return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
 
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         text, ids, logprobs = sequence.take()
         index = sequence.index
         if sequence.finish is None and self._is_plain and index in self._opened:
             return self.chunks.text(index, text) if text else b""
-        return self._opening(sequence) + self._rest(sequence, text, ids, logprobs)
+        return self._opening_events(sequence) + self._delta_events(sequence, text, ids, logprobs)
 
-    def _opening(self, sequence: SequenceState) -> bytes:
+    def _opening_events(self, sequence: SequenceState) -> bytes:
         index = sequence.index
         if index in self._opened:
             return b""
@@ -154,7 +154,7 @@ class ChatResponse(Response):
         echoed = self.request.echoed_text()
         return opening + self.chunks.full(index, {"content": echoed}, usage=self.running_usage()) if echoed else opening
 
-    def _rest(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
+    def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
@@ -172,15 +172,15 @@ class ChatResponse(Response):
                 self.chunks.full(
                     sequence.index,
                     legacy_delta(delta) if self._is_legacy else delta,
-                    self._reason(sequence, parser) if is_last else None,
-                    self._scores(parts) if is_last and parts else None,
+                    self._finish_reason(sequence, parser) if is_last else None,
+                    self._logprobs(parts) if is_last and parts else None,
                     self.running_usage(),
                     {**ends, **self.token_fields(ids)} if is_last else None,
                 )
             )
         return b"".join(events)
 
-    def choice(self, sequence: SequenceState) -> dict[str, Any]:
+    def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
         text, ids, parts = sequence.take()
         parser = self._parsers.get(sequence.index)
         message: dict[str, Any] = {"content": text}
@@ -193,8 +193,8 @@ class ChatResponse(Response):
         return {
             "index": sequence.index,
             "message": legacy_delta(message) if self._is_legacy else message,
-            "logprobs": self._scores(parts) if self.request.logprobs else None,
-            "finish_reason": self._reason(sequence, parser),
+            "logprobs": self._logprobs(parts) if self.request.logprobs else None,
+            "finish_reason": self._finish_reason(sequence, parser),
             **end_fields(sequence.finish, sequence.params),
             **self.token_fields(ids),
             **self._prompt_ids(sequence),
@@ -204,17 +204,17 @@ class ChatResponse(Response):
         """vLLM's fields of the response, as all choices have the same prompt."""
         first = self.state.sequences[0]
         ids = {"prompt_token_ids": first.prompt} if self.request.return_token_ids else {}
-        return {**ids, **self.prompt_scores(first)}
+        return {**ids, **self.prompt_logprobs_field(first)}
 
     def _prompt_ids(self, sequence: SequenceState) -> dict[str, Any]:
         """The prompt token ids, where SGLang has them."""
         return {"prompt_token_ids": sequence.prompt} if self.request.return_prompt_token_ids else {}
 
-    def _scores(self, parts: list[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, parts: list[TokenLogprobs]) -> dict[str, Any]:
         tokenizer = self.services.need_tokenizer()
-        return chat_logprobs(parts, tokenizer, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids))
+        return chat_logprobs(parts, tokenizer, token_namer(tokenizer, self.request.return_tokens_as_token_ids))
 
-    def _reason(self, sequence: SequenceState, parser: OutputParser | None) -> str | None:
+    def _finish_reason(self, sequence: SequenceState, parser: OutputParser | None) -> str | None:
         reason = finish_reason(sequence.finish, parser is not None and parser.has_tool_calls)
         return "function_call" if self._is_legacy and reason == "tool_calls" else reason
 
@@ -256,7 +256,7 @@ class CompletionResponse(Response):
 
     def __init__(self, services: Services, request: CompletionRequest, state: RequestState) -> None:
         super().__init__(services, request, state, "text_completion")
-        self._places: dict[int, TextPlaces] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self._opened: set[int] = set()  # indices of sequences whose prompt was returned
         self._is_prompt_only = bool(request.echo and request.max_tokens == 0)
         wants_ids = request.return_token_ids or request.return_prompt_token_ids
@@ -266,7 +266,7 @@ class CompletionResponse(Response):
         # The engine generates one token, which is not returned
         return 0 if self._is_prompt_only else super().num_generated()
 
-    def write(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
         if finish is None and self._is_plain:
             text, _, _ = sequence.take()
@@ -280,7 +280,7 @@ class CompletionResponse(Response):
             more |= end_fields(finish, sequence.params)
         return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), more)
 
-    def choice(self, sequence: SequenceState) -> dict[str, Any]:
+    def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
         text, logprobs, more = self._take_output(sequence)
         return {
             "index": sequence.index,
@@ -289,7 +289,7 @@ class CompletionResponse(Response):
             "finish_reason": finish_reason(sequence.finish),
             **end_fields(sequence.finish, sequence.params),
             **more,
-            **self.prompt_scores(sequence),
+            **self.prompt_logprobs_field(sequence),
         }
 
     def _take_output(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
@@ -310,10 +310,10 @@ class CompletionResponse(Response):
         if self.request.logprobs is None:
             return text, None, more
         tokenizer = self.services.need_tokenizer()
-        places = self._places.get(index)
-        if places is None:
-            places = self._places[index] = TextPlaces(tokenizer, skips)
-        return text, completion_logprobs(parts, name_of_tokens(tokenizer, self.request.return_tokens_as_token_ids), places), more
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            offsets = self._offsets[index] = TextOffsets(tokenizer, skips)
+        return text, completion_logprobs(parts, token_namer(tokenizer, self.request.return_tokens_as_token_ids), offsets), more
 
 
 # models -------------------------------------------------------------------------------------------

@@ -12,16 +12,18 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
+from pydantic import model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.chat.structured_outputs import constraint_params
 from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.fields import check_nested_fields
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import Metadata, SamplingFields
 
-# Brackets, braces and colons in the tool-call arguments of one request
+# Brackets, braces and colons in the tool-call arguments of one request.
 MAX_ARGUMENT_PARTS = 48 * 1024
 
 # OpenAI's service tiers as priorities. Policies that use the priority run higher ones first.
@@ -29,8 +31,17 @@ TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
 
 class StreamOptions(RequestBody):
+    """OpenAI's stream options, and vLLM's `continuous_usage_stats`: usage in every chunk."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            check_nested_fields("stream_options", value, cls.model_fields)
+        return value
 
 
 class GenerationRequest(SamplingFields):

@@ -1,5 +1,4 @@
-"""The routes of OpenAI's `/v1/conversations`. Conversations share the store and the bounds of
-responses.
+"""The routes of OpenAI's `/v1/conversations`; the store and bounds are those of responses.
 
 Must not depend on the engine.
 """
@@ -15,8 +14,7 @@ import msgspec
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.response_items import find_item, make_list, make_page, to_stored_items
-from frame.entrypoints.http.openai.response_store import StoredEntry
-from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_stored
+from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_conversation
 from frame.entrypoints.http.openai.responses_schema import messages_of
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
@@ -59,13 +57,13 @@ async def create(context: ContextDep, services: ServicesDep, request: Conversati
 @router.get("/v1/conversations/{name}")
 async def retrieve(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a conversation without its items."""
-    await context.respond(_stored(context, services, name).body)
+    await context.respond(find_conversation(context, services, name).body)
 
 
 @router.post("/v1/conversations/{name}", dependencies=[SMALL_BODY])
 async def update(name: str, request: ConversationUpdate, context: ContextDep, services: ServicesDep) -> Any:
     """Replace a conversation's metadata."""
-    stored = _stored(context, services, name)
+    stored = find_conversation(context, services, name)
     body = msgspec.json.decode(stored.body) | {"metadata": request.metadata or {}}
     _store(context, services, body["id"], _encode(body), stored.decode_items())
     return body
@@ -74,7 +72,7 @@ async def update(name: str, request: ConversationUpdate, context: ContextDep, se
 @router.delete("/v1/conversations/{name}")
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a conversation. Its responses stay."""
-    _stored(context, services, name)
+    find_conversation(context, services, name)
     services.responses.delete(name, context.tenant)
     return {"id": name, "object": "conversation.deleted", "deleted": True}
 
@@ -82,7 +80,7 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
 @router.post("/v1/conversations/{name}/items")
 async def add_items(request: ItemsRequest, name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Append items to a conversation."""
-    stored = _stored(context, services, name)
+    stored = find_conversation(context, services, name)
     new = _new_items(request.items, name)
     _store(context, services, name, stored.body, [*stored.decode_items(), *new])
     return make_list(new)
@@ -91,19 +89,19 @@ async def add_items(request: ItemsRequest, name: str, context: ContextDep, servi
 @router.get("/v1/conversations/{name}/items")
 async def items(name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = "") -> Any:
     """List the items of a conversation, in pages."""
-    return make_page(_stored(context, services, name).decode_items(), limit, order, after)
+    return make_page(find_conversation(context, services, name).decode_items(), limit, order, after)
 
 
 @router.get("/v1/conversations/{name}/items/{item}")
 async def get_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve an item of a conversation."""
-    return _item(_stored(context, services, name).decode_items(), item)
+    return _item(find_conversation(context, services, name).decode_items(), item)
 
 
 @router.delete("/v1/conversations/{name}/items/{item}")
 async def delete_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete an item of a conversation."""
-    stored = _stored(context, services, name)
+    stored = find_conversation(context, services, name)
     found = stored.decode_items()
     gone = _item(found, item)
     _store(context, services, name, stored.body, [each for each in found if each is not gone])
@@ -125,10 +123,6 @@ def _store(context: RequestContext, services: Services, name: str, body: bytes, 
         sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete items"
         raise ApiError(413, sentence, "items")
     services.responses.put(name, context.tenant, body, data)
-
-
-def _stored(context: RequestContext, services: Services, name: str) -> StoredEntry:
-    return find_stored(context, services, name, "conversation_id")
 
 
 def _item(found: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LEAST = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 
 
-class TextPlaces:
+class TextOffsets:
     """The `text_offset` of the tokens of one sequence, in characters, for tokens in order.
 
     A token that begins inside a multi-byte character has the offset of that character. Special
@@ -29,7 +29,7 @@ class TextPlaces:
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def next(self, token_id: int) -> int:
+    def next_offset(self, token_id: int) -> int:
         """The offset of the next token of the sequence."""
         offset = self._offset
         if token_id not in self._hidden:
@@ -40,7 +40,7 @@ class TextPlaces:
 Name = Callable[[int], str]  # token id -> the token as the response shows it
 
 
-def name_of_tokens(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
+def token_namer(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
     """Names tokens by their text or, with vLLM's `return_tokens_as_token_ids`, as `token_id:ID`."""
     return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.get_token_text
 
@@ -95,8 +95,8 @@ class TextLogprobs:
         return found
 
 
-def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: TextPlaces) -> dict[str, Any]:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `places` was given the sequence's
+def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, text_offsets: TextOffsets) -> dict[str, Any]:
+    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the sequence's
     earlier tokens.
     """
     tokens: list[str] = []
@@ -109,7 +109,7 @@ def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, places: Text
             tokens.append(text)
             values.append(None if logprob is None else max(logprob, LEAST))
             tops.append(None if logprob is None else _alternatives(text, logprob, top, name))
-            offsets.append(places.next(token_id))
+            offsets.append(text_offsets.next_offset(token_id))
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 

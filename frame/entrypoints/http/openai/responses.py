@@ -71,9 +71,10 @@ async def _prepare(context: RequestContext, services: Services, request: Respons
     """The input of a response, and its chat request. `name`: the response's id. Raises ApiError."""
     conversation, history = request.conversation_id(), []
     if conversation is not None:
-        history = find_stored(context, services, conversation, "conversation").decode_items()
+        history = find_conversation(context, services, conversation, "conversation").decode_items()
     elif request.previous_response_id:
-        history = find_stored(context, services, request.previous_response_id, "previous_response_id").decode_items()
+        previous, remedy = request.previous_response_id, "send the conversation as input"
+        history = find_response(context, services, previous, "previous_response_id", remedy).decode_items()
     items = await _without_references(context, services, history, request.items())
     chat = request.to_chat_request(history, items, name)
     if request.truncation == "auto":
@@ -191,7 +192,7 @@ async def count(request: ResponsesRequest, context: ContextDep, services: Servic
 @router.get("/v1/responses/{name}")
 async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1") -> Any:
     """Retrieve a stored response; with `stream=true` its events after number `starting_after`."""
-    stored = find_stored(context, services, name, "response_id")
+    stored = find_response(context, services, name)
     if (stream or "false").lower() not in ("true", "1"):
         await context.respond(stored.body)
         return
@@ -203,8 +204,7 @@ async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream
 
 
 def _log_of(stored: StoredEntry) -> EventLog:
-    """The events of a stored response; made from its object where it is finished and none were
-    stored.
+    """The events of a stored response; if none were stored, those of the finished object.
 
     Raises ApiError 400.
     """
@@ -212,17 +212,17 @@ def _log_of(stored: StoredEntry) -> EventLog:
         return stored.log
     body = msgspec.json.decode(stored.body)
     if body["status"] == "in_progress":
-        raise ApiError(400, "the events of this response are not stored; retrieve it without stream, or create it with background and stream",
-                       "stream")  # fmt: skip
+        sentence = "the events of this response are not stored; retrieve it without stream, or create it with background and stream"
+        raise ApiError(400, sentence, "stream")
     log = EventLog()
     log.add(replay_events(body))
     log.close()
     return log
 
 
-async def _send_events(context: RequestContext, log: EventLog, place: int) -> None:
+async def _send_events(context: RequestContext, log: EventLog, start: int) -> None:
     """Send the events from index `start` on. A disconnect does not end the response."""
-    reader = log.open_reader(place)
+    reader = log.open_reader(start)
     context.on_disconnect(reader.hang_up)
     try:
         await context.start_events()
@@ -242,14 +242,14 @@ async def input_items(
     name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
     """List the input items of a stored response."""
-    stored = find_stored(context, services, name, "response_id")
+    stored = find_response(context, services, name)
     return make_page(stored.decode_items()[: stored.num_input], limit, order, after)
 
 
 @router.delete("/v1/responses/{name}")
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a stored response."""
-    if msgspec.json.decode(find_stored(context, services, name, "response_id").body)["status"] == "in_progress":
+    if msgspec.json.decode(find_response(context, services, name).body)["status"] == "in_progress":
         raise ApiError(400, f"the response {name} is in progress; cancel it before", "response_id")
     services.responses.delete(name, context.tenant)
     return {"id": name, "object": "response", "deleted": True}
@@ -258,24 +258,29 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Cancel a response that is in progress."""
-    body = msgspec.json.decode(find_stored(context, services, name, "response_id").body)
+    body = msgspec.json.decode(find_response(context, services, name).body)
     if body["status"] != "in_progress":
         raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
     services.client.abort([name], context.tenant)
     return {**body, "status": "cancelled"}
 
 
-def find_stored(context: RequestContext, services: Services, name: str, param: str) -> StoredEntry:
-    """A stored response, or a conversation where `param`, the place that named it, speaks of one.
+def find_response(
+    context: RequestContext, services: Services, name: str, param: str = "response_id", remedy: str = "create it again"
+) -> StoredEntry:
+    """A stored response. `param`: the field with its id. Raises ApiError 404, which says `remedy`."""
+    found = services.responses.get(name, context.tenant) if name.startswith("resp_") else None
+    return _require(found, services, f"response {name[:100]!r}", param, remedy)
 
-    Raises ApiError 404.
-    """
-    kind, prefix = ("conversation", "conv_") if param.startswith("conversation") else ("response", "resp_")
-    found = services.responses.get(name, context.tenant) if name.startswith(prefix) else None
+
+def find_conversation(context: RequestContext, services: Services, name: str, param: str = "conversation_id") -> StoredEntry:
+    """A stored conversation. `param`: the field with its id. Raises ApiError 404."""
+    found = services.responses.get(name, context.tenant) if name.startswith("conv_") else None
+    return _require(found, services, f"conversation {name[:100]!r}", param, "create a new one")
+
+
+def _require(found: StoredEntry | None, services: Services, what: str, param: str, remedy: str) -> StoredEntry:
     if found is None:
-        remedies = {"response_id": "create it again", "previous_response_id": "send the conversation as input"}
-        remedy = remedies.get(param, "create a new one")
-        if not services.responses.is_on:
-            remedy = NOTHING_STORED
-        raise ApiError(404, f"there is no {kind} {name[:100]!r}, or it is no longer stored; {remedy}", param)
+        remedy = remedy if services.responses.is_on else NOTHING_STORED
+        raise ApiError(404, f"there is no {what}, or it is no longer stored; {remedy}", param)
     return found

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
+from frame.entrypoints.http.chat.structured_outputs import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.fields import check_nested_fields
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.request_options import Metadata
 
@@ -30,7 +32,7 @@ ROLES = ("user", "assistant", "system", "developer")
 # Of the assistant, besides messages
 TURN_KINDS = ("reasoning", "function_call", "custom_tool_call")
 OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output")
-FORMATS = ("text", "json_object", "json_schema", "structural_tag")  # of the output text
+FORMATS = FORMAT_FIELDS | {"json_schema": ("type", *SCHEMA_FIELDS)}  # text.format.type -> the fields that it may have
 
 
 class ResponsesChat(ChatRequest):
@@ -271,8 +273,9 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     form = check_object(form, "text.format")
     kind = form.get("type")
-    if kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in FORMATS:
         raise ApiError(400, f"text.format.type is {quoted(kind)}; it must be one of {', '.join(FORMATS)}", "text.format.type")
+    check_nested_fields("text.format", form, FORMATS[kind])
     if kind != "json_schema":
         return form
     check_object(form.get("schema"), "text.format.schema")
