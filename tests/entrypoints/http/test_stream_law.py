@@ -160,9 +160,6 @@ class Played(SimpleNamespace):
         if isinstance(message, Generate):
             self.names.append(message.rid)
 
-    async def respond_json(self, body: Any) -> None:
-        self.answered = json.loads(msgspec.json.encode(body))
-
     def _play(self, step: StepTokens) -> None:
         self.client.take_in([msgspec.structs.replace(step, rids=[self.names[int(rid)] for rid in step.rids])])
 
@@ -218,7 +215,8 @@ def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: boo
     services.client.reserve(params.n)
     answer = services.client.submit([prompt], [params])
     response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, answer)  # type: ignore[arg-type]
-    asyncio.run(response.send(services))
+    if (body := asyncio.run(response.send(services))) is not None:
+        services.answered = json.loads(msgspec.json.encode(body))
     assert services.client.num_outstanding == 0
     return services
 

@@ -56,11 +56,11 @@ async def render_chat(services: Services, request: ChatRequest) -> tuple[list[in
     Raises ApiError.
     """
     params = request.to_sampling_params()
-    ids = await encode_prompt(services, request)
+    ids = await encode_chat(services, request)
     return ids, _parsers(services, request, ids, request.resolve_tools()).constrain_params(params, is_whole=request.constrains_whole_output)
 
 
-async def encode_prompt(services: Services, request: ChatRequest) -> list[int]:
+async def encode_chat(services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
     return await services.encode(make_chat(services, request), most=services.countable_tokens)
@@ -68,7 +68,7 @@ async def encode_prompt(services: Services, request: ChatRequest) -> list[int]:
 
 async def count_prompt_tokens(services: Services, request: ChatRequest) -> int:
     """The number of tokens of a chat request's prompt. Raises ApiError."""
-    return len(await encode_prompt(services, request))
+    return len(await encode_chat(services, request))
 
 
 async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatRequest:

@@ -17,7 +17,7 @@ from pydantic import ValidationError, create_model
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.chat_request import encode_prompt
+from frame.entrypoints.http.chat.chat_request import encode_chat
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import failure
@@ -288,7 +288,7 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     if (text is None) == (request.messages is None):
         raise ApiError(400, "send either text (or prompt) or messages", "text")
     if request.messages is not None:
-        ids = await encode_prompt(services, request.to_chat_request())
+        ids = await encode_chat(services, request.to_chat_request())
     else:
         ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
