@@ -34,9 +34,9 @@ CASES: list[tuple[str, Any, int, str, str | None]] = [
     ("/v1/audio", {}, 404, "there is no /v1/audio here; /openapi.json says what there is, such as /v1/chat/completions", None),
     (
         RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, 404,
-        "there is no response 'resp_1', or it is no longer kept; send the conversation as input", "previous_response_id",
+        "there is no response 'resp_1', or it is no longer stored; send the conversation as input", "previous_response_id",
     ),
-    (f"{RESPONSES}/resp_1/cancel", {}, 404, "there is no response 'resp_1', or it is no longer kept; ask for it anew", "response_id"),
+    (f"{RESPONSES}/resp_1/cancel", {}, 404, "there is no response 'resp_1', or it is no longer stored; create it again", "response_id"),
 ]  # fmt: skip
 
 
