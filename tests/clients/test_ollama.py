@@ -117,9 +117,9 @@ def test_what_clients_ask_first(client: httpx.Client) -> None:
     ("path", "change", "says"),
     [
         ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict is 0"),
-        ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature: Expected"),
+        ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature is a string; send a number"),
         ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat is not supported"),
-        ("/api/chat", {"options": {"wrong": 2}}, "options.wrong is no option"),
+        ("/api/chat", {"options": {"wrong": 2}}, "options.wrong is unknown"),
         ("/api/chat", {"format": "yaml"}, "format is 'yaml'"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images is not supported"),
         ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls: expected a list"),

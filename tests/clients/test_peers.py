@@ -129,7 +129,7 @@ def test_invocations_go_where_their_fields_belong(client: httpx.Client) -> None:
         assert list(answer.iter_lines())[-2:] == ["data: [DONE]", ""]
     assert post(client, "/invocations", ASK | {"prompt": "x"})["object"] == "text_completion"
     assert "output_ids" in post(client, "/invocations", {"text": "x", "sampling_params": {"max_new_tokens": 2}})
-    for body, says in (({"x": 1}, "the fields of no route"), ({"messages": []}, "messages is empty"), ({"prompt": 1}, "prompt is")):
+    for body, says in (({"x": 1}, "the body fits no route"), ({"messages": []}, "messages is empty"), ({"prompt": 1}, "prompt is")):
         answer = client.post("/invocations", json=body)
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True)
     assert client.post("/invocations", json={"input": "x"}).json()["error"]["code"] == "wrong_task"
