@@ -24,7 +24,7 @@ from frame.core.messages import AnyMessage, Control
 from frame.core.text.detokenizer import Detokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.engine_client.tokenizing import ThreadedInput
+from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.processes.build_scheduler import build_scheduler
@@ -118,7 +118,7 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     info = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
     client = EngineClient(near, limits_of(resolved, info), Detokenizer(tokenizer))
     clients.append(client)
-    services = Services(resolved, client, tokenizer, ThreadedInput(tokenizer), info=info)
+    services = Services(resolved, client, tokenizer, ThreadedTokenizer(tokenizer), info=info)
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)
     thread.start()
     try:

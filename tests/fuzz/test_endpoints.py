@@ -109,9 +109,9 @@ async def is_well(server: InProcess) -> None:
     """What must hold after any attack: answers come, nothing is left."""
     answer = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
     assert answer.status == 200
-    assert server.services.client.dead is None
+    assert server.services.client.dead_reason is None
     assert server.services.client.num_outstanding == 0
-    reply = await server.services.client.control("check_integrity")
+    reply = await server.services.client.send_command("check_integrity")
     assert reply.ok, reply.error
 
 

@@ -156,8 +156,8 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
     clients = [EngineClient(transport, limits, local, is_remote) for local, is_remote in kinds]
     answers = []
     for client in clients:
-        client.reserve(1)
-        answers.append(client.submit([[5]], [SamplingParams(max_tokens=50)], rid="r"))
+        client.reserve_sequences(1)
+        answers.append(client.submit_request([[5]], [SamplingParams(max_tokens=50)], rid="r"))
     sent = list(packets(seed, count))
     with pushing(inbox) as socket:
         for data in sent:
@@ -168,12 +168,12 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
         arrived += transport.receive(1.0)
     for message in arrived:
         for client in clients:
-            client.take_in([message])
+            client.handle_messages([message])
         worker.text_of(detokenizer, message)
         if isinstance(message, Tokenize):
             tokenize(text, message)
     for client, answer in zip(clients, answers, strict=True):
-        client.abandon(answer)
+        client.abandon_request(answer)
         assert client.num_outstanding == 0
     transport.close()
 

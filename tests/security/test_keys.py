@@ -155,11 +155,11 @@ async def test_requests_of_a_key_are_limited(tmp_path: Path) -> None:
         assert answers[1].json()["error"]["type"] == "rate_limit_error"
         # The quota is free again
         assert (await server.post("/generate", body, x_api_key="one")).status == 200
-        await server.services.client.control("pause")
+        await server.services.client.send_command("pause")
         later = (await server.post("/v1/responses", {"input": "hi", "max_output_tokens": 5, "background": True}, x_api_key="one")).json()
         # Even though its client does not wait
         assert (await server.post("/generate", body, x_api_key="one")).status == 429
-        await server.services.client.control("resume")
+        await server.services.client.send_command("resume")
         async with asyncio.timeout(20):
             while server.services.tasks:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.01)

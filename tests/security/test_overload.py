@@ -189,7 +189,7 @@ async def grows(warm: int, count: int) -> dict[str, int]:
         after = sizes()
         grown = psutil.Process().memory_info().rss - memory
         assert server.services.client.num_outstanding == 0
-        assert (await server.services.client.control("check_integrity")).ok
+        assert (await server.services.client.send_command("check_integrity")).ok
         print(f"{count} requests after {warm}: memory {grown / 2**20:+.1f} MiB")
         assert grown < 64 << 20
     return {name: size - before[name] for name, size in after.items() if size - before[name] > count // 10}

@@ -236,7 +236,7 @@ READING = {"server_info", "outline_cache"}  # commands that do not change the en
 async def actions(server: InProcess, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The commands of a request to the engine that change its state."""
     client, found = server.services.client, list[str]()
-    control, abort, start = client.control, client.abort, client.start
+    control, abort, start = client.send_command, client.abort_requests, client.start_sequence
 
     def spied(name: str, act: Any) -> Any:
         def noted(*given: Any, **named: Any) -> Any:
@@ -246,9 +246,9 @@ async def actions(server: InProcess, path: str, method: str, monkeypatch: pytest
         return noted
 
     with monkeypatch.context() as patched:
-        patched.setattr(client, "control", spied("control", control))
-        patched.setattr(client, "abort", spied("abort", abort))
-        patched.setattr(client, "start", spied("start", start))
+        patched.setattr(client, "send_command", spied("control", control))
+        patched.setattr(client, "abort_requests", spied("abort", abort))
+        patched.setattr(client, "start_sequence", spied("start", start))
         await server.request(method, path, b'{"abort_all": true}')
     return [action for action in found if action not in READING]
 

@@ -1,1 +1,2 @@
-"""The engine's asyncio client: submits requests, routes their tokens, recovers them after a crash."""
+"""The engine's asyncio client: submits requests, routes their tokens, recovers them after a
+crash."""

@@ -1,4 +1,8 @@
-"""`Controls`: commands to the engine that wait for their answers, and what a new engine has to be told again. Knows no request."""
+"""`EngineCommands`: control commands to the engine that await a reply, and the state that a
+restarted engine gets again.
+
+Used by `EngineClient`. Knows no request.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,16 @@ from frame.entrypoints.engine_client.limits import EngineDeadError
 CONTROL_TIMEOUT = 30.0  # seconds
 
 
-class Controls:
-    """Belongs to the event loop's thread."""
+class EngineCommands:
+    """Not thread-safe: every method runs in the event loop's thread."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
-        self._waiting: dict[str, asyncio.Future[ControlReply]] = {}
+        self._waiting: dict[str, asyncio.Future[ControlReply]] = {}  # by id of the command
         self._is_paused = False
 
-    async def ask(self, action: Any, arguments: dict[str, Any]) -> ControlReply:
-        """One command and its answer. Raises EngineDeadError, TimeoutError."""
+    async def send_command(self, action: Any, arguments: dict[str, Any]) -> ControlReply:
+        """Send one command and return its reply. Raises EngineDeadError, TimeoutError."""
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
         future = self._waiting[control.id] = asyncio.get_running_loop().create_future()
         self._send(control)
@@ -34,18 +38,18 @@ class Controls:
             self._is_paused = action == "pause"
         return reply
 
-    def take(self, reply: ControlReply) -> None:
+    def receive_reply(self, reply: ControlReply) -> None:
         future = self._waiting.get(reply.id)
         if future is not None and not future.done():
             future.set_result(reply)
 
-    def refuse(self, error: str) -> None:
-        """Nobody will answer those that wait."""
+    def fail_pending(self, error: str) -> None:
+        """End all commands that await a reply with EngineDeadError."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineDeadError(error))
 
-    def repeat(self) -> None:
-        """Tell a new engine what the old one was told to stay."""
+    def restore_state(self) -> None:
+        """Pause a restarted engine when the one before it was paused."""
         if self._is_paused:
             self._send(Control(id=uuid.uuid4().hex, action="pause"))

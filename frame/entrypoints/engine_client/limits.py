@@ -1,4 +1,8 @@
-"""What a request may ask of an engine, checked before anything runs, and the errors that say why it may not. Knows no HTTP."""
+"""Checks of a request against the engine's limits before it is submitted, and the errors that they
+raise.
+
+Used by the client, the servers and the offline engine. Knows no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ from frame.core.text.token_ids import as_array
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may; the client may come back later."""
+    """The queue is full; the client may retry later."""
 
 
 class InvalidRequestError(ValueError):
-    """The request cannot be served; one sentence for the client. `param` names the offending field."""
+    """The request cannot be served; one sentence for the client. `param` is the name of the
+    parameter at fault."""
 
     def __init__(self, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
@@ -24,53 +29,51 @@ class InvalidRequestError(ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, alone or together with `max_tokens`, is longer than the model's context.
+    """The prompt, alone or together with `max_tokens`, exceeds the model's context.
 
-    Clients such as LiteLLM recognise the condition by the sentence's beginning, so all of these begin alike.
+    Clients such as LiteLLM recognise the condition by the beginning of OpenAI's sentence, so every message begins with it.
     """
 
-    def __init__(self, most: int, sentence: str, param: str) -> None:
-        super().__init__(f"This model's maximum context length is {most} tokens; {sentence}", param)
+    def __init__(self, max_tokens: int, sentence: str, param: str) -> None:
+        super().__init__(f"This model's maximum context length is {max_tokens} tokens; {sentence}", param)
 
 
 class EngineDeadError(Exception):
-    """The engine or another process is gone."""
+    """The engine or another server process has ended, or is being restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """`max_outstanding`: requests running and waiting together. Tokens: `max_context` prompt plus output, `capacity` of the KV cache.
-    `pools`: there is no output, the prompt may fill the context. `request_timeout` in seconds; `seed` draws the seeds of requests that
-    bring none. `grammar_processes`: grammars are compiled in processes of their own."""
+    """What the engine can serve."""
 
-    max_outstanding: int
-    max_context: int
+    max_outstanding: int  # sequences running and waiting together
+    max_context: int  # tokens, prompt plus output
     vocab_size: int
-    capacity: int
-    grammar: bool = False
-    request_timeout: float = 600.0
-    seed: int = 0
-    pools: bool = False
-    grammar_processes: bool = False
+    capacity: int  # tokens in the KV cache
+    grammar: bool = False  # there is a grammar backend
+    request_timeout: float = 600.0  # seconds
+    seed: int = 0  # of the generator that draws seeds for requests without one
+    is_pooling: bool = False  # the model embeds or classifies: no output tokens, the prompt may fill the context
+    grammar_processes: bool = False  # grammars are compiled in separate processes
 
     @property
-    def longest_input(self) -> int:
-        """The most tokens of a sequence that yields a vector."""
+    def max_pooling_tokens(self) -> int:
+        """The most tokens of a sequence that a pooling model reads."""
         return min(self.max_context, self.capacity)
 
 
 def check_request(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
-    """Raise InvalidRequestError when a sequence cannot be served, with the sentence for the client."""
+    """Raise InvalidRequestError when the prompt or the parameters cannot be served."""
     check_params(limits, params)
     check_prompt(limits, prompt, params)
 
 
 def check_params(limits: ClientLimits, params: SamplingParams) -> None:
-    """Raise InvalidRequestError for parameters that cannot be served, whatever the prompt."""
+    """Raise InvalidRequestError for parameters that cannot be served with any prompt."""
     problems = params.problems(limits.vocab_size)
     if problems:
         raise InvalidRequestError(problems[0].sentence, problems[0].param)
-    if params.grammar is not None and not limits.grammar and not limits.pools:
+    if params.grammar is not None and not limits.grammar and not limits.is_pooling:
         raise InvalidRequestError(
             "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",
             "response_format",
@@ -78,11 +81,12 @@ def check_params(limits: ClientLimits, params: SamplingParams) -> None:
 
 
 def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
-    """Raise InvalidRequestError for a prompt that does not fit, alone or with the tokens that `params` asks for."""
+    """Raise InvalidRequestError for a prompt that exceeds the context, alone or with the tokens
+    that `params` asks for."""
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
-    if limits.pools:
-        _check_pooled(limits, prompt)
+    if limits.is_pooling:
+        _check_pooling_prompt(limits, prompt)
         return
     if len(prompt) >= limits.max_context:
         raise ContextLengthError(
@@ -106,24 +110,25 @@ def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingPa
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
     try:
         ids = as_array(prompt)
-        is_known = ids.min() >= 0 and ids.max() < limits.vocab_size
+        is_valid = ids.min() >= 0 and ids.max() < limits.vocab_size
     except OverflowError:
-        is_known = False
-    if not is_known:
+        is_valid = False
+    if not is_valid:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
 
 
-def _check_pooled(limits: ClientLimits, prompt: Sequence[int]) -> None:
-    if len(prompt) > limits.longest_input:
+def _check_pooling_prompt(limits: ClientLimits, prompt: Sequence[int]) -> None:
+    if len(prompt) > limits.max_pooling_tokens:
         raise ContextLengthError(
-            limits.longest_input,
+            limits.max_pooling_tokens,
             f"the input has {len(prompt)} tokens; shorten it, or have it cut with truncate_prompt_tokens: -1",
             "input",
         )
     _check_ids(limits, prompt)
 
 
-def sibling(params: SamplingParams, number: int) -> SamplingParams:
-    # Siblings of one seed must differ, and the first is what n=1 would give.
+def get_child_params(params: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of sequence `number` of a request with `n` > 1. The seeds differ, and the
+    first is that of `n` = 1."""
     seed = None if params.seed is None else (params.seed + number if params.seed + number < 2**63 else number)
     return msgspec.structs.replace(params, n=1, seed=seed)

@@ -1,6 +1,8 @@
-"""`TenantQuotas`: how much each key has at work, over all protocols, and the most that it may; `Places`, which keys are given in turn.
+"""`TenantQuotas`: limits on the concurrent requests and sequences of each API key, over all
+protocols. `FairSemaphore`: a semaphore that serves its waiters round-robin by tenant.
 
-Knows no key, only whose it is; no protocol.
+Used by the HTTP and gRPC servers and by the batch runner. Knows tenant names only, no key and no
+protocol.
 """
 
 from __future__ import annotations
@@ -14,43 +16,51 @@ from typing import Self
 
 
 class QuotaExceededError(Exception):
-    """A key has as much at work as it may; one sentence for the client. `is_hopeless`: this alone is more than a key may have."""
+    """A tenant's quota is used up; one sentence for the client. `is_permanent`: the request alone
+    exceeds the quota, so a retry fails."""
 
-    def __init__(self, sentence: str, is_hopeless: bool = False) -> None:
+    def __init__(self, sentence: str, is_permanent: bool = False) -> None:
         super().__init__(sentence)
-        self.is_hopeless = is_hopeless
+        self.is_permanent = is_permanent
 
 
 class TenantQuotas:
-    """One a server. `most` places a tenant, None: no limit; `most_sequences` of all sequences that the server holds, whatever they are
-    for, None: as many as there are. Who brings no key (tenant "") has no limit."""
+    """The quotas of a server. A request without a key (tenant "") has none.
 
-    def __init__(self, most: int | None, most_sequences: int | None = None) -> None:
-        self._most = most
-        self._most_sequences = most_sequences
-        self._held: Counter[str] = Counter()  # places by tenant; as many entries as keys
-        self._sequences: Counter[str] = Counter()
+    `max_requests`: concurrent requests of a tenant, each generated sequence counted as one; None: no limit.
+    `max_sequences`: concurrent sequences of a tenant, of whatever kind; None: no limit but the server's.
+    """
 
-    def open(self, tenant: str) -> QuotaLease:
-        """A request's share, of one place, to be closed with the request. Raises ShareExceededError."""
-        self.take(tenant, 1)
+    def __init__(self, max_requests: int | None, max_sequences: int | None = None) -> None:
+        self._max_requests = max_requests
+        self._max_sequences = max_sequences
+        self._num_requests: Counter[str] = Counter()  # by tenant; as many entries as keys
+        self._num_sequences: Counter[str] = Counter()  # by tenant
+
+    def open_lease(self, tenant: str) -> QuotaLease:
+        """The lease of a new request, which counts as one until the lease is closed. Raises
+        QuotaExceededError."""
+        self.acquire_requests(tenant, 1)
         return QuotaLease(self, tenant)
 
-    def take(self, tenant: str, count: int, asked: int = 1) -> None:
-        """`count` places more, of `asked` for a request. Raises ShareExceededError."""
-        held, most = self._held[tenant], self._most
+    def acquire_requests(self, tenant: str, count: int, requested: int = 1) -> None:
+        """Count `count` more requests, of `requested` in all for one client request. Raises
+        QuotaExceededError."""
+        held, most = self._num_requests[tenant], self._max_requests
         if tenant and most is not None and held + count > most:
-            if asked > most:
-                raise QuotaExceededError(f"the request asks for {asked} sequences, and a key may have {most} at once; ask for fewer", True)
-            others = held + count - asked
+            if requested > most:
+                raise QuotaExceededError(
+                    f"the request asks for {requested} sequences, and a key may have {most} at once; ask for fewer", True
+                )
+            others = held + count - requested
             raise QuotaExceededError(
                 f"{others} requests of this key are running or waiting, and it may have {most}, each sequence counted; try again later"
             )
-        self._held[tenant] += count
+        self._num_requests[tenant] += count
 
-    def take_sequences(self, tenant: str, count: int) -> None:
-        """`count` sequences more. Raises ShareExceededError."""
-        held, most = self._sequences[tenant], self._most_sequences
+    def acquire_sequences(self, tenant: str, count: int) -> None:
+        """Count `count` more sequences. Raises QuotaExceededError."""
+        held, most = self._num_sequences[tenant], self._max_sequences
         if tenant and most is not None and held + count > most:
             if count > most:
                 raise QuotaExceededError(
@@ -59,43 +69,45 @@ class TenantQuotas:
             raise QuotaExceededError(
                 f"{held} sequences of this key are running or waiting, and one key may hold {most} of this server's places; try again later"
             )
-        self._sequences[tenant] += count
+        self._num_sequences[tenant] += count
 
-    def give_back(self, tenant: str, count: int, sequences: int = 0) -> None:
-        """Of what was taken."""
-        self._held[tenant] -= count
-        self._sequences[tenant] -= sequences
+    def release(self, tenant: str, requests: int, sequences: int = 0) -> None:
+        """Give back what was acquired."""
+        self._num_requests[tenant] -= requests
+        self._num_sequences[tenant] -= sequences
 
 
 class QuotaLease:
-    """What one request holds: one place from its beginning on, and one for each sequence once it is known how many there are."""
+    """What one request holds of its tenant's quotas: one request at first, then one for each of its
+    sequences. A context manager."""
 
-    def __init__(self, shares: TenantQuotas, tenant: str, held: int = 1, sequences: int = 0) -> None:
-        self._shares = shares
+    def __init__(self, quotas: TenantQuotas, tenant: str, num_requests: int = 1, num_sequences: int = 0) -> None:
+        self._quotas = quotas
         self._tenant = tenant
-        self._held = held
-        self._sequences = sequences
+        self._num_requests = num_requests
+        self._num_sequences = num_sequences
 
-    def widen(self, sequences: int, counts: bool = True) -> None:
-        """Hold a place for each; `counts`: each is a request of its own to the key's limit. Raises ShareExceededError, and holds what it
-        held."""
-        more = max(0, sequences - self._held) if counts else 0
-        self._shares.take(self._tenant, more, sequences)
-        self._held += more
-        further = max(0, sequences - self._sequences)
-        self._shares.take_sequences(self._tenant, further)
-        self._sequences += further
+    def reserve_sequences(self, count: int, counts: bool = True) -> None:
+        """Grow the lease to `count` sequences; `counts`: each counts against the limit of requests too. Raises QuotaExceededError, which
+        leaves what the lease already holds."""
+        more = max(0, count - self._num_requests) if counts else 0
+        self._quotas.acquire_requests(self._tenant, more, count)
+        self._num_requests += more
+        further = max(0, count - self._num_sequences)
+        self._quotas.acquire_sequences(self._tenant, further)
+        self._num_sequences += further
 
-    def handed_on(self) -> QuotaLease:
-        """All that this one holds, for what goes on when its request has been answered."""
-        other = QuotaLease(self._shares, self._tenant, self._held, self._sequences)
-        self._held = self._sequences = 0
+    def transfer(self) -> QuotaLease:
+        """Move all that this lease holds to a new one, for work that outlives the request (a
+        background response)."""
+        other = QuotaLease(self._quotas, self._tenant, self._num_requests, self._num_sequences)
+        self._num_requests = self._num_sequences = 0
         return other
 
     def close(self) -> None:
-        """The request is over."""
-        self._shares.give_back(self._tenant, self._held, self._sequences)
-        self._held = self._sequences = 0
+        """Give everything back. A second call does nothing."""
+        self._quotas.release(self._tenant, self._num_requests, self._num_sequences)
+        self._num_requests = self._num_sequences = 0
 
     def __enter__(self) -> Self:
         return self
@@ -104,17 +116,17 @@ class QuotaLease:
         self.close()
 
 
-class Places:
-    """At most `count` pieces of work at once. Who waits is served in turn by tenant: one tenant's many delay another's one no longer than
-    its next one would."""
+class FairSemaphore:
+    """At most `count` holders at once. Waiters are served round-robin by tenant, so a tenant with many waiters delays another tenant's
+    single one by at most one turn."""
 
     def __init__(self, count: int) -> None:
         self._free = count
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in the order of their turns
 
     @asynccontextmanager
-    async def hold(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a place and hold it."""
+    async def hold_slot(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a slot and hold it."""
         if self._free:
             self._free -= 1
         else:
@@ -123,22 +135,22 @@ class Places:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # the place came with the cancellation
-                    self._pass_on()
+                if not turn.cancelled():  # the slot was granted before the cancellation
+                    self._release_slot()
                 raise
         try:
             yield
         finally:
-            self._pass_on()
+            self._release_slot()
 
-    def _pass_on(self) -> None:
-        """A place that is free, to the next tenant's next."""
+    def _release_slot(self) -> None:
+        """Grant the slot to the first waiter of the next tenant, or free it."""
         while self._waiting:
             tenant = next(iter(self._waiting))
             queue = self._waiting.pop(tenant)
             turn = queue.popleft()
             if queue:
-                self._waiting[tenant] = queue  # behind the others
+                self._waiting[tenant] = queue  # behind the other tenants
             if not turn.done():
                 turn.set_result(None)
                 return

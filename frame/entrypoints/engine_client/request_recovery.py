@@ -1,41 +1,86 @@
-"""`RequestRecovery`: what becomes of sequences while the engine is away, and of those that may have ended it. Knows no process and no
-message.
+"""`RequestRecovery`: requests continue after a crash of the engine or the detokenizer, and a
+request that causes crashes is refused.
 
-After a death all come back where they were. Those that were on the device in two deaths, without getting any further in between, are
-suspects: they come back one at a time, with nothing else in the engine, until they are past the place where it died. So the one that
-ends the engine again is known, and it alone is refused.
+After a crash all sequences continue from their last token. A sequence that was on the device in two
+crashes, without progress in between, is a suspect. Suspects run one at a time, alone in the engine,
+until they have passed the position of the crash. A suspect during whose solo run the engine crashes
+again is the cause and is refused; all others continue.
+
+Used by `EngineClient`. Knows no process and no transport.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from frame.core.ipc.inflight_file import hash_request
+from frame.core.messages import Generate, StartDetokenize
+from frame.core.text.incremental_decoder import PROMPT_TAIL
 from frame.entrypoints.engine_client.response_state import SequenceState
 
-PASSED = 4  # tokens beyond the place of a death that clear a suspect: the last ones before it may not have reached us
-SUSPECT = 2  # deaths at one place
+PROGRESS = 4  # tokens past the position of a crash that clear a suspect: the last ones before the crash may not have arrived
+MAX_CRASHES = 2  # at one position, after which a sequence is a suspect
+MIN_DEADLINE = 0.001  # seconds; sent for a deadline that has passed, so that the engine ends the request
+
+
+def build_generate(sequence: SequenceState) -> Generate:
+    """The message that admits a sequence, again after a crash: prompt and output so far, and the
+    rest of its deadline.
+
+    Raises RuntimeError for a sequence that was never started.
+    """
+    recovery = sequence.recovery
+    message = recovery.generate
+    if message is None:
+        raise RuntimeError(f"{sequence.rid} was never submitted")
+    deadline = max(MIN_DEADLINE, round(recovery.expires_at - time.monotonic(), 3))
+    if not recovery.num_admissions:
+        return msgspec.structs.replace(message, deadline=deadline)
+    has_prompt_logprobs = sequence.prompt_logprobs is not None
+    output = list(recovery.output_ids)
+    return msgspec.structs.replace(
+        message,
+        rid=recovery.engine_rid,
+        token_ids=sequence.prompt + output,
+        params=msgspec.structs.replace(message.params, prompt_logprobs=None) if has_prompt_logprobs else message.params,
+        output_len=len(output),
+        deadline=deadline,
+    )
+
+
+def build_start_detokenize(sequence: SequenceState, message: Generate) -> StartDetokenize:
+    """The message that the detokenizer gets before the tokens that `message` asks for."""
+    return StartDetokenize(
+        rid=message.rid,
+        params=message.params,
+        prompt_tail=sequence.prompt[-PROMPT_TAIL:],
+        token_ids=list(sequence.recovery.output_ids),
+        trace=message.trace,
+    )
 
 
 class RequestRecovery:
-    """`admit` sends a sequence to the engine from where it stands; `withdraw` takes it out again, unfinished. A sequence is held
-    (here) or admitted (in the engine)."""
+    """`admit` sends a sequence to the engine, from its last token on; `withdraw` takes an unfinished one out again. Each sequence is
+    either held (here) or admitted (in the engine)."""
 
     def __init__(
         self, admit: Callable[[SequenceState], None], withdraw: Callable[[SequenceState], None], compiles_elsewhere: bool = False
     ) -> None:
-        self.away: str | None = None  # why the engine takes nothing now
-        self.on_trial: SequenceState | None = None
-        self._compiles_elsewhere = compiles_elsewhere  # grammars, in processes that the engine outlives
+        self.unavailable_reason: str | None = None  # None: the engine takes requests
+        self.isolated: SequenceState | None = None  # the suspect that runs alone
+        self._compiles_elsewhere = compiles_elsewhere  # grammars are compiled in other processes, whose crash is not the engine's
         self._admit = admit
         self._withdraw = withdraw
         self._held: dict[str, SequenceState] = {}  # by rid, oldest first
         self._suspects: deque[SequenceState] = deque()
 
-    def offer(self, sequence: SequenceState) -> None:
-        """A new sequence: admitted, if the engine takes any now."""
-        if self.away is not None or self.on_trial is not None:
+    def add_sequence(self, sequence: SequenceState) -> None:
+        """Admit a new sequence, or hold it while the engine is away or runs a suspect."""
+        if self.unavailable_reason is not None or self.isolated is not None:
             self._held[sequence.rid] = sequence
         else:
             self._admit(sequence)
@@ -47,78 +92,85 @@ class RequestRecovery:
     def held(self) -> list[SequenceState]:
         return list(self._held.values())
 
-    def drop(self, sequence: SequenceState) -> None:
-        """The sequence ended, or nobody wants it any more."""
+    def remove_sequence(self, sequence: SequenceState) -> None:
+        """The sequence has ended, or its client has left."""
         self._held.pop(sequence.rid, None)
-        if sequence is self.on_trial:
-            self._go_on()
+        if sequence is self.isolated:
+            self._admit_next()
 
-    def look(self) -> None:
-        """There is news of `on_trial`: is the trial over?"""
-        sequence = self.on_trial
-        if sequence is None or (sequence.finish is None and sequence.num_tokens <= sequence.standing.died_at + PASSED):
+    def check_isolated(self) -> None:
+        """End the solo run of the suspect when it has finished or made progress; called when it has
+        new tokens."""
+        sequence = self.isolated
+        if sequence is None or (sequence.finish is None and sequence.num_tokens <= sequence.recovery.crash_num_tokens + PROGRESS):
             return
         if sequence.finish is None:
-            sequence.standing.deaths = 0
+            sequence.recovery.num_crashes = 0
             self._held[sequence.rid] = sequence
             self._withdraw(sequence)
-        self._go_on()
+        self._admit_next()
 
-    # deaths --------------------------------------------------------------------------------------------------------
+    # crashes
+    # -------------------------------------------------------------------------------------------------------
 
-    def blame(self, sequences: Iterable[SequenceState], on_device: Mapping[int, int]) -> SequenceState | None:
-        """The engine died with these marks and prefilled tokens in its roster: count it for the sequences that were there; if it had
-        nothing on the device, for all but those whose grammar another process may have been compiling. -> the one that is to be
-        refused."""
+    def record_crash(self, sequences: Iterable[SequenceState], on_device: Mapping[int, int]) -> SequenceState | None:
+        """Count an engine crash for the sequences that were on the device and return the one that
+        caused it, if that is certain.
+
+        `on_device` is the content of the in-flight file: prefilled tokens by request hash. Where it is empty, the crash counts
+        for all admitted sequences but those whose grammar another process may have been compiling.
+        """
         admitted = [sequence for sequence in sequences if sequence.rid not in self._held]
         if on_device:
-            there = [sequence for sequence in admitted if hash_request(sequence.standing.name) in on_device]
+            involved = [sequence for sequence in admitted if hash_request(sequence.recovery.engine_rid) in on_device]
         else:
-            there = [sequence for sequence in admitted if not (self._compiles_elsewhere and _may_compile(sequence))]
-        for sequence in there:
-            standing = sequence.standing
-            in_prompt = min(on_device.get(hash_request(standing.name), 0), len(sequence.prompt))
-            if sequence.num_tokens > standing.died_at + PASSED or in_prompt > standing.died_in_prompt + PASSED:
-                standing.deaths = 0
-            standing.deaths += 1
-            standing.died_at = sequence.num_tokens
-            standing.died_in_prompt = max(standing.died_in_prompt, in_prompt)
-        is_alone = len(on_device or there) == 1 == len(there)
-        return there[0] if is_alone and there[0].standing.deaths >= SUSPECT else None
+            involved = [sequence for sequence in admitted if not (self._compiles_elsewhere and _may_compile(sequence))]
+        for sequence in involved:
+            recovery = sequence.recovery
+            num_prefilled = min(on_device.get(hash_request(recovery.engine_rid), 0), len(sequence.prompt))
+            if sequence.num_tokens > recovery.crash_num_tokens + PROGRESS or num_prefilled > recovery.crash_num_prefilled + PROGRESS:
+                recovery.num_crashes = 0
+            recovery.num_crashes += 1
+            recovery.crash_num_tokens = sequence.num_tokens
+            recovery.crash_num_prefilled = max(recovery.crash_num_prefilled, num_prefilled)
+        is_alone = len(on_device or involved) == 1 == len(involved)
+        return involved[0] if is_alone and involved[0].recovery.num_crashes >= MAX_CRASHES else None
 
-    def blame_text(self, sequences: Iterable[SequenceState], in_work: frozenset[int]) -> SequenceState | None:
-        """The detokenizer died in the midst of this one's text: count it. -> the one that is to be refused. It works on one at a time, so
-        nobody need come back alone to be found out."""
+    def record_detokenizer_crash(self, sequences: Iterable[SequenceState], in_progress: frozenset[int]) -> SequenceState | None:
+        """Count a detokenizer crash for the sequence whose text was in progress (by request hash), and return it once it has caused
+        MAX_CRASHES. The detokenizer works on one sequence at a time, so no solo run is needed."""
         for sequence in sequences:
-            if sequence.rid in self._held or hash_request(sequence.standing.name) not in in_work:
+            if sequence.rid in self._held or hash_request(sequence.recovery.engine_rid) not in in_progress:
                 continue
-            standing = sequence.standing
-            if sequence.num_tokens > standing.text_died_at + PASSED:
-                standing.text_deaths = 0
-            standing.text_deaths += 1
-            standing.text_died_at = sequence.num_tokens
-            if standing.text_deaths >= SUSPECT:
+            recovery = sequence.recovery
+            if sequence.num_tokens > recovery.text_crash_num_tokens + PROGRESS:
+                recovery.num_text_crashes = 0
+            recovery.num_text_crashes += 1
+            recovery.text_crash_num_tokens = sequence.num_tokens
+            if recovery.num_text_crashes >= MAX_CRASHES:
                 return sequence
         return None
 
-    def hold(self, sequences: Sequence[SequenceState], reason: str) -> None:
-        """The engine, or what it sends to, is away: all of these, oldest first, wait for `resume`."""
-        self.away = reason
-        self.on_trial = None
+    def hold_sequences(self, sequences: Sequence[SequenceState], reason: str) -> None:
+        """The engine or the detokenizer is away: hold all of these, oldest first, until
+        `resume_sequences`."""
+        self.unavailable_reason = reason
+        self.isolated = None
         self._held = {sequence.rid: sequence for sequence in sequences}
 
-    def resume(self) -> None:
-        """It is back: the suspects one by one, then all others at once."""
-        self.away = None
-        self._suspects = deque(sequence for sequence in self._held.values() if sequence.standing.deaths >= SUSPECT)
-        self._go_on()
+    def resume_sequences(self) -> None:
+        """The engine is back: admit the suspects one at a time, then all other sequences at
+        once."""
+        self.unavailable_reason = None
+        self._suspects = deque(sequence for sequence in self._held.values() if sequence.recovery.num_crashes >= MAX_CRASHES)
+        self._admit_next()
 
-    def _go_on(self) -> None:
-        self.on_trial = None
+    def _admit_next(self) -> None:
+        self.isolated = None
         while self._suspects:
             sequence = self._suspects.popleft()
             if self._held.pop(sequence.rid, None) is not None:
-                self.on_trial = sequence
+                self.isolated = sequence
                 self._admit(sequence)
                 return
         held, self._held = self._held, {}

@@ -1,5 +1,9 @@
-"""`RequestState` and its `SequenceState`s: what one client request waits for, filled a step at a time by the client. Knows no
-transport and no HTTP."""
+"""`RequestState` and its `SequenceState`s: the client's view of one request, to which each engine
+step adds tokens and text.
+
+vLLM's counterpart is `RequestState` of its `OutputProcessor`, with `RequestOutputCollector`. Knows
+no transport and no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -12,76 +16,85 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate, TokenLogprobs
 
 
-class Times:
-    """When things happened to a sequence (`time.perf_counter`; 0: not yet). `waited`: seconds until the engine had a place for it."""
+class SequenceTimes:
+    """`waited`: seconds in the engine's queue. `first` and `last`: when those tokens arrived
+    (`time.perf_counter`; 0: not yet)."""
 
     __slots__ = ("first", "last", "waited")
 
     def __init__(self) -> None:
         self.waited = 0.0
-        self.first = 0.0  # token
-        self.last = 0.0  # token
+        self.first = 0.0
+        self.last = 0.0
 
 
 class RecoveryState:
-    """All that a sequence needs to go on in another engine. `name` is what it is called in the engine: another one after each
-    re-admission, so that whatever an admission before it still sends is nobody's."""
+    """What a sequence needs to continue in a restarted engine, and how many crashes it was part of.
+
+    `engine_rid` names the sequence in the engine. It changes with each recovery, so that late messages of an earlier
+    admission match no sequence.
+    """
 
     __slots__ = (
-        "admissions", "deaths", "died_at", "died_in_prompt", "expires", "is_aborted", "message", "name", "output", "text_deaths",
-        "text_died_at",
+        "crash_num_prefilled", "crash_num_tokens", "engine_rid", "expires_at", "generate", "is_aborted", "num_admissions", "num_crashes",
+        "num_text_crashes", "output_ids", "text_crash_num_tokens",
     )  # fmt: skip
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.output = array("i")  # every token so far
-        self.message: Generate | None = None  # its first admission
-        self.admissions = 0
-        self.expires = 0.0  # seconds, monotonic
-        self.is_aborted = False  # the engine was told so, and may have died before it heard
-        self.deaths = 0  # of the engine, with this sequence on the device and no further than before
-        self.died_at = 0  # tokens that it had at the last of them
-        self.died_in_prompt = 0  # most tokens of the prompt whose prefill was begun at one of them
-        self.text_deaths = 0  # of the detokenizer, in the midst of this sequence's text and no further than before
-        self.text_died_at = 0
+    def __init__(self, rid: str) -> None:
+        self.engine_rid = rid
+        self.output_ids = array("i")  # every token so far
+        self.generate: Generate | None = None  # the message of the first admission; None until the sequence is started
+        self.num_admissions = 0
+        self.expires_at = 0.0  # seconds, time.monotonic
+        self.is_aborted = False  # an abort was sent; the engine may have crashed before it took effect
+        self.num_crashes = 0  # of the engine, with this sequence on the device, without progress since the first of them
+        self.crash_num_tokens = 0  # output tokens at the last of them
+        self.crash_num_prefilled = 0  # most prompt tokens whose prefill had begun at one of them
+        self.num_text_crashes = 0  # of the detokenizer, during this sequence's text, without progress since the first of them
+        self.text_crash_num_tokens = 0  # output tokens at the last of them
 
 
 class SequenceState:
-    """One sequence of an answer: what came since the last `take`, totals, and where it stands. `index` is its place in the answer. `name`
-    is unique among those of its tenant, `rid` in the server."""
+    """One sequence of a request: the output since the last `take_output`, totals, and its recovery
+    state.
+
+    `index` is its position in the request, `prompt_index` that of its prompt. `name` is unique among the sequences of its tenant,
+    `rid` in the server. `has_update`: it is in the request's `changed`.
+    """
 
     __slots__ = (
-        "answer", "cached", "changed", "finish", "index", "logprobs", "name", "params", "prompt", "prompt_index", "prompt_logprobs",
-        "standing", "texts", "times", "token_ids",
+        "cached", "finish", "has_update", "index", "logprobs", "name", "params", "prompt", "prompt_index", "prompt_logprobs", "recovery",
+        "request", "texts", "times", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, answer: RequestState, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self.answer = answer
+    def __init__(self, request: RequestState, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
+        self.request = request
         self.index = index
         self.prompt_index = prompt_index
         self.name = name
-        self.prompt = prompt
+        self.prompt = prompt  # token ids
         self.params = params
-        self.texts: list[str] = []
+        self.texts: list[str] = []  # since the last `take_output`, as are the next two
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: TokenLogprobs | None = None
         self.finish: Finish | None = None
-        self.cached = 0
-        self.times = Times()
-        self.changed = False
-        self.standing = RecoveryState(self.rid)
+        self.cached = 0  # prompt tokens that came from the prefix cache
+        self.times = SequenceTimes()
+        self.has_update = False
+        self.recovery = RecoveryState(self.rid)
 
     @property
     def rid(self) -> str:
-        owner = self.answer.owner  # which has no colon
+        owner = self.request.owner  # a tenant's name has no colon
         return f"{owner}:{self.name}" if owner else self.name
 
     @property
     def num_tokens(self) -> int:
-        return len(self.standing.output)
+        """Output tokens so far."""
+        return len(self.recovery.output_ids)
 
-    def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
+    def take_output(self) -> tuple[str, list[int], list[TokenLogprobs]]:
         """The text, tokens and logprobs since the last call."""
         texts, ids, logprobs = self.texts, self.token_ids, self.logprobs
         self.texts, self.token_ids = [], []
@@ -91,48 +104,51 @@ class SequenceState:
 
 
 class RequestState:
-    """All sequences that one client request asked for (prompts × n). One waiter: the handler that serves it."""
+    """All sequences of one client request (prompts × n). One handler reads it: by `wait`, or by the
+    callback `on_update`."""
 
     __slots__ = (
-        "_most_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "gone", "on_news", "open", "owner", "rid",
-        "second_text_starts", "sequences", "submitted", "vectors",
+        "_max_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "is_disconnected", "num_unfinished", "on_update",
+        "owner", "rid", "second_text_starts", "sequences", "submitted", "vectors",
     )  # fmt: skip
 
     def __init__(self, rid: str = "", owner: str = "") -> None:
-        self.rid = rid  # of the request, as its client knows it; its sequences' names begin with it
-        self.owner = owner  # the tenant that sent it; "" where no key is asked for
+        self.rid = rid  # the request's name for its client; the names of its sequences begin with it
+        self.owner = owner  # the tenant; "" where the server asks for no key
         self.sequences: list[SequenceState] = []
-        self.changed: list[SequenceState] = []
-        self.open = 0  # sequences without a finish
+        self.changed: list[SequenceState] = []  # sequences with output that was not taken
+        self.num_unfinished = 0  # sequences without a finish
         self.submitted = time.perf_counter()
-        self.created = self.submitted  # when the request arrived, if it was read and tokenized before
-        self.gone = False  # the client hung up
-        self.on_news: Callable[[], None] | None = None  # instead of a waiter
-        self.second_text_starts: Sequence[int] = ()  # of prompts that are pairs of texts: where the second one begins
-        self.vectors: dict[int, bytes] = {}  # float32, by sequence; of an engine that embeds or classifies
-        self._num_unread = 0  # tokens on top of others that nobody has taken
-        self._most_unread: int | None = None
+        self.created = self.submitted  # arrival of the request, where it was parsed and tokenized before the submission
+        self.is_disconnected = False
+        self.on_update: Callable[[], None] | None = None  # called instead of waking `wait`
+        self.second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins
+        self.vectors: dict[int, bytes] = {}  # by sequence index: float32 bytes, from a pooling engine
+        self._num_unread = 0  # tokens that arrived for sequences with output that was not taken
+        self._max_unread: int | None = None
         self._on_overrun: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def bound(self, most_unread: int, on_overrun: Callable[[], None]) -> None:
-        """For an answer that is sent as it comes: when more than so many tokens pile up (with logprobs, each alternative is one more),
-        `on_overrun` is called, once; it should end the request. An answer that is sent whole waits for its last token."""
-        self._most_unread, self._on_overrun = most_unread, on_overrun
+    def set_backpressure_limit(self, max_unread: int, on_overrun: Callable[[], None]) -> None:
+        """Bound the output that waits for the reader of a streamed response: above `max_unread` tokens (each alternative logprob counts
+        as one more) `on_overrun` is called, once; it should end the request. Responses that are sent whole need no limit.
+        """
+        self._max_unread, self._on_overrun = max_unread, on_overrun
 
     def add_unread(self, sequence: SequenceState, count: int) -> None:
-        """So many tokens more came of a sequence whose last ones have not been taken yet."""
+        """Count `count` new tokens of a sequence with output that was not taken."""
         self._num_unread += count * (1 + (sequence.params.logprobs or 0))
-        if self._most_unread is not None and self._on_overrun is not None and self._num_unread > self._most_unread:
-            self._most_unread = None
+        if self._max_unread is not None and self._on_overrun is not None and self._num_unread > self._max_unread:
+            self._max_unread = None
             self._on_overrun()
 
-    def second_text_start_of(self, sequence: SequenceState) -> int:
+    def get_second_text_start(self, sequence: SequenceState) -> int:
         return self.second_text_starts[sequence.prompt_index] if self.second_text_starts else 0
 
     async def wait(self) -> list[SequenceState]:
-        """The sequences with something new; empty when the client is gone or all is over."""
-        while not self.changed and not self.gone and self.open:
+        """The sequences with new output; empty when the client disconnected or all sequences have
+        ended."""
+        while not self.changed and not self.is_disconnected and self.num_unfinished:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -141,24 +157,26 @@ class RequestState:
         return self.take_changed()
 
     def take_changed(self) -> list[SequenceState]:
+        """The sequences with new output since the last call."""
         changed, self.changed, self._num_unread = self.changed, [], 0
         for sequence in changed:
-            sequence.changed = False
+            sequence.has_update = False
         return changed
 
-    async def complete(self) -> None:
-        """Until every sequence ended, or the client is gone. Deltas stay in the sequences, for one `take`."""
-        while self.open and not self.gone:
+    async def wait_until_complete(self) -> None:
+        """Return when every sequence has ended, or the client has disconnected. The output stays in the sequences for one
+        `take_output`."""
+        while self.num_unfinished and not self.is_disconnected:
             await self.wait()
 
-    def hang_up(self) -> None:
-        """The client is gone: let the handler wake."""
-        self.gone = True
-        self.wake()
+    def mark_disconnected(self) -> None:
+        """The client closed its connection: wake the handler."""
+        self.is_disconnected = True
+        self.notify()
 
-    def wake(self) -> None:
-        """Tell whoever serves the answer that there is news."""
-        if self.on_news is not None:
-            self.on_news()
+    def notify(self) -> None:
+        """Tell the handler that there is new output."""
+        if self.on_update is not None:
+            self.on_update()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,6 +1,8 @@
-"""`TokenRouter`: what a step's message brings, put where the handlers of its requests find it. The path of every token: one pass a
-message, no
-object and no task a token. Knows no link, no engine and no death.
+"""`TokenRouter`: appends the tokens of a step's message to the state of its requests.
+
+It runs for every token, so it makes one pass a message and creates no task and no object a token.
+Used by `EngineClient`; vLLM's counterpart is `OutputProcessor.process_outputs`. Knows no transport
+and no recovery.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from frame.entrypoints.engine_client.stats import ClientStats
 
 
 class TokenRouter:
-    """`sequences`, by their names in the engine, is the client's own dict; who ends leaves it and is told to `end`, with the time
-    (`time.perf_counter`)."""
+    """`sequences`, by their rids in the engine, is the client's own dict. A sequence that ends is removed from it and given to `end`, with
+    the time (`time.perf_counter`)."""
 
     def __init__(
         self, sequences: dict[str, SequenceState], stats: ClientStats, end: Callable[[SequenceState, Finish, float], None]
@@ -24,8 +26,9 @@ class TokenRouter:
         self.stats = stats
         self._end = end
 
-    def take(self, message: StepText | StepTokens, texts: list[str] | None, touched: list[RequestState]) -> None:
-        """One message; `touched` gets the answers that it is the first news of."""
+    def route_step(self, message: StepText | StepTokens, texts: list[str] | None, touched: list[RequestState]) -> None:
+        """Append one step's tokens and `texts` (None: there is no text). Requests without earlier unread output are added to
+        `touched`, once."""
         sequences, token_ids, now = self._sequences, message.token_ids, time.perf_counter()
         latencies, count = self.stats.inter_token, 0
         for place, rid in enumerate(message.rids):
@@ -38,27 +41,27 @@ class TokenRouter:
                 if times.last:
                     latencies.append((now - times.last) / len(ids))
                 else:
-                    self.stats.first_token.append(now - sequence.answer.created)
+                    self.stats.first_token.append(now - sequence.request.created)
                     times.first = now
                 times.last = now
                 sequence.token_ids += ids
-                sequence.standing.output.extend(ids)
+                sequence.recovery.output_ids.extend(ids)
                 count += len(ids)
             if texts is not None:
                 sequence.texts.append(texts[place])
-            if not sequence.changed:
-                sequence.changed = True
-                answer = sequence.answer
-                if not answer.changed:
-                    touched.append(answer)
-                answer.changed.append(sequence)
+            if not sequence.has_update:
+                sequence.has_update = True
+                request = sequence.request
+                if not request.changed:
+                    touched.append(request)
+                request.changed.append(sequence)
             else:
-                sequence.answer.add_unread(sequence, len(ids))
+                sequence.request.add_unread(sequence, len(ids))
         self.stats.generated_tokens += count
-        self._take_rest(message, now)
+        self._route_rest(message, now)
 
-    def _take_rest(self, message: StepText | StepTokens, now: float) -> None:
-        """What concerns a few of the requests only."""
+    def _route_rest(self, message: StepText | StepTokens, now: float) -> None:
+        """The fields that a step has for few of its requests."""
         rids, sequences = message.rids, self._sequences
         for place, cached in message.num_cached_tokens.items():
             if (sequence := sequences.get(rids[place])) is not None:
@@ -67,24 +70,24 @@ class TokenRouter:
         for place, queue_time in message.queue_times.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.times.waited = queue_time
-                self.stats.waited(sequence, queue_time, now)
+                self.stats.record_wait(sequence, queue_time, now)
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)
         for place, logprobs in message.prompt_logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
-                sequence.prompt_logprobs = _joined(sequence.prompt_logprobs, logprobs)
+                sequence.prompt_logprobs = _concatenate(sequence.prompt_logprobs, logprobs)
         if isinstance(message, StepTokens):
             for place, vector in message.pooled.items():
                 if (sequence := sequences.get(rids[place])) is not None:
-                    sequence.answer.vectors[sequence.index] = vector
+                    sequence.request.vectors[sequence.index] = vector
         for place, finish in message.finishes.items():
             if (sequence := sequences.pop(rids[place], None)) is not None:
                 self._end(sequence, finish, now)
 
 
-def _joined(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs:
-    """Prompt logprobs come a chunk at a time."""
+def _concatenate(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLogprobs:
+    """Prompt logprobs arrive one chunk at a time."""
     if first is None:
         return second
     ids, ranks = first.token_ids + second.token_ids, first.ranks + second.ranks

@@ -39,11 +39,11 @@ UNTRACED = frozenset({"ServerInfo"})  # what is looked at all the time
 class GrpcCaller:
     """Who calls, as `Services.begin` wants to know it. `headers` are the call's metadata."""
 
-    def __init__(self, context: Any, tenant: str, share: QuotaLease | None = None) -> None:
+    def __init__(self, context: Any, tenant: str, lease: QuotaLease | None = None) -> None:
         self.context = context
         self.headers = headers_of(context.invocation_metadata())
         self.tenant = tenant
-        self.share = share
+        self.lease = lease
         self.request_id = request_id_of(self.headers)
         self.answer: RequestState | None = None
         REQUEST_ID.set(self.request_id)
@@ -76,8 +76,8 @@ class Entrance:
         async def opened(data: bytes, context: Any) -> Any:
             tenant, found = self._tenant_of(context), None
             try:
-                with self._services.shares.open(tenant) as share:
-                    caller = GrpcCaller(context, tenant, share)
+                with self._services.quotas.open_lease(tenant) as lease:
+                    caller = GrpcCaller(context, tenant, lease)
                     return await traced(self._services, caller, name, act(read(kind, data), caller))
             except QuotaExceededError as error:
                 found = too_many(error)

@@ -66,7 +66,7 @@ class Service:
         self._admin.check(caller.headers)
         if not request.all and not any(request.ids):
             raise ApiError(400, "name ids, or set all", "ids")
-        self._services.client.abort([] if request.all else [name for name in request.ids if name])
+        self._services.client.abort_requests([] if request.all else [name for name in request.ids if name])
         return self._schema["AbortReply"]()
 
     async def tokenize(self, request: Any, caller: GrpcCaller) -> Any:
@@ -106,9 +106,9 @@ class Service:
         is the last one.
         """
         try:
-            with self._services.shares.open(caller.tenant) as share:
+            with self._services.quotas.open_lease(caller.tenant) as lease:
                 own = copy(caller)
-                own.share, own.answer = share, None
+                own.lease, own.answer = lease, None
                 await traced(self._services, own, "Generate", self._put_each(request, own, put))
         except QuotaExceededError as error:
             await put(self._refused(request.id, too_many(error)))
@@ -140,8 +140,8 @@ class Service:
             answer = await self._services.begin(caller, [prompt], params, terms)
             name = request.id or answer.rid
             given_up: list[ApiError] = []
-            self._services.bound(answer, partial(self._give_up, answer, given_up))
-            while answer.open or answer.changed:
+            self._services.set_backpressure_limit(answer, partial(self._give_up, answer, given_up))
+            while answer.num_unfinished or answer.changed:
                 for sequence in await answer.wait():
                     if len(answer.sequences) == 1:
                         raise_failed([sequence])  # with several, each has its own last reply
@@ -150,17 +150,17 @@ class Service:
                         raise given_up[0]
         finally:
             if answer is not None:
-                self._services.client.abandon(answer)
+                self._services.client.abandon_request(answer)
 
     def _give_up(self, answer: RequestState, given_up: list[ApiError], error: ApiError) -> None:
         """The client falls too far behind: stop its request now; it hears of it when it has read
         what was sent.
         """
-        self._services.client.abandon(answer)
+        self._services.client.abandon_request(answer)
         given_up.append(error)
 
     def _reply(self, name: str, sequence: SequenceState) -> Any:
-        text, ids, parts = sequence.take()
+        text, ids, parts = sequence.take_output()
         reply = self._schema["GenerateReply"](
             id=name, index=sequence.index, text=text, token_ids=ids, prompt_tokens=len(sequence.prompt),
             completion_tokens=sequence.num_tokens, cached_tokens=sequence.cached, logprobs=logprobs_of(self._schema, parts),

@@ -35,7 +35,7 @@ def failure(finish: Finish) -> ApiError:
 
 def too_many(error: QuotaExceededError) -> ApiError:
     """The refusal of a request whose key has all that it may."""
-    if error.is_hopeless:
+    if error.is_permanent:
         return ApiError(400, str(error), "n")
     return ApiError(429, str(error), code="too_many_requests_of_key", retry_after=RETRY_AFTER)
 

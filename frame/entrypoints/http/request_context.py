@@ -71,9 +71,9 @@ class RequestContext:
         return str(self.scope.get("tenant", ""))
 
     @property
-    def share(self) -> QuotaLease | None:
+    def lease(self) -> QuotaLease | None:
         """Of what its key may have at work; None where nothing is counted."""
-        return self.scope.get("share")
+        return self.scope.get("lease")
 
     def header(self, name: bytes) -> str | None:
         """The first header of this (lower-case) name."""

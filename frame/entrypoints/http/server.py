@@ -25,7 +25,7 @@ from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.engine_client.tokenizing import ProcessInput, ThreadedInput
+from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.openai.batch_files import make_folder
 from frame.entrypoints.http.operations.admin_listener import AdminListener
@@ -138,11 +138,11 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     client = EngineClient(deployment.transport, limits_of(resolved, info), local, layout.detokenizer)
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:
-        text_input = ProcessInput(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
-        client.on_tokenized = text_input.answer
+        text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
+        client.on_tokenized = text_input.receive_reply
         services.text_input = text_input
     elif tokenizer is not None:
-        services.text_input = ThreadedInput(tokenizer)
+        services.text_input = ThreadedTokenizer(tokenizer)
     for attribute, parser in load_parsers(resolved, prepared.registry).items():
         setattr(services, attribute, parser)
     services.score_prompt = read_score_prompt(resolved.user.text.score_prompt)
@@ -184,7 +184,7 @@ def _supervisor(services: Services, deployment: Deployment, start_seconds: float
         services.client,
         policy,
         report,
-        text_input.ask_again if isinstance(text_input, ProcessInput) else None,
+        text_input.resend_requests if isinstance(text_input, TokenizerProcesses) else None,
         services.watch,
     )
 
@@ -224,8 +224,8 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if is_on_terminal() else self._on_hang_up)
         transport = self._deployment.transport
-        loop.add_reader(transport.fd, self._services.client.drain)
-        self._services.client.drain()  # the descriptor tells of changes only
+        loop.add_reader(transport.fd, self._services.client.receive_messages)
+        self._services.client.receive_messages()  # the descriptor tells of changes only
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()
@@ -247,7 +247,7 @@ class Server:
         else:
             await self._drain()
         watching.cancel()
-        died = self._services.client.dead is not None
+        died = self._services.client.dead_reason is not None
         self._http.should_exit = True
         self._http.force_exit = died or self._now.is_set()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -281,7 +281,7 @@ class Server:
         """Until the server cannot go on; then every answer has been told so."""
         folded = beaten = time.monotonic()
         client, alarm = self._services.client, LoopAlarm(STUCK)
-        while client.dead is None:
+        while client.dead_reason is None:
             await asyncio.sleep(TICK)
             await self._supervisor.tick()
             if time.monotonic() - beaten > BEAT:
@@ -292,7 +292,7 @@ class Server:
                 if self._services.metrics is not None:
                     self._services.metrics.fold()
         alarm.close()
-        report(f"stopping: {client.dead}")
+        report(f"stopping: {client.dead_reason}")
 
     async def _drain(self) -> None:
         """Take no more requests, finish those that run, end the rest."""
@@ -302,7 +302,7 @@ class Server:
         deadline = time.monotonic() + timeout
         await self._until_empty(deadline)
         if client.num_outstanding:
-            client.abort([])
+            client.abort_requests([])
             deadline = time.monotonic() + LAST_WORDS
             while client.num_outstanding and time.monotonic() < deadline:  # noqa: ASYNC110 - as below
                 await asyncio.sleep(POLL)
@@ -311,5 +311,5 @@ class Server:
     async def _until_empty(self, deadline: float) -> None:
         client = self._services.client
         # four conditions, the clock among them: no single event tells of them
-        while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead is None:  # noqa: ASYNC110
+        while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead_reason is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL)

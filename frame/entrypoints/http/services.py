@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.text.tokenizer import Tokenizer
-    from frame.entrypoints.engine_client.tokenizing import TextInput
+    from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
     from frame.entrypoints.http.operations.metrics import ServerMetrics
     from frame.entrypoints.http.request_context import RequestContext
     from frame.entrypoints.processes.resource_monitor import UsageWatch
@@ -93,7 +93,7 @@ class Caller(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def share(self) -> QuotaLease | None: ...  # of what its key may have at work
+    def lease(self) -> QuotaLease | None: ...  # of what its key may have at work
 
     def header(self, name: bytes) -> str | None: ...
 
@@ -117,7 +117,7 @@ class Services:
     resolved: Resolved
     client: EngineClient
     tokenizer: Tokenizer | None = None
-    text_input: TextInput | None = None
+    text_input: AsyncTokenizer | None = None
     reasoning: Callable[[], ReasoningParser] | None = None
     tool_calls: Callable[[], ToolCallParser] | None = None
     info: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Services:
     watch: UsageWatch | None = None  # over what processes hold
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
-    shares: TenantQuotas = field(init=False)  # what each key has at work
+    quotas: TenantQuotas = field(init=False)  # what each key has at work
     responses: ResponseStore = field(init=False)  # of /v1/responses
     # Of requests whose clients do not wait
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
@@ -142,14 +142,14 @@ class Services:
         server, batches = self.resolved.user.server, self.resolved.user.batches
         self.fingerprint = _fingerprint(self.resolved)
         has_neighbours = len(load_keys(server) or ()) > 1
-        self.shares = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
+        self.quotas = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
         if self.tokenizer is not None:
             # Reading a large vocabulary takes a while, which no request should wait for
             _ = self.tokenizer.bounds
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
         self.responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
         if batches.folder is not None:
-            self.batches = BatchJobRunner(batches, FileStore(batches), self.shares, lambda: self.draining)
+            self.batches = BatchJobRunner(batches, FileStore(batches), self.quotas, lambda: self.draining)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that no client waits for.
@@ -191,7 +191,7 @@ class Services:
             raise ApiError(400, NO_TOKENIZER)
         return self.tokenizer
 
-    def need_text_input(self) -> TextInput:
+    def need_text_input(self) -> AsyncTokenizer:
         if self.text_input is None:
             raise ApiError(400, NO_TOKENIZER)
         return self.text_input
@@ -229,9 +229,9 @@ class Services:
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
         try:
-            if call.share is not None:
-                call.share.widen(count, counts="generate" in tasks)
-            self.client.reserve(count)
+            if call.lease is not None:
+                call.lease.reserve_sequences(count, counts="generate" in tasks)
+            self.client.reserve_sequences(count)
         except QuotaExceededError as error:
             raise too_many(error) from None
         except QueueFullError as error:
@@ -253,23 +253,23 @@ class Services:
             async for own in paced(_unique(params)):
                 self.client.check_params(own)
             space = self._namespace(call, salt)
-            answer = self.client.prepare(ids, params, rid, call.tenant, second_text_starts)
+            answer = self.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
             await self._start(answer, priority, space, deadline)
         except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
-            self.client.release(count)
+            self.client.release_sequences(count)
             raise as_sent(as_api_error(error), terms) from None
         answer.created = arrived
         call.answer = answer
-        call.on_disconnect(answer.hang_up)
+        call.on_disconnect(answer.mark_disconnected)
         return answer
 
     async def _start(self, answer: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
         """Start all sequences of a prepared answer, or none."""
         try:
             async for sequence in paced(answer.sequences):
-                self.client.start(sequence, priority, namespace, deadline)
+                self.client.start_sequence(sequence, priority, namespace, deadline)
         except BaseException:
-            self.client.cancel(answer)
+            self.client.cancel_request(answer)
             raise
 
     def check_count(self, count: int, param: str = "n") -> None:
@@ -372,8 +372,8 @@ class Services:
 
         Raises ApiError when a sequence failed, DisconnectedError when nobody waits any more.
         """
-        await answer.complete()
-        if answer.gone:
+        await answer.wait_until_complete()
+        if answer.is_disconnected:
             raise DisconnectedError
         raise_failed(answer.sequences)
         return answer.sequences
@@ -392,32 +392,32 @@ class Services:
         its sequence. A client that falls too far behind is told so and given up.
         """
         pump = EventPump(context, answer, write)
-        self.bound(answer, pump.give_up)
+        self.set_backpressure_limit(answer, pump.give_up)
         changed = await answer.wait()
-        if answer.gone:
+        if answer.is_disconnected:
             raise DisconnectedError
         raise_failed(changed)
         await context.start_events(media_type)
         await pump.run(changed)
-        if answer.gone:
+        if answer.is_disconnected:
             raise DisconnectedError
         await context.end(close())
 
-    def bound(self, answer: RequestState, give_up: Callable[[ApiError], None]) -> None:
+    def set_backpressure_limit(self, answer: RequestState, give_up: Callable[[ApiError], None]) -> None:
         """Let no more of a streamed answer wait for its reader than the server allows."""
         most = self.resolved.user.server.max_unread_tokens
         sentence = f"the answer was not read: more than {most} of its tokens wait (server.max_unread_tokens); read it as it comes"
-        answer.bound(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
+        answer.set_backpressure_limit(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
 
     def health_problem(self) -> str | None:
         """Why this server cannot be helped; None while it lives, also while it restarts a process
         that died.
         """
-        return self.client.dead
+        return self.client.dead_reason
 
     def ready_problem(self) -> str | None:
         """Why this server should get no requests now; None when it is well."""
-        return "the server is shutting down" if self.draining else self.client.dead or self.client.away
+        return "the server is shutting down" if self.draining else self.client.dead_reason or self.client.unavailable_reason
 
 
 def _fingerprint(resolved: Resolved) -> str:

@@ -33,13 +33,13 @@ class EventPump:
 
     async def run(self, changed: Sequence[SequenceState]) -> None:
         """Write `changed` and all that follows, until every sequence ended or the client is gone. Raises what writing raises."""
-        self._answer.on_news = self._push
+        self._answer.on_update = self._push
         try:
             if not self._done.done():
                 self._send(changed)
             await self._done
         finally:
-            self._answer.on_news = None
+            self._answer.on_update = None
             if self._waiting is not None:
                 self._waiting.cancel()
 
@@ -57,7 +57,7 @@ class EventPump:
         sending: Any = None
         try:
             body = b"".join([self._write(sequence) for sequence in changed])
-            if body and not self._answer.gone:
+            if body and not self._answer.is_disconnected:
                 sending = self._call.send({"type": "http.response.body", "body": body, "more_body": True})
                 try:
                     first = sending.send(None)  # runs to its end, unless it has to wait
@@ -71,7 +71,7 @@ class EventPump:
                 error = DisconnectedError()
             self._done.set_exception(error)
             return
-        if self._answer.gone or not (self._answer.open or self._answer.changed):
+        if self._answer.is_disconnected or not (self._answer.num_unfinished or self._answer.changed):
             self._done.set_result(None)
 
     async def _finish(self, sending: Coroutine[Any, Any, None], first: Any) -> None:

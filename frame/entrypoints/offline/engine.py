@@ -23,7 +23,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, Control, ControlReply, Generate
-from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, sibling
+from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.collector import Collected, Delta, Job, Output, grouped
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, checked_text, listed, spread, token_ids_of
 from frame.entrypoints.offline.vectors import Vectors, need_task
@@ -59,7 +59,7 @@ class Engine:
         self._restarting = threading.Lock()
         self._is_closed = False
         self._names = itertools.count()
-        self._vectors = Vectors(prepared.resolved, lambda: self.tokenizer, self._session.limits.longest_input, self._pool)
+        self._vectors = Vectors(prepared.resolved, lambda: self.tokenizer, self._session.limits.max_pooling_tokens, self._pool)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -222,7 +222,7 @@ class Engine:
             check_request(limits, prompt, own)
             counts.append(own.n)
             for number in range(own.n):
-                alone = own if own.n == 1 else sibling(own, number)
+                alone = own if own.n == 1 else get_child_params(own, number)
                 job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
                 job.prompts.append(prompt)
         return job, counts, is_single

@@ -65,7 +65,7 @@ def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         max_context=resolved.max_context,
         vocab_size=resolved.model.vocab_size,
         capacity=int(info["max_total_tokens"]),
-        pools=resolved.pooling is not None,
+        is_pooling=resolved.pooling is not None,
         grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,
         grammar_processes=resolved.user.sampling.grammar_workers > 0,
         request_timeout=resolved.user.scheduler.request_timeout,

@@ -72,7 +72,7 @@ class Units:
 
 
 class Supervisor:
-    """`tick` does it all; call it every `TICK` seconds until `client.dead` is set; `exit_code` then says what the process ends with."""
+    """Call `tick` every `TICK` seconds until `client.dead_reason` is set; `exit_code` is then the exit code of the server."""
 
     def __init__(
         self,
@@ -97,22 +97,22 @@ class Supervisor:
         client.on_notice = deployment.note
 
     async def tick(self) -> None:
-        """One look at every child. Sets `client.dead` when the server cannot go on."""
-        self._client.drain()  # heartbeats that waited for us are no silence
+        """One look at every child. Sets `client.dead_reason` when the server cannot go on."""
+        self._client.receive_messages()  # heartbeats that waited for us are no silence
         now = time.monotonic()
         passed = min(now - self._looked, 2 * TICK)  # while this process did not run nobody was silent
         self._looked = now
         units = (*self._units.path, *self._units.tokenizers)
         for unit in units:
-            if self._client.dead is None:
+            if self._client.dead_reason is None:
                 await self._look(unit, now, passed)
         if self._watch is not None and now - self._watched >= WATCH:
             self._watched = now
             self._watch.look("main", os.getpid())  # which only warns: all requests hang on this process
             for unit in units:
-                if self._client.dead is None and unit.state == "up":
+                if self._client.dead_reason is None and unit.state == "up":
                     await self._weigh(unit, self._watch)
-        self._client.expire()
+        self._client.expire_requests()
 
     async def _weigh(self, unit: Unit, watch: UsageWatch) -> None:
         """Restart a unit that holds too much. It is nobody's fault among the requests."""
@@ -158,7 +158,7 @@ class Supervisor:
         was_up = unit.state == "up"
         if is_configuration or not self._may_restart():
             self.exit_code = EXIT_CONFIGURATION if is_configuration else EXIT_DIED
-            self._client.fail(f"{why}; the server cannot go on")
+            self._client.fail_requests(f"{why}; the server cannot go on")
             return
         self._report(f"{why}; {unit.name} is restarted")
         self._client.stats.restarts[unit.name] = self._client.stats.restarts.get(unit.name, 0) + 1
@@ -167,13 +167,13 @@ class Supervisor:
         if unit is self._units.engine:
             for other in self._units.path[1:]:
                 await self._take_down(other)
-        self._client.drain()
+        self._client.receive_messages()
         if unit in self._units.path:
             has_victims = was_up and is_death
             is_engine = unit is self._units.engine
             inflight = self._deployment.inflight() if has_victims and is_engine else None
             inflight_text = self._deployment.inflight_text() if has_victims and not is_engine else frozenset()
-            self._client.suspend(f"{why}; it is being restarted", inflight, inflight_text)
+            self._client.begin_recovery(f"{why}; it is being restarted", inflight, inflight_text)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -205,4 +205,4 @@ class Supervisor:
             if self._ask_again is not None:
                 self._ask_again(self._units.tokenizers.index(unit))
         elif all(other.state == "up" for other in self._units.path):
-            self._client.resume()
+            self._client.resume_requests()

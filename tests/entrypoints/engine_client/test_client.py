@@ -1,4 +1,5 @@
-"""The asyncio client over a link that the test plays: feeding, places, deaths, siblings, tokenizing."""
+"""`EngineClient` over a simulated link: routing, limits, failures, seeds of parallel sequences,
+tokenization."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ from frame.entrypoints.engine_client.limits import (
     InvalidRequestError,
     QueueFullError,
     check_request,
-    sibling,
+    get_child_params,
 )
-from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, ProcessInput, ThreadedInput, tokenize
+from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, ThreadedTokenizer, TokenizerProcesses, tokenize
 
 LIMITS = ClientLimits(max_outstanding=4, max_context=32, vocab_size=100, capacity=64)
 
@@ -68,65 +69,65 @@ def make(**more: Any) -> tuple[EngineClient, Link]:
 
 
 def submit(client: EngineClient, *params: SamplingParams, rid: str = "r") -> Any:
-    client.reserve(sum(own.n for own in params))
-    return client.submit([[1, 2, 3]] * len(params), params, rid=rid)
+    client.reserve_sequences(sum(own.n for own in params))
+    return client.submit_request([[1, 2, 3]] * len(params), params, rid=rid)
 
 
 def rids(link: Link) -> list[str]:
     return [m.rid for m in link.sent if isinstance(m, Generate)]
 
 
-async def test_a_step_feeds_every_request_once() -> None:
+async def test_a_step_updates_every_request_once() -> None:
     client, link = make()
     answer = submit(client, SamplingParams(n=2), SamplingParams())
     assert rids(link) == ["r-0", "r-1", "r-2"]
     link.inbox = [
-        StepText(rids=["r-0", "r-2", "stranger"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], num_cached_tokens={0: 2}),
+        StepText(rids=["r-0", "r-2", "unknown"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], num_cached_tokens={0: 2}),
         StepText(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
     ]
-    client.drain()
+    client.receive_messages()
     changed = await asyncio.wait_for(answer.wait(), 1)
     assert [(s.index, s.prompt_index) for s in changed] == [(0, 0), (2, 1)]
     first = changed[0]
-    assert first.take() == ("ac", [1, 4], [TokenLogprobs([4], [-1.0], [[]])])
-    assert (first.cached, first.num_tokens, first.take()[0]) == (2, 2, "")
+    assert first.take_output() == ("ac", [1, 4], [TokenLogprobs([4], [-1.0], [[]])])
+    assert (first.cached, first.num_tokens, first.take_output()[0]) == (2, 2, "")
     ends = {i: Finish("length") for i in range(3)}
     link.inbox = [StepText(rids=["r-0", "r-1", "r-2"], texts=["", "", ""], token_ids=[[], [], []], finishes=ends)]
-    client.drain()
-    await asyncio.wait_for(answer.complete(), 1)
+    client.receive_messages()
+    await asyncio.wait_for(answer.wait_until_complete(), 1)
     assert client.num_outstanding == 0
     assert client.stats.finished == {"length": 3}
     assert client.stats.generated_tokens == 3
 
 
-async def test_places_are_bounded_and_given_back() -> None:
+async def test_sequences_are_limited_and_given_back() -> None:
     client, link = make()
     answer = submit(client, SamplingParams(n=3))
-    client.reserve(1)
+    client.reserve_sequences(1)
     with pytest.raises(QueueFullError, match="max_queued_requests"):
-        client.reserve(1)
-    with pytest.raises(InvalidRequestError, match="send fewer"):  # later would not help
-        client.reserve(LIMITS.max_outstanding + 1)
-    client.release(1)
-    client.abandon(answer)
+        client.reserve_sequences(1)
+    with pytest.raises(InvalidRequestError, match="send fewer"):  # a retry would not help
+        client.reserve_sequences(LIMITS.max_outstanding + 1)
+    client.release_sequences(1)
+    client.abandon_request(answer)
     assert client.num_outstanding == 0
     assert link.sent[-1] == Abort(rids=["r-0", "r-1", "r-2"])
-    client.abandon(answer)  # once is enough
+    client.abandon_request(answer)  # a second call does nothing
     assert sum(isinstance(m, Abort) for m in link.sent) == 1
     assert client.stats.rejected == 1
 
 
-async def test_an_answer_that_nobody_reads_is_bounded() -> None:
+async def test_unread_output_is_limited() -> None:
     client, link = make()
     answer = submit(client, SamplingParams(n=2, logprobs=1))
     given_up: list[str] = []
-    answer.bound(20, lambda: given_up.append("r"))
+    answer.set_backpressure_limit(20, lambda: given_up.append("r"))
 
     def step(count: int = 1) -> None:
         link.inbox = [StepTokens(rids=["r-0", "r-1"], token_ids=[[7] * count, [8] * count])]
-        client.drain()
+        client.receive_messages()
 
-    for _ in range(50):  # what is read at once never counts
+    for _ in range(50):  # output that is read at once never counts
         step(3)
         answer.take_changed()
     step()
@@ -139,16 +140,16 @@ async def test_an_answer_that_nobody_reads_is_bounded() -> None:
     assert given_up == ["r"]
 
 
-async def test_a_stop_string_is_told_to_the_engine() -> None:
+async def test_a_stop_string_aborts_in_the_engine() -> None:
     client, link = make()
     answer = submit(client, SamplingParams(stop=("x",)))
     link.inbox = [StepText(rids=["r"], texts=["a"], token_ids=[[1]], finishes={0: Finish("stop", "x")}, stopped=[0])]
-    client.drain()
-    await asyncio.wait_for(answer.complete(), 1)
+    client.receive_messages()
+    await asyncio.wait_for(answer.wait_until_complete(), 1)
     assert link.sent[-1] == Abort(rids=["r"], reason="stop")
 
 
-async def test_text_is_made_here_or_elsewhere_or_nowhere() -> None:
+async def test_text_is_made_here_or_in_another_process_or_not_at_all() -> None:
     tokenizer = Tokenizer.load(find_model("frame-tiny"))
     ids = tokenizer.encode("hello", add_special_tokens=False)
     step = StepTokens(rids=["r"], token_ids=[ids], finishes={0: Finish("length")})
@@ -156,15 +157,15 @@ async def test_text_is_made_here_or_elsewhere_or_nowhere() -> None:
         client, link = make(**more)
         answer = submit(client, SamplingParams())
         link.inbox = [step]
-        client.drain()
-        assert answer.sequences[0].take()[:2] == (expected, ids)
+        client.receive_messages()
+        assert answer.sequences[0].take_output()[:2] == (expected, ids)
         assert not any(isinstance(m, StartDetokenize) for m in link.sent)
     client, link = make(remote_text=True)
     submit(client, SamplingParams())
     assert [type(m) for m in link.sent] == [StartDetokenize, Generate]
 
 
-async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_a_step_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     detokenizer = Detokenizer(Tokenizer.load(find_model("frame-tiny")))
     client, link = make(detokenizer=detokenizer)
     first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
@@ -177,9 +178,9 @@ async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(mo
 
     monkeypatch.setattr(detokenizer, "process_step", fails_on_the_first)
     link.inbox = [tokens_of(generated(link)[0], 5, finish=Finish("length")), tokens_of(generated(link)[1], 6, finish=Finish("length"))]
-    client.drain()
+    client.receive_messages()
     for answer in (first, second):
-        await asyncio.wait_for(answer.complete(), 1)
+        await asyncio.wait_for(answer.wait_until_complete(), 1)
     lost, fine = first.sequences[0].finish, second.sequences[0].finish
     assert lost is not None and lost.reason == "error" and "the server's log" in (lost.error or "")
     assert fine == Finish("length")
@@ -187,70 +188,70 @@ async def test_a_step_that_cannot_be_taken_in_ends_its_requests_and_no_others(mo
     assert client.num_outstanding == len(detokenizer) == 0
 
 
-async def test_news_that_cannot_be_handed_on_keep_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_one_handler_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     client, link = make()
     first, second = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
 
     def fails() -> None:
         raise RuntimeError("boom")
 
-    first.on_news = fails
+    first.on_update = fails
     link.inbox = [StepText(rids=["a", "b"], texts=["x", "y"], token_ids=[[5], [6]], finishes={0: Finish("length"), 1: Finish("length")})]
     waiting = asyncio.create_task(second.wait())
     await asyncio.sleep(0)
-    client.drain()
+    client.receive_messages()
     assert [stream.rid for stream in await asyncio.wait_for(waiting, 1)] == ["b"]
 
 
-async def test_what_the_engine_does_not_end_in_time_ends_here() -> None:
+async def test_the_client_ends_requests_that_the_engine_did_not_end_in_time() -> None:
     client, link = make()
     answer = submit(client, SamplingParams())
-    client.expire()
-    answer.sequences[0].standing.expires = time.monotonic() - EXPIRY_GRACE / 2
-    client.expire()
-    assert answer.open == 1  # the engine's to say
-    answer.sequences[0].standing.expires -= EXPIRY_GRACE
-    client.expire()
+    client.expire_requests()
+    answer.sequences[0].recovery.expires_at = time.monotonic() - EXPIRY_GRACE / 2
+    client.expire_requests()
+    assert answer.num_unfinished == 1  # the engine has some more time to end it
+    answer.sequences[0].recovery.expires_at -= EXPIRY_GRACE
+    client.expire_requests()
     finish = answer.sequences[0].finish
     assert finish is not None and finish.code == "deadline_exceeded" and (finish.error or "").startswith("deadline exceeded: ")
     assert link.sent[-1] == Abort(rids=["r"])
     assert client.num_outstanding == 0
 
 
-async def test_death_ends_everything() -> None:
+async def test_a_fatal_error_ends_everything() -> None:
     client, link = make()
-    answer, control = submit(client, SamplingParams()), asyncio.ensure_future(client.control("ping"))
+    answer, control = submit(client, SamplingParams()), asyncio.ensure_future(client.send_command("ping"))
     await asyncio.sleep(0)
     link.inbox = [Fatal(process="engine", error="no memory")]
-    client.drain()
-    await asyncio.wait_for(answer.complete(), 1)
+    client.receive_messages()
+    await asyncio.wait_for(answer.wait_until_complete(), 1)
     assert answer.sequences[0].finish == Finish("error", None, "engine failed: no memory")
     with pytest.raises(EngineDeadError):
         await control
     with pytest.raises(EngineDeadError, match="no memory"):
-        client.reserve(1)
+        client.reserve_sequences(1)
 
 
 async def test_controls_and_heartbeats() -> None:
     client, link = make()
-    waiting = asyncio.ensure_future(client.control("server_info"))
+    waiting = asyncio.ensure_future(client.send_command("server_info"))
     await asyncio.sleep(0)
     sent = link.sent[-1]
     assert isinstance(sent, Control)
     beat = Heartbeat(process="engine", step=3, running=2)
     link.inbox = [ControlReply(id="other", ok=True), beat, ControlReply(id=sent.id, ok=True, data={"x": 1})]
-    client.drain()
+    client.receive_messages()
     assert (await waiting).data == {"x": 1}
     assert client.load == beat
 
 
-def test_siblings_differ_and_the_first_is_alone() -> None:
+def test_seeds_of_parallel_sequences_differ() -> None:
     params = SamplingParams(n=3, seed=2**63 - 1)
-    found = [sibling(params, i) for i in range(3)]
+    found = [get_child_params(params, i) for i in range(3)]
     assert found[0] == SamplingParams(seed=2**63 - 1)
     assert len({each.seed for each in found}) == 3
     assert not any(each.problems() for each in found)
-    assert sibling(SamplingParams(n=2), 1).seed is None
+    assert get_child_params(SamplingParams(n=2), 1).seed is None
 
 
 @pytest.mark.parametrize(
@@ -281,13 +282,13 @@ def test_abort_names_whole_requests_and_nothing_else() -> None:
     submit(client, SamplingParams(n=2), rid="job")
     submit(client, SamplingParams(), rid="job-7")
     sent = len(link.sent)
-    client.abort(["nobody"])
-    assert len(link.sent) == sent  # no rids at all would end everything
-    client.abort(["job"])
+    client.abort_requests(["unknown"])
+    assert len(link.sent) == sent  # unknown names end nothing
+    client.abort_requests(["job"])
     assert link.sent[-1] == Abort(rids=["job-0", "job-1"])
-    client.abort(["job-7"])
+    client.abort_requests(["job-7"])
     assert link.sent[-1] == Abort(rids=["job-7"])
-    client.abort([])
+    client.abort_requests([])
     assert link.sent[-1] == AbortAll()
 
 
@@ -302,33 +303,34 @@ def test_a_request_that_cannot_be_sent_leaves_no_trace() -> None:
     client.link.send = refuse  # type: ignore[method-assign]
     with pytest.raises(OverflowError):
         submit(client, SamplingParams(n=2))
-    client.release(2)  # the caller's places
+    client.release_sequences(2)  # the caller gives the room back
     assert client.num_outstanding == 0
     assert isinstance(link.sent[-1], Abort)
     assert "r-0" in link.sent[-1].rids
 
 
-# tokenizing --------------------------------------------------------------------------------------------------------
+# tokenizing
+# --------------------------------------------------------------------------------------------------------
 
 
 class Loopback:
-    """Tokenizer processes, played in place."""
+    """Tokenizer processes, simulated in this one."""
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
         self.asked: list[int] = []
-        self.input = ProcessInput(workers, self.send)
+        self.input = TokenizerProcesses(workers, self.send)
         self._tokenizer = tokenizer
 
     def send(self, worker: int, message: Message) -> None:
         assert isinstance(message, Tokenize)
         self.asked.append(worker)
-        asyncio.get_running_loop().call_soon(self.input.answer, tokenize(self._tokenizer, message))
+        asyncio.get_running_loop().call_soon(self.input.receive_reply, tokenize(self._tokenizer, message))
 
 
-async def test_every_way_of_tokenizing_gives_the_same_ids() -> None:
+async def test_threads_and_processes_give_the_same_ids() -> None:
     tokenizer = Tokenizer.load(Path(find_model("frame-tiny")))
     loopback = Loopback(tokenizer, 2)
-    threads = ThreadedInput(tokenizer)
+    threads = ThreadedTokenizer(tokenizer)
     chats: Sequence[Any] = [[{"role": "user", "content": "x" * size}] for size in (3, INLINE_CHARACTERS + 1)]
     for text in ("short", "long " * INLINE_CHARACTERS):
         assert await threads.encode(text) == await loopback.input.encode(text) == tokenizer.encode(text)
@@ -356,14 +358,15 @@ async def test_only_short_conversations_are_encoded_on_the_loop(beside: dict[str
             threads.append(threading.current_thread())
             return []
 
-    text_input = ThreadedInput(Watched.__new__(Watched))
+    text_input = ThreadedTokenizer(Watched.__new__(Watched))
     await text_input.encode_chat([{"role": "assistant", "content": "", **beside}], None, {})
     await text_input.encode_chat([{"role": "assistant", "content": ""}], None, {"documents": beside})
     text_input.close()
     assert [thread is threading.main_thread() for thread in threads] == [not beside, False]
 
 
-# restarts ----------------------------------------------------------------------------------------------------------
+# restarts
+# ----------------------------------------------------------------------------------------------------------
 
 
 def generated(link: Link) -> list[Generate]:

@@ -1,4 +1,5 @@
-"""Commands find their answers, end when nobody answers, and a new engine is told what must stay."""
+"""Commands match their replies and fail when the engine crashes; a restarted engine stays
+paused."""
 
 from __future__ import annotations
 
@@ -8,37 +9,37 @@ from typing import Any
 import pytest
 
 from frame.core.messages import Control, ControlReply
-from frame.entrypoints.engine_client.commands import Controls
+from frame.entrypoints.engine_client.commands import EngineCommands
 from frame.entrypoints.engine_client.limits import EngineDeadError
 
 
-async def asked(controls: Controls, sent: list[Any], action: str, **reply: Any) -> ControlReply:
-    waiting = asyncio.ensure_future(controls.ask(action, {}))
+async def send(commands: EngineCommands, sent: list[Any], action: str, **reply: Any) -> ControlReply:
+    waiting = asyncio.ensure_future(commands.send_command(action, {}))
     await asyncio.sleep(0)
-    controls.take(ControlReply(id="somebody else's", ok=True))
-    controls.take(ControlReply(id=sent[-1].id, **reply))
+    commands.receive_reply(ControlReply(id="another", ok=True))
+    commands.receive_reply(ControlReply(id=sent[-1].id, **reply))
     return await waiting
 
 
-async def test_answers_and_deaths() -> None:
+async def test_replies_and_crashes() -> None:
     sent: list[Any] = []
-    controls = Controls(sent.append)
-    assert (await asked(controls, sent, "server_info", ok=True, data={"x": 1})).data == {"x": 1}
-    waiting = asyncio.ensure_future(controls.ask("ping", {}))
+    commands = EngineCommands(sent.append)
+    assert (await send(commands, sent, "server_info", ok=True, data={"x": 1})).data == {"x": 1}
+    waiting = asyncio.ensure_future(commands.send_command("ping", {}))
     await asyncio.sleep(0)
-    controls.refuse("it died")
-    with pytest.raises(EngineDeadError, match="it died"):
+    commands.fail_pending("it crashed")
+    with pytest.raises(EngineDeadError, match="it crashed"):
         await waiting
 
 
-async def test_a_pause_outlives_the_engine_that_was_told() -> None:
+async def test_a_pause_survives_a_restart() -> None:
     sent: list[Any] = []
-    controls = Controls(sent.append)
+    commands = EngineCommands(sent.append)
     for action, repeated in (("flush_cache", 0), ("pause", 1), ("resume", 0)):
-        await asked(controls, sent, action, ok=True)
+        await send(commands, sent, action, ok=True)
         before = len(sent)
-        controls.repeat()
+        commands.restore_state()
         assert len(sent) - before == repeated
-    await asked(controls, sent, "pause", ok=False, error="no")
-    controls.repeat()
-    assert [message.action for message in sent if isinstance(message, Control)][-2:] == ["resume", "pause"]  # asked, not repeated
+    await send(commands, sent, "pause", ok=False, error="no")
+    commands.restore_state()
+    assert [message.action for message in sent if isinstance(message, Control)][-2:] == ["resume", "pause"]  # sent above, not repeated

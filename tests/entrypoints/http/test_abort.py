@@ -28,7 +28,7 @@ async def two_tenants(folder: Path, **more: Any) -> AsyncIterator[InProcess]:
     keys = folder / "keys"
     keys.write_text("one\nother\n")
     async with serving({"server": {"api_keys": str(keys), "admin_key": "operator", **more}}) as server:
-        await server.services.client.control("pause")
+        await server.services.client.send_command("pause")
         yield server
 
 
@@ -60,7 +60,7 @@ async def test_the_name_that_the_client_gave_is_the_responses_id(tmp_path: Path,
 async def test_a_response_is_ended_by_its_id(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as server:
         task = await started(server, "/v1/chat/completions", {"messages": HI, "n": 2}, authorization=ONE, x_request_id="trace")
-        (name,) = {sequence.answer.rid for sequence in server.services.client._sequences.values()}
+        (name,) = {sequence.request.rid for sequence in server.services.client._sequences.values()}
         assert name.startswith("chatcmpl-trace-")
         assert (await abort(server, ONE, rid=[name, "nobody"])).json()["aborted"] == 2
         found = (await task).json()

@@ -161,12 +161,12 @@ class Played(SimpleNamespace):
             self.names.append(message.rid)
 
     def _play(self, step: StepTokens) -> None:
-        self.client.take_in([msgspec.structs.replace(step, rids=[self.names[int(rid)] for rid in step.rids])])
+        self.client.handle_messages([msgspec.structs.replace(step, rids=[self.names[int(rid)] for rid in step.rids])])
 
     async def complete(self, answer: Any) -> None:
         for step in self.steps:
             self._play(step)
-        assert not answer.open
+        assert not answer.num_unfinished
 
     async def stream(self, call: Any, answer: Any, write: Any, close: Any) -> None:
         """Some steps come while the connection is full: their news is written together."""
@@ -175,7 +175,7 @@ class Played(SimpleNamespace):
             if self.rng.random() < 0.7:
                 self.sent += [write(sequence) for sequence in answer.take_changed()]
         self.sent += [write(sequence) for sequence in answer.take_changed()]
-        assert not answer.open
+        assert not answer.num_unfinished
         self.sent.append(close())
 
 
@@ -212,8 +212,8 @@ def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: boo
             decode_prompt_end(prompt, case.tokenizer),
         )
         params = pair.constrain_params(params)
-    services.client.reserve(params.n)
-    answer = services.client.submit([prompt], [params])
+    services.client.reserve_sequences(params.n)
+    answer = services.client.submit_request([prompt], [params])
     response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, answer)  # type: ignore[arg-type]
     if (body := asyncio.run(response.send(services))) is not None:
         services.answered = json.loads(msgspec.json.encode(body))

@@ -39,19 +39,19 @@ def make() -> tuple[Connection, RequestState, SequenceState, EventPump]:
     connection, answer = Connection(), RequestState()
     stream = SequenceState(answer, 0, 0, "r", [1], SamplingParams())
     answer.sequences.append(stream)
-    answer.open = 1
+    answer.num_unfinished = 1
     call = RequestContext({"headers": []}, never, connection.send, 0)
-    return connection, answer, stream, EventPump(call, answer, lambda s: s.take()[0].encode())
+    return connection, answer, stream, EventPump(call, answer, lambda s: s.take_output()[0].encode())
 
 
 def feed(stream: SequenceState, text: str, finish: Finish | None = None) -> None:
     stream.texts.append(text)
     if finish is not None:
         stream.finish = finish
-        stream.answer.open -= 1
-    if stream not in stream.answer.changed:
-        stream.answer.changed.append(stream)
-    stream.answer.wake()
+        stream.request.num_unfinished -= 1
+    if stream not in stream.request.changed:
+        stream.request.changed.append(stream)
+    stream.request.notify()
 
 
 async def test_news_are_written_at_once() -> None:
@@ -125,12 +125,12 @@ async def test_a_hang_up_ends_the_pump(is_full: bool) -> None:
         connection.room.clear()
         feed(stream, "a")
         await asyncio.sleep(0)
-        answer.hang_up()
+        answer.mark_disconnected()
         connection.room.set()
     else:
-        answer.hang_up()
+        answer.mark_disconnected()
     await asyncio.wait_for(running, 1.0)
-    assert answer.on_news is None
+    assert answer.on_update is None
 
 
 async def test_an_error_while_writing_reaches_the_handler() -> None:

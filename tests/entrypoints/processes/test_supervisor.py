@@ -123,8 +123,8 @@ class Rig:
 
 def started(rig: Rig) -> SequenceState:
     """A request that is in the engine."""
-    rig.client.reserve(1)
-    return rig.client.submit([[1, 2, 3]], [SamplingParams(max_tokens=8)]).sequences[0]
+    rig.client.reserve_sequences(1)
+    return rig.client.submit_request([[1, 2, 3]], [SamplingParams(max_tokens=8)]).sequences[0]
 
 
 ALL = ("engine", "rank-1", "detokenizer", "tokenizer-0", "tokenizer-1")
@@ -143,10 +143,10 @@ async def test_what_is_restarted_with_what(monkeypatch: pytest.MonkeyPatch, name
     rig = Rig(monkeypatch, *ALL)
     await rig.kill(name)
     assert f"the {name} process was killed by signal 9" in rig.lines[0]
-    assert (rig.client.away is None) == (name == "tokenizer-1")
+    assert (rig.client.unavailable_reason is None) == (name == "tokenizer-1")
     await rig.get_ready()
     assert sorted(rig.deployment.started) == sorted(restarted)
-    assert rig.client.away is None
+    assert rig.client.unavailable_reason is None
     assert rig.asked_again == ([1] if name == "tokenizer-1" else [])
     assert sum(rig.client.stats.restarts.values()) == 1
 
@@ -156,16 +156,16 @@ async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(200):
         await rig.tick(Heartbeat(process="engine"), Heartbeat(process="detokenizer"))
     await rig.tick(seconds=3600.0)  # it was this process that slept
-    assert rig.client.away is None
+    assert rig.client.unavailable_reason is None
     ticks = 0
     while not rig.deployment.asked:
         await rig.tick(Heartbeat(process="detokenizer"))
         ticks += 1
     assert rig.deployment.asked == ["engine"]  # where it hangs
     assert 96 <= ticks <= 99  # ten seconds, with those that it was silent for while this process slept
-    assert rig.client.away is None
+    assert rig.client.unavailable_reason is None
     await rig.tick(Heartbeat(process="detokenizer"))
-    assert "engine process has been silent for 10 s" in (rig.client.away or "")
+    assert "engine process has been silent for 10 s" in (rig.client.unavailable_reason or "")
     await rig.tick()
     assert rig.deployment.started == ["detokenizer", "engine"]
 
@@ -184,8 +184,8 @@ async def test_a_process_that_holds_too_much_is_restarted(monkeypatch: pytest.Mo
     await rig.tick(seconds=1.0)
     assert sum(rig.client.stats.restarts.values()) == 1
     assert stream.finish is None
-    assert stream.standing.deaths == 0  # it is no fault of the request
-    assert stream.standing.admissions == (1 if name == "tokenizer-1" else 2)
+    assert stream.recovery.num_crashes == 0  # it is no fault of the request
+    assert stream.recovery.num_admissions == (1 if name == "tokenizer-1" else 2)
 
 
 async def test_what_a_heartbeat_tells_of_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +208,9 @@ async def test_a_start_that_never_ends_is_tried_again(monkeypatch: pytest.Monkey
     assert rig.deployment.started == ["engine", "engine"]
     stale = Ready(process="engine", pid=0)
     await rig.tick(stale)
-    assert rig.client.away is not None
+    assert rig.client.unavailable_reason is not None
     await rig.get_ready()
-    assert rig.client.away is None
+    assert rig.client.unavailable_reason is None
 
 
 async def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ async def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         await rig.get_ready()
     rig.inbox.append(Fatal(process="engine", error="no memory is left"))
     await rig.kill("engine", 1)
-    assert rig.client.dead == "the engine process ended with exit code 1 (no memory is left); the server cannot go on"
+    assert rig.client.dead_reason == "the engine process ended with exit code 1 (no memory is left); the server cannot go on"
     assert rig.supervisor.exit_code == 1
 
 
@@ -231,7 +231,7 @@ async def test_old_restarts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
         await rig.get_ready()
         rig.now += 700.0
         await rig.tick(Heartbeat(process="engine"))
-    assert rig.client.dead is None
+    assert rig.client.dead_reason is None
 
 
 async def test_a_wrong_configuration_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ async def test_a_wrong_configuration_is_not_tried_again(monkeypatch: pytest.Monk
     await rig.kill("engine")
     await rig.tick()
     await rig.kill("engine", 78)
-    assert rig.client.dead is not None
+    assert rig.client.dead_reason is not None
     assert rig.supervisor.exit_code == 78
 
 
@@ -268,13 +268,13 @@ async def test_starts_that_the_system_refuses_are_tried_again(monkeypatch: pytes
     since = rig.now
     while rig.deployment.refusals:
         await rig.tick()
-        assert rig.client.dead is None
+        assert rig.client.dead_reason is None
     assert rig.now - since == pytest.approx(0.1 + 0.5 + 1 + 2, abs=0.5)  # with back-off
     assert sum("could not be started" in line for line in rig.lines) == 4
     while name not in rig.deployment.started:
         await rig.tick()
     await rig.get_ready()
-    assert rig.client.away is None
+    assert rig.client.unavailable_reason is None
     assert stream.finish is None
 
 
@@ -284,5 +284,5 @@ async def test_refused_starts_count_as_restarts(monkeypatch: pytest.MonkeyPatch)
     await rig.kill("engine")
     for _ in range(200):
         await rig.tick()
-    assert rig.client.dead == "engine could not be started ([Errno 12] no memory); the server cannot go on"
+    assert rig.client.dead_reason == "engine could not be started ([Errno 12] no memory); the server cannot go on"
     assert len(rig.deployment.refusals) == 6

@@ -62,7 +62,7 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
             await services.complete(state)
             return response.build_message()
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 @router.post("/v1/messages/count_tokens")

@@ -146,7 +146,7 @@ def count_reasoning(services: Services, request: ChatRequest, sequence: Sequence
         return reasoning
 
     decode = partial(services.need_tokenizer().decode, skip_special_tokens=sequence.params.skip_special_tokens)
-    return count_reasoning_tokens(sequence.standing.output, decode, make)
+    return count_reasoning_tokens(sequence.recovery.output_ids, decode, make)
 
 
 def _parsers(services: Services, request: ChatRequest, prompt: list[int], use: ToolUse | None) -> ParserPair:

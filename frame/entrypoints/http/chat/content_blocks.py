@@ -77,7 +77,7 @@ class ContentBlocks:
 
     def read(self, sequence: SequenceState, parser: OutputParser | None, writer: BlockEventWriter) -> bytes:
         """Add the new output of a sequence, with `parser` if there is one; returns the events."""
-        text, _, parts = sequence.take()
+        text, _, parts = sequence.take_output()
         if self._logprobs is not None:
             self._logprobs.add(parts)
         is_last = sequence.finish is not None

@@ -93,7 +93,7 @@ async def _send(context: RequestContext, services: Services, state: RequestState
             await services.complete(state)
             await context.respond(lines.build_response())
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 def _message(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
     try:
         return await ChatResponse(services, request, state).send(context)
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 @router.post("/v1/chat/completions/render")

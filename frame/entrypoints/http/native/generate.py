@@ -138,7 +138,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
             results = [builder.build_result(sequence) async for sequence in paced(state.sequences)]
             return results[0] if builder.is_single else results
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 class ResultBuilder:
@@ -163,7 +163,7 @@ class ResultBuilder:
         return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
 
     def build_result(self, sequence: SequenceState) -> dict[str, Any]:
-        text, ids, parts = sequence.take()
+        text, ids, parts = sequence.take_output()
         if sequence.prompt_index in self._prompts_only:
             text, ids, parts = "", [], []
         index = sequence.index
@@ -356,7 +356,7 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     except TimeoutError:
         raise ApiError(503, f"the model generated nothing within {HEALTH_TIMEOUT:g} s") from None
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
     await context.respond(b"{}")
 
 

@@ -81,7 +81,7 @@ async def compute_vectors(
         vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
         return vectors, sum(len(s.prompt) for s in sequences)
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 def usage(num_tokens: int) -> dict[str, int]:

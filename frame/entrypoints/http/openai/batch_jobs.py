@@ -83,19 +83,19 @@ _batch_decoder = msgspec.json.Decoder(BatchJob)
 class BatchJobRunner:
     """Runs the batches of one server.
 
-    `shares`: quotas of the API keys, in which lines count like requests over HTTP. `stopping`:
+    `quotas`: quotas of the API keys, in which lines count like requests over HTTP. `stopping`:
     returns whether the server is shutting down. `route`: the application behind access control; set
     before the first batch.
     """
 
-    def __init__(self, config: BatchesSection, files: FileStore, shares: TenantQuotas, stopping: Callable[[], bool]) -> None:
+    def __init__(self, config: BatchesSection, files: FileStore, quotas: TenantQuotas, stopping: Callable[[], bool]) -> None:
         self.files = files
         self.route: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None
         self.max_requests = config.max_requests
         self._stopping = stopping
-        self._shares = shares
+        self._quotas = quotas
         self._max_batches = config.max_batches_per_key
-        self._places = Places(config.concurrency)
+        self._places = FairSemaphore(config.concurrency)
         # By tenant: bounds its lines in memory, waiting ones included. There are as many entries as
         # keys.
         self._lines: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, config.concurrency))
@@ -288,7 +288,7 @@ class BatchJobRunner:
                 raise _ExpiredError
             if self._stopping():
                 raise _BatchError("the server was stopped before the batch finished; create it again")
-            async with self._places.hold(batch.tenant):
+            async with self._places.hold_slot(batch.tenant):
                 status, response = await self._send_once(batch, body)
             if status not in (429, 503):
                 return status, response
@@ -297,12 +297,12 @@ class BatchJobRunner:
     async def _send_once(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
         """Send a request, which counts in its key's quota; (429, b"") where the quota is exhausted."""
         try:
-            with self._shares.open(batch.tenant) as share:
-                return await self._call_route(batch, body, share)
+            with self._quotas.open_lease(batch.tenant) as lease:
+                return await self._call_route(batch, body, lease)
         except QuotaExceededError:
             return 429, b""
 
-    async def _call_route(self, batch: BatchJob, body: bytes, share: QuotaLease) -> tuple[int, bytes]:
+    async def _call_route(self, batch: BatchJob, body: bytes, lease: QuotaLease) -> tuple[int, bytes]:
         """Call the application over ASGI."""
         assert self.route is not None
         bodies, parts, status = [body], [], 0
@@ -325,7 +325,7 @@ class BatchJobRunner:
             "query_string": b"",
             "client": None,
         }
-        scope |= {"headers": [(b"content-type", b"application/json")], "tenant": batch.tenant, "share": share}
+        scope |= {"headers": [(b"content-type", b"application/json")], "tenant": batch.tenant, "lease": lease}
         scope["arrived"] = time.perf_counter()
         await self.route(scope, receive, send)
         return status, b"".join(parts)

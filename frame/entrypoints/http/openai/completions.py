@@ -118,7 +118,7 @@ async def chat_completions(request: ChatRequest, context: ContextDep, services: 
     try:
         return await ChatResponse(services, request, state).send(context)
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 class ChatResponse(Response):
@@ -138,7 +138,7 @@ class ChatResponse(Response):
         return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
 
     def write_events(self, sequence: SequenceState) -> bytes:
-        text, ids, logprobs = sequence.take()
+        text, ids, logprobs = sequence.take_output()
         index = sequence.index
         if sequence.finish is None and self._is_plain and index in self._opened:
             return self.chunks.text(index, text) if text else b""
@@ -181,7 +181,7 @@ class ChatResponse(Response):
         return b"".join(events)
 
     def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
-        text, ids, parts = sequence.take()
+        text, ids, parts = sequence.take_output()
         parser = self._parsers.get(sequence.index)
         message: dict[str, Any] = {"content": text}
         if parser is not None:
@@ -243,7 +243,7 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
     try:
         return await CompletionResponse(services, request, state).send(context)
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 class CompletionResponse(Response):
@@ -269,7 +269,7 @@ class CompletionResponse(Response):
     def write_events(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
         if finish is None and self._is_plain:
-            text, _, _ = sequence.take()
+            text, _, _ = sequence.take_output()
             return self.chunks.text(sequence.index, text) if text else b""
         if finish is not None and finish.reason == "error":
             return b"data: " + failure(finish).body() + b"\n\n"
@@ -294,7 +294,7 @@ class CompletionResponse(Response):
 
     def _take_output(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """(text, logprobs, further fields) of the new output; the first time with the prompt's."""
-        text, ids, parts = sequence.take()
+        text, ids, parts = sequence.take_output()
         if self._is_prompt_only:
             text, ids, parts = "", [], []
         index = sequence.index

@@ -111,12 +111,12 @@ async def _judged_by_policy(
     try:
         return [_verdict(sequence) for sequence in await services.complete(state)]
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
 
 
 def _verdict(sequence: SequenceState) -> dict[str, float]:
     """The scores of a verdict: the probability of its first token."""
-    text, _, logprobs = sequence.take()
+    text, _, logprobs = sequence.take_output()
     word, _, rest = text.strip().partition("\n")
     chance = math.exp(min(0.0, logprobs[0].logprobs[0] or 0.0)) if logprobs and logprobs[0].logprobs else 1.0
     if word.strip().lower() not in ("safe", "unsafe"):

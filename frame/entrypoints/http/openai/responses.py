@@ -63,7 +63,7 @@ async def create(request: ResponsesRequest, context: ContextDep, services: Servi
             await services.complete(state)
             return response.build_response()
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
         response.delete_unfinished()
 
 
@@ -153,7 +153,7 @@ async def _finish(
             await state.complete()
             response.build_response()
     finally:
-        services.client.abandon(state)
+        services.client.abandon_request(state)
         response.delete_unfinished()
         caller.close()
         if log is not None:
@@ -167,7 +167,7 @@ class BackgroundCaller:
         self.answer: RequestState | None = None
         self.tenant = context.tenant
         self.request_id = context.request_id
-        self.share = None if context.share is None else context.share.handed_on()
+        self.lease = None if context.lease is None else context.lease.transfer()
         self._context = context
 
     def header(self, name: bytes) -> str | None:
@@ -178,8 +178,8 @@ class BackgroundCaller:
 
     def close(self) -> None:
         """Return the quota."""
-        if self.share is not None:
-            self.share.close()
+        if self.lease is not None:
+            self.lease.close()
 
 
 @router.post("/v1/responses/input_tokens")
@@ -261,7 +261,7 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     body = msgspec.json.decode(find_response(context, services, name).body)
     if body["status"] != "in_progress":
         raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
-    services.client.abort([name], context.tenant)
+    services.client.abort_requests([name], context.tenant)
     return {**body, "status": "cancelled"}
 
 

@@ -79,7 +79,7 @@ async def abort_request(request: AbortRequest, context: ContextDep, services: Se
     names = [name for name in ([request.rid] if isinstance(request.rid, str) else request.rid) if name]
     if not names and not request.abort_all:
         raise ApiError(400, "name a rid, or set abort_all", "rid")
-    count = services.client.abort([] if request.abort_all else names, context.tenant or None)
+    count = services.client.abort_requests([] if request.abort_all else names, context.tenant or None)
     if not count and not request.abort_all:
         raise ApiError(404, f"no request named {', '.join(names)[:LONGEST_NAMES]} is running; it may be over", "rid", "request_not_found")
     return {"success": True, "aborted": count}
@@ -107,7 +107,7 @@ async def _control(services: Services, action: str, **arguments: Any) -> dict[st
 
 async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, Any]:
     try:
-        reply = await services.client.control(action, **arguments)
+        reply = await services.client.send_command(action, **arguments)
     except (EngineDeadError, TimeoutError) as error:
         raise ApiError(503, str(error) or "the engine did not answer in time", retry_after=RETRY_AFTER) from None
     if not reply.ok:

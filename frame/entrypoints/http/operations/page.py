@@ -95,7 +95,7 @@ async def live(services: ServicesDep) -> Any:
 async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
     """The lately used runs of the prefix cache. Holders of keys do not see their first words: prompts are their senders'."""
     try:
-        reply = await services.client.control("outline_cache", limit=CACHE_RUNS)
+        reply = await services.client.send_command("outline_cache", limit=CACHE_RUNS)
     except (EngineDeadError, TimeoutError):
         raise ApiError(503, "the engine does not answer", retry_after=RETRY_AFTER) from None
     tenant = context.tenant

@@ -50,7 +50,7 @@ class RequireAccess:
             return
         tenant = scope["tenant"] = state.gate.admit(scope, self.level)
         if tenant and self.level is not Access.OWN:  # what ends requests must not wait for a free place
-            scope["share"] = state.services.shares.open(tenant)
+            scope["share"] = state.services.quotas.open_lease(tenant)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +112,7 @@ class ApiRoute(APIRoute):
                 await self._run(context, solved.values, solved.errors, state)
         finally:
             await context.close()
-            if (share := scope.get("share")) is not None and "admitted" not in scope:
+            if (share := scope.get("lease")) is not None and "admitted" not in scope:
                 share.close()
 
     async def _run(self, context: RequestContext, values: dict[str, Any], errors: list[Any], state: Any) -> None:

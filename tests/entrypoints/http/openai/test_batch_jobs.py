@@ -36,8 +36,8 @@ class Server:
         self.is_stopping = False
         self.most_at_once = self._at_once = 0
         settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
-        self.shares = TenantQuotas(most_of_key)
-        self.runner = BatchJobRunner(settings, FileStore(settings), self.shares, lambda: self.is_stopping)
+        self.quotas = TenantQuotas(most_of_key)
+        self.runner = BatchJobRunner(settings, FileStore(settings), self.quotas, lambda: self.is_stopping)
         self.runner.route = self._route
 
     async def _route(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
@@ -278,7 +278,7 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
 async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_jobs, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path, concurrency=8, most_of_key=3)
-    with server.shares.open("a"):  # a request of the same key over HTTP
+    with server.quotas.open_lease("a"):  # a request of the same key over HTTP
         server.gate.clear()
         batch = await server.begin(10, "a")
         async with asyncio.timeout(30):
@@ -287,9 +287,9 @@ async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(server.asked) == 2
-        assert server.asked[0]["share"] is not None
+        assert server.asked[0]["lease"] is not None
         with pytest.raises(QuotaExceededError):
-            server.shares.open("a")
+            server.quotas.open_lease("a")
         other = await server.begin(3, "b")  # does not wait for lines that wait for another key
         async with asyncio.timeout(30):
             while len(server.asked) < 5:  # noqa: ASYNC110 - no event signals it
