@@ -106,7 +106,7 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     clients: list[EngineClient] = []
 
     def deliver(message: AnyMessage) -> None:
-        loop.call_soon_threadsafe(lambda: clients[0].take_in([message]))
+        loop.call_soon_threadsafe(lambda: clients[0].handle_messages([message]))
 
     near, far = InProcessTransport.pair(deliver)
     scheduler = build_scheduler(resolved, prepared.registry, tokens // resolved.page_size + 1)

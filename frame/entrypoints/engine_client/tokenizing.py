@@ -127,7 +127,8 @@ class TokenizerProcesses:
     async def encode_inputs(
         self, inputs: list[list[str]], truncate_to: int | None = None, max_tokens: int | None = None, add_special_tokens: bool = True
     ) -> list[Encoded]:
-        return (await self._ask(inputs=inputs, truncate_to=truncate_to, max_tokens=max_tokens, add_special_tokens=add_special_tokens)).encoded
+        asked = self._ask(inputs=inputs, truncate_to=truncate_to, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
+        return (await asked).encoded
 
     async def _ask(self, **content: Any) -> Tokenized:
         name = str(next(self._names))

@@ -1,1 +1,2 @@
-"""The native API over gRPC (`server.grpc_port`): schema, service, server. Imports grpc only where it is used."""
+"""The native API over gRPC (`server.grpc_port`): schema, service, server. Only this package imports
+grpc."""

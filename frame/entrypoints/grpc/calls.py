@@ -1,6 +1,7 @@
-"""`GrpcCaller` and `Entrance`: what becomes of a gRPC call before and after its method: the key's share, a span, errors as statuses.
+"""`GrpcCaller` and `CallHandlers`: what surrounds each gRPC method: the key's quota, a trace span,
+errors as gRPC statuses.
 
-Knows no method.
+Used by the gRPC server. Knows no method.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-ENDLESS = 1e8  # seconds; what grpc says for no deadline
-UNTRACED = frozenset({"ServerInfo"})  # what is looked at all the time
+NO_DEADLINE = 1e8  # seconds; grpc reports more than this for a call without a deadline
+UNTRACED = frozenset({"ServerInfo"})  # polled by monitoring
 
 
 class GrpcCaller:
-    """Who calls, as `Services.begin` wants to know it. `headers` are the call's metadata."""
+    """The sender of a gRPC call, in the form that `Services.begin` takes. `headers` are the call's
+    metadata."""
 
     def __init__(self, context: Any, tenant: str, lease: QuotaLease | None = None) -> None:
         self.context = context
@@ -52,81 +54,83 @@ class GrpcCaller:
         return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """Nothing: a call that is cancelled cancels its handler, which gives its answer up."""
+        """Nothing to do: cancelling a call cancels its handler, which abandons its request."""
 
     def time_left(self) -> float | None:
-        """Seconds until the call's deadline; None where it has none."""
+        """Seconds until the call's deadline; None without one."""
         seconds: float | None = self.context.time_remaining()
-        return None if seconds is None or seconds > ENDLESS else max(seconds, 0.001)
+        return None if seconds is None or seconds > NO_DEADLINE else max(seconds, 0.001)
 
 
-Act = Callable[[Any, GrpcCaller], Awaitable[Any]]  # request or requests, who calls
+Method = Callable[[Any, GrpcCaller], Awaitable[Any]]  # of a request, or of an iterator of requests
 
 
-class Entrance:
-    """Makes of our methods those that grpcio calls: with bytes, since bytes that are no message would be a fault of the server for it."""
+class CallHandlers:
+    """Wraps the service's methods as the handlers that grpcio calls. They take bytes, because grpcio reports undecodable messages as
+    an error of the server."""
 
     def __init__(self, services: Services, tenant_of: Callable[[Any], str]) -> None:
         self._services = services
         self._tenant_of = tenant_of
 
-    def one(self, name: str, act: Act, kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
-        """For a method of one request of class `kind`, which counts for its key."""
+    def wrap_unary(self, name: str, method: Method, kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+        """A method with one request, of class `kind`, which counts in its key's quota."""
 
-        async def opened(data: bytes, context: Any) -> Any:
+        async def handle(data: bytes, context: Any) -> Any:
             tenant, found = self._tenant_of(context), None
             try:
                 with self._services.quotas.open_lease(tenant) as lease:
                     caller = GrpcCaller(context, tenant, lease)
-                    return await traced(self._services, caller, name, act(read(kind, data), caller))
+                    return await traced(self._services, caller, name, method(read(kind, data), caller))
             except QuotaExceededError as error:
                 found = too_many(error)
             except ApiError as error:
                 found = error
             return await abort(context, found)
 
-        return opened
+        return handle
 
-    def each(self, act: Act, kind: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
-        """For a method of many requests, which sees to them itself, and whose reader meets the errors of bytes."""
+    def wrap_stream(self, method: Method, kind: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+        """A method with a stream of requests. It applies the quota itself, and its iterator raises
+        the errors of undecodable messages."""
 
-        async def opened(stream: AsyncIterator[bytes], context: Any) -> Any:
+        async def handle(stream: AsyncIterator[bytes], context: Any) -> Any:
             try:
-                return await act(_reading(stream, kind), GrpcCaller(context, self._tenant_of(context)))
+                return await method(_decoded(stream, kind), GrpcCaller(context, self._tenant_of(context)))
             except ApiError as error:
                 return await abort(context, error)
 
-        return opened
+        return handle
 
 
-async def _reading(stream: AsyncIterator[bytes], kind: Any) -> AsyncIterator[Any]:
+async def _decoded(stream: AsyncIterator[bytes], kind: Any) -> AsyncIterator[Any]:
     async for data in stream:
         yield read(kind, data)
 
 
-async def traced(services: Services, caller: GrpcCaller, name: str, act: Awaitable[Any]) -> Any:
-    """`act`, as a span of the method `name`, where there are traces."""
+async def traced(services: Services, caller: GrpcCaller, name: str, work: Awaitable[Any]) -> Any:
+    """The result of `work`, inside a span of the method `name` where tracing is on."""
     tracing = None if name in UNTRACED else services.tracing
     if tracing is None:
-        return await act
+        return await work
     span = tracing.start(f"{SERVICE}/{name}", caller.headers)
     try:
-        return await act
+        return await work
     finally:
         span.end({"rpc.system": "grpc", "rpc.method": name, "frame.request_id": caller.request_id}, caller.answer)
 
 
 async def abort(context: Any, error: ApiError) -> None:
-    """End the call with the error's status and sentence."""
+    """End the call with the error's status and message."""
     trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
     await context.abort(status_of(error), error.message, trailing)
 
 
 def status_of(error: ApiError) -> Any:
-    """The gRPC status that stands for an HTTP one."""
+    """The gRPC status that corresponds to the error's HTTP status."""
     return STATUS.get(error.status, grpc.StatusCode.INTERNAL)
 
 
 def headers_of(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """A call's metadata, as HTTP's headers."""
+    """A call's metadata in the form of HTTP headers."""
     return [(str(k).encode(), v if isinstance(v, bytes) else v.encode("latin-1", "replace")) for k, v in metadata or ()]

@@ -1,6 +1,7 @@
-"""`Health`: grpc.health.v1.Health, which needs no key, so that strangers call it. Watches are bounded in number and in time.
+"""`Health`: the service grpc.health.v1.Health. It needs no key, so watches are limited in number
+and in time.
 
-Used by the gRPC server, which tells it the status. Knows no service and no key.
+Used by the gRPC server, which sets the status. Knows no other service and no key.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-MOST_WATCHES = 256
-MOST_OF_ONE = 8  # watches of one connection
-LONGEST_WATCH = 3600.0  # seconds, after which a watch ends with OK and may be begun again
-UNREAD_LIMIT = 10.0  # seconds that a watch waits for its client to take a status
+MAX_WATCHES = 256
+MAX_WATCHES_PER_CONNECTION = 8
+MAX_WATCH_TIME = 3600.0  # seconds, after which a watch ends with OK; the client may start another
+WRITE_TIMEOUT = 10.0  # seconds in which the client must read a status
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """One a server. `names` are the services that have the server's status."""
+    """`names` are the services whose status is the server's."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
         self._is_serving = False
-        self._changed = asyncio.Event()  # one a change
+        self._changed = asyncio.Event()  # set, and replaced, on each change
         self._watches: Counter[str] = Counter()  # by connection
 
-    def set(self, is_serving: bool) -> None:
+    def set_status(self, is_serving: bool) -> None:
         if is_serving != self._is_serving:
             self._is_serving = is_serving
             self._changed.set()
@@ -42,16 +43,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - grpc's name
         peer = context.peer()
-        if self._watches[peer] >= MOST_OF_ONE or self._watches.total() >= MOST_WATCHES:
+        if self._watches[peer] >= MAX_WATCHES_PER_CONNECTION or self._watches.total() >= MAX_WATCHES:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"a connection may have {MOST_OF_ONE} watches, and all together {MOST_WATCHES}; end one, or use Check",
+                f"a connection may have {MAX_WATCHES_PER_CONNECTION} watches, and all together {MAX_WATCHES}; end one, or use Check",
             )
         with self._counted(peer), suppress(TimeoutError):
-            async with asyncio.timeout(LONGEST_WATCH):
+            async with asyncio.timeout(MAX_WATCH_TIME):
                 while True:
                     changed = self._changed
-                    async with asyncio.timeout(UNREAD_LIMIT):
+                    async with asyncio.timeout(WRITE_TIMEOUT):
                         await context.write(self._status(request.service))
                     await changed.wait()
 

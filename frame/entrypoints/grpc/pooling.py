@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Pooling:
-    """One a server. Its methods raise ApiError; `Entrance` calls them."""
+    """The methods raise ApiError; `CallHandlers` wraps them."""
 
     def __init__(self, services: Services, schema: Schema) -> None:
         self._services = services
@@ -31,7 +31,7 @@ class Pooling:
             raise ApiError(400, "send either texts or token_ids", "texts")
         given = list(request.texts) or [list(one.ids) for one in request.token_ids]
         body = EmbeddingRequest(
-            input=given, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_terms(request, caller)
+            input=given, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_options(request, caller)
         )
         vectors, count = await compute_embeddings(caller, self._services, body)
         made = self._schema["Vector"]
@@ -41,7 +41,7 @@ class Pooling:
         """Rerank."""
         body = RerankRequest(
             query=request.query, documents=list(request.documents), top_n=_set(request, "top_n"),
-            instruction=_set(request, "instruction"), **_terms(request, caller),
+            instruction=_set(request, "instruction"), **_options(request, caller),
         )  # fmt: skip
         ranking, count = await rank_documents(caller, self._services, body)
         made = self._schema["Ranked"]
@@ -51,7 +51,7 @@ class Pooling:
     async def score(self, request: Any, caller: GrpcCaller) -> Any:
         """Score."""
         body = ScoreRequest(
-            queries=list(request.queries), items=list(request.items), instruction=_set(request, "instruction"), **_terms(request, caller)
+            queries=list(request.queries), items=list(request.items), instruction=_set(request, "instruction"), **_options(request, caller)
         )
         scores, count = await score_pairs(caller, self._services, body)
         return self._schema["ScoreReply"](scores=scores.tolist(), prompt_tokens=count)
@@ -74,17 +74,17 @@ class Pooling:
 
 
 def _set(request: Any, name: str) -> Any:
-    """An optional field; None where it is not set."""
+    """An optional field; None if it is not set."""
     return getattr(request, name) if request.HasField(name) else None
 
 
-def _terms(request: Any, caller: GrpcCaller) -> dict[str, Any]:
+def _options(request: Any, caller: GrpcCaller) -> dict[str, Any]:
     """The fields that the bodies of all these routes share."""
-    terms = request.terms
+    options = request.terms
     return {
-        "rid": terms.id or None,
-        "priority": terms.priority,
-        "cache_salt": terms.cache_salt,
+        "rid": options.id or None,
+        "priority": options.priority,
+        "cache_salt": options.cache_salt,
         "timeout": caller.time_left(),
-        "truncate_prompt_tokens": _set(terms, "truncate_prompt_tokens"),
+        "truncate_prompt_tokens": _set(options, "truncate_prompt_tokens"),
     }

@@ -1,6 +1,7 @@
-"""The messages of `frame.proto`, as classes made at run time from its compiled description, so that any version of protobuf serves.
+"""The messages of `frame.proto`: classes created at run time from its compiled description, so that
+any protobuf version works.
 
-Turns messages into plain values and back; knows no engine.
+Converts messages to plain values and back. Knows no engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ SERVICE = f"{PACKAGE}.Frame"
 
 
 class Schema:
-    """Message classes by name (`schema["GenerateReply"]`), from protobuf's own pool, where server reflection finds them too."""
+    """Message classes by name (`schema["GenerateReply"]`). They are in protobuf's default pool,
+    where server reflection looks them up."""
 
     def __init__(self) -> None:
         description = descriptor_pb2.FileDescriptorSet.FromString(files("frame.entrypoints.grpc").joinpath(DESCRIPTION).read_bytes())
@@ -42,15 +44,15 @@ class Schema:
 
 
 def read(kind: Any, data: bytes) -> Any:
-    """A message of class `kind`. Raises ApiError for bytes that are none."""
+    """Decode a message of class `kind`. Raises ApiError for bytes that are not such a message."""
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise ApiError(400, f"the bytes are no {kind.DESCRIPTOR.full_name}; send what frame.proto describes") from None
+        raise ApiError(400, f"the bytes are not a valid {kind.DESCRIPTOR.full_name} message; send what frame.proto describes") from None
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """The fields that are set, by name: maps are dicts, repeated fields lists."""
+    """The fields that are set, by name; maps as dicts, repeated fields as lists."""
     return {field.name: _plain_value(message, field, value) for field, value in message.ListFields()}
 
 
@@ -61,12 +63,12 @@ def _plain_value(message: Message, field: Any, value: Any) -> Any:
 
 
 def chat_of(chat: Any) -> Chat:
-    """A conversation for the tokenizer."""
+    """The conversation of a request."""
     return Chat([{"role": message.role, "content": message.content} for message in chat.messages])
 
 
 def logprobs_of(schema: Schema, parts: list[TokenLogprobs]) -> Any:
-    """Consecutive log-probabilities as one message; None for none."""
+    """Consecutive log-probabilities as one message; None if there are none."""
     if not parts:
         return None
     made = schema["Logprobs"]()
@@ -79,7 +81,7 @@ def logprobs_of(schema: Schema, parts: list[TokenLogprobs]) -> Any:
 
 
 def finish_of(schema: Schema, finish: Finish, status: str = "") -> Any:
-    """Why a sequence ended."""
+    """The message for a sequence's end; `status` is the name of a gRPC status, for errors."""
     made = schema["Finish"](reason=finish.reason, error=finish.error or "", status=status)
     if isinstance(finish.matched, int):
         made.token_id = finish.matched

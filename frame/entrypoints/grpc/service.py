@@ -1,7 +1,7 @@
 """The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits, keys,
 names and sentences.
 
-Knows no socket and no key: who calls is in `GrpcCaller`.
+Knows no socket and no key: `GrpcCaller` has the tenant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REPLIES = 64  # that wait for a slow reader of GenerateStream; what comes meanwh
 
 
 class Service:
-    """One a server. Its methods raise ApiError; `Entrance` calls them."""
+    """The methods raise ApiError; `CallHandlers` wraps them."""
 
     def __init__(self, services: Services, schema: Schema) -> None:
         self._services = services
@@ -65,7 +65,7 @@ class Service:
         """Abort."""
         self._admin.check(caller.headers)
         if not request.all and not any(request.ids):
-            raise ApiError(400, "name ids, or set all", "ids")
+            raise ApiError(400, "ids is empty; give the ids of requests, or set all", "ids")
         self._services.client.abort_requests([] if request.all else [name for name in request.ids if name])
         return self._schema["AbortReply"]()
 
@@ -111,20 +111,21 @@ class Service:
                 own.lease, own.answer = lease, None
                 await traced(self._services, own, "Generate", self._put_each(request, own, put))
         except QuotaExceededError as error:
-            await put(self._refused(request.id, too_many(error)))
+            await put(self._error_reply(request.id, too_many(error)))
         except ApiError as error:
-            await put(self._refused(request.id, error))
+            await put(self._error_reply(request.id, error))
 
     async def _put_each(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
         async with aclosing(self._replies(request, caller)) as replies:
             async for reply in replies:
                 await put(reply)
 
-    def _refused(self, name: str, error: ApiError) -> Any:
-        return self.failed(name, Finish("error", None, error.message), status_of(error).name)
+    def _error_reply(self, name: str, error: ApiError) -> Any:
+        return self.last_reply(name, Finish("error", None, error.message), status_of(error).name)
 
-    def failed(self, name: str, finish: Finish, status: str = "") -> Any:
-        """The last reply of a request that got no other."""
+    def last_reply(self, name: str, finish: Finish, status: str = "") -> Any:
+        """The last reply of a request whose sequences send none: refused, failed at the start, or
+        aborted."""
         return self._schema["GenerateReply"](id=name, finish=finish_of(self._schema, finish, status))
 
     async def _replies(self, request: Any, caller: GrpcCaller) -> AsyncGenerator[Any, None]:
@@ -136,21 +137,21 @@ class Service:
         answer: RequestState | None = None
         try:
             salt, limit = request.cache_salt, caller.time_left()
-            terms = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
-            answer = await self._services.begin(caller, [prompt], params, terms)
-            name = request.id or answer.rid
-            given_up: list[ApiError] = []
-            self._services.set_backpressure_limit(answer, partial(self._give_up, answer, given_up))
-            while answer.num_unfinished or answer.changed:
-                for sequence in await answer.wait():
-                    if len(answer.sequences) == 1:
-                        raise_failed([sequence])  # with several, each has its own last reply
+            options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
+            state = await self._services.begin(caller, [prompt], params, options)
+            name = request.id or state.rid
+            overrun: list[ApiError] = []
+            self._services.set_backpressure_limit(state, partial(self._stop_slow_reader, state, overrun))
+            while state.num_unfinished or state.changed:
+                for sequence in await state.wait():
+                    if len(state.sequences) == 1:
+                        raise_failed([sequence])  # several sequences have one last reply each
                     yield self._reply(name, sequence)
-                    if given_up:
-                        raise given_up[0]
+                    if overrun:
+                        raise overrun[0]
         finally:
-            if answer is not None:
-                self._services.client.abandon_request(answer)
+            if state is not None:
+                self._services.client.abandon_request(state)
 
     def _give_up(self, answer: RequestState, given_up: list[ApiError], error: ApiError) -> None:
         """The client falls too far behind: stop its request now; it hears of it when it has read
@@ -175,10 +176,10 @@ class Service:
 
 
 class Session:
-    """One GenerateStream call: its requests, each a task, and the replies that wait to be written."""
+    """One GenerateStream call: its requests, one task each, and the queue of replies to write."""
 
     def __init__(self, service: Service, caller: GrpcCaller) -> None:
-        self.replies: asyncio.Queue[Any] = asyncio.Queue(REPLIES)  # None: all is over
+        self.replies: asyncio.Queue[Any] = asyncio.Queue(MAX_REPLIES)  # None: the call is over
         self.failure: ApiError | None = None
         self._service = service
         self._caller = caller
@@ -188,7 +189,7 @@ class Session:
         self._stopped: set[str] = set()
 
     async def read(self, commands: AsyncIterator[Any]) -> None:
-        """Until the client has closed its side and every request has ended."""
+        """Run the client's commands until it has closed its side and every request has ended."""
         try:
             async for command in commands:
                 kind = command.WhichOneof("command")
@@ -201,41 +202,41 @@ class Session:
             self.failure = error
         except Exception:
             log.exception("a GenerateStream call failed")
-            self.failure = ApiError(500, "the server failed on this call; its log says why")
+            self.failure = ApiError(500, "the server failed on this call; the cause is in its log")
         await self.replies.put(None)
 
     async def _start(self, request: Any) -> None:
         request.id = request.id or uuid.uuid4().hex
         if request.id in self._tasks:
             sentence = f"a request with the id {request.id!r} is running; choose another"
-            await self.replies.put(self._service.failed(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
+            await self.replies.put(self._service.last_reply(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
             return
         # So that a client that sends and does not read cannot fill the memory
         await self._places.acquire()
         self._tasks[request.id] = asyncio.create_task(self._run(request))
-        await asyncio.sleep(0)  # it has begun, so that whoever cancels it meets its `finally`
+        await asyncio.sleep(0)  # start the task, so that a cancellation runs its `finally`
 
     async def _run(self, request: Any) -> None:
         try:
-            await self._service.answer_into(request, self._caller, self.replies.put)
+            await self._service.run_request(request, self._caller, self.replies.put)
         except asyncio.CancelledError:
             if request.id not in self._stopped:
                 raise
-            await self.replies.put(self._service.failed(request.id, Finish("abort")))
+            await self.replies.put(self._service.last_reply(request.id, Finish("abort")))
         finally:
             self._stopped.discard(request.id)
             del self._tasks[request.id]
-            self._places.release()
+            self._slots.release()
 
     def _abort(self, ids: Iterable[str]) -> None:
-        """End requests of this call."""
+        """Cancel requests of this call."""
         for name in ids:
             if name in self._tasks and name not in self._stopped:
                 self._stopped.add(name)
                 self._tasks[name].cancel()
 
     async def close(self, reading: asyncio.Task[None]) -> None:
-        """The call is over, or its client is gone: nothing goes on."""
+        """Cancel all that still runs: the call is over or its client has left."""
         tasks = [reading, *self._tasks.values()]
         self._stopped.clear()
         for task in tasks:

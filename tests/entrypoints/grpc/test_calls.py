@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from frame.entrypoints.grpc.calls import ENDLESS, GrpcCaller, headers_of, status_of
+from frame.entrypoints.grpc.calls import NO_DEADLINE, GrpcCaller, headers_of, status_of
 from frame.entrypoints.http.errors import ApiError
 
 
@@ -16,7 +16,7 @@ def caller(seconds: float | None) -> GrpcCaller:
     return GrpcCaller(SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: seconds), "tenant")
 
 
-@pytest.mark.parametrize(("given", "left"), [(None, None), (2 * ENDLESS, None), (5.0, 5.0), (-1.0, 0.001)])
+@pytest.mark.parametrize(("given", "left"), [(None, None), (2 * NO_DEADLINE, None), (5.0, 5.0), (-1.0, 0.001)])
 def test_a_calls_deadline(given: float | None, left: float | None) -> None:
     assert caller(given).time_left() == left
 

@@ -20,10 +20,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.grpc import health as health_module
 from frame.entrypoints.grpc import schema as schema_module
-from frame.entrypoints.grpc.health import MOST_OF_ONE
+from frame.entrypoints.grpc.health import MAX_WATCHES_PER_CONNECTION
 from frame.entrypoints.grpc.schema import SERVICE, Schema
 from frame.entrypoints.grpc.server import GrpcServer
-from frame.entrypoints.grpc.service import REPLIES
+from frame.entrypoints.grpc.service import MAX_REPLIES
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
 
@@ -196,7 +196,7 @@ async def test_bytes_that_are_no_message_are_refused(name: str, caplog: pytest.L
         call = getattr(channel, KINDS.get(name, "unary_unary"))(f"/{SERVICE}/{name}")
         started = call(each() if name == "GenerateStream" else b"\xff\xff")
         assert await started.code() == Code.INVALID_ARGUMENT
-        assert "the bytes are no frame.v1." in await started.details()
+        assert "the bytes are not a valid frame.v1." in await started.details()
         await until_empty(server)
     assert not caplog.records  # what a client sends is no fault of the server
 
@@ -255,7 +255,7 @@ async def test_watches_without_a_key_are_limited_and_take_no_place_of_calls() ->
         watches = [health_pb2_grpc.HealthStub(hostile).Watch(request) for _ in range(200)]
         ends = await asyncio.gather(*(asyncio.wait_for(watch.read(), 20) for watch in watches), return_exceptions=True)
         refused = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
-        assert len(ends) - len(refused) == MOST_OF_ONE
+        assert len(ends) - len(refused) == MAX_WATCHES_PER_CONNECTION
         assert any("8 watches" in end.details() for end in refused)
         for end in refused:  # by the server's limit of streams (RST_STREAM), or by that of watches
             assert end.code() == (Code.RESOURCE_EXHAUSTED if "8 watches" in end.details() else Code.UNAVAILABLE)
@@ -269,13 +269,13 @@ async def test_watches_without_a_key_are_limited_and_take_no_place_of_calls() ->
 
 
 async def test_watches_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_module, "LONGEST_WATCH", 0.1)
+    monkeypatch.setattr(health_module, "MAX_WATCH_TIME", 0.1)
     async with listening() as (server, address), grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         async with asyncio.timeout(20):
             statuses = [reply.status async for reply in stub.Watch(health_pb2.HealthCheckRequest(service="none"))]
             assert statuses == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
-            monkeypatch.setattr(health_module, "LONGEST_WATCH", 60.0)
+            monkeypatch.setattr(health_module, "MAX_WATCH_TIME", 60.0)
             watch = stub.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             server.services.draining = True
@@ -344,11 +344,11 @@ async def test_more_replies_than_wait_for_a_reader() -> None:
     async with connected() as (server, client):
 
         async def commands() -> AsyncIterator[Any]:
-            for i in range(3 * REPLIES):
+            for i in range(3 * MAX_REPLIES):
                 yield S["GenerateCommand"](generate={"id": str(i), "token_ids": IDS, "sampling_params": {"top_p": 7}})
 
         call = client.call("GenerateStream", commands())
-        assert len({reply.id async for reply in call}) == 3 * REPLIES
+        assert len({reply.id async for reply in call}) == 3 * MAX_REPLIES
         await until_empty(server)
 
 

@@ -50,7 +50,7 @@ class RequireAccess:
             return
         tenant = scope["tenant"] = state.gate.admit(scope, self.level)
         if tenant and self.level is not Access.OWN:  # what ends requests must not wait for a free place
-            scope["share"] = state.services.quotas.open_lease(tenant)
+            scope["lease"] = state.services.quotas.open_lease(tenant)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +112,8 @@ class ApiRoute(APIRoute):
                 await self._run(context, solved.values, solved.errors, state)
         finally:
             await context.close()
-            if (share := scope.get("lease")) is not None and "admitted" not in scope:
-                share.close()
+            if (lease := scope.get("lease")) is not None and "admitted" not in scope:
+                lease.close()
 
     async def _run(self, context: RequestContext, values: dict[str, Any], errors: list[Any], state: Any) -> None:
         """Run the endpoint for a request that was admitted, and answer when it raises."""

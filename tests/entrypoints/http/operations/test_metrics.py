@@ -26,7 +26,7 @@ def services(aliases: tuple[str, ...] = ()) -> Any:
     load = Heartbeat(process="engine", step=7, running=2, waiting=1, used_pages=5, total_pages=10, cached_tokens=10, prompt_tokens=40)
     server = SimpleNamespace(metrics_aliases=aliases)
     resolved = SimpleNamespace(
-        served_name="m", user=SimpleNamespace(server=server), model_config=SimpleNamespace(architecture="A"), device="cpu", dtype="float32",
+        served_name="m", user=SimpleNamespace(server=server), model=SimpleNamespace(architecture="A"), device="cpu", dtype="float32",
         page_size=16,
     )
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
