@@ -135,8 +135,8 @@ def test_the_names_that_others_ask_for_are_there_by_default() -> None:
 
 def test_times_of_a_request_that_ended() -> None:
     stats = ClientStats()
-    answer = SimpleNamespace(created=1.0, submitted=1.5)
+    request = SimpleNamespace(created=1.0, submitted=1.5)
     times = SimpleNamespace(first=3.0, waited=0.5)
-    sequence: Any = SimpleNamespace(answer=answer, times=times, prompt=[1, 2], num_tokens=5, params=SamplingParams(max_tokens=7))
+    sequence: Any = SimpleNamespace(request=request, times=times, prompt=[1, 2], num_tokens=5, params=SamplingParams(max_tokens=7))
     stats.record_finish(sequence, Finish("stop"), 5.0)
     assert (stats.inference, stats.per_output_token, stats.output_limits) == ([3.0], [0.5], [7])
