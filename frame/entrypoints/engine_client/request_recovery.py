@@ -1,12 +1,8 @@
-"""`RequestRecovery`: requests continue after a crash of the engine or the detokenizer, and a
-request that causes crashes is refused.
+"""`RequestRecovery`: requests continue after a crash; a request that causes crashes is refused.
 
-After a crash all sequences continue from their last token. A sequence that was on the device in two
-crashes, without progress in between, is a suspect. Suspects run one at a time, alone in the engine,
-until they have passed the position of the crash. A suspect during whose solo run the engine crashes
-again is the cause and is refused; all others continue.
-
-Used by `EngineClient`. Knows no process and no transport.
+A sequence that was on the device in two crashes, without progress in between, is a suspect and runs
+alone in the engine until it has passed the position of the crash. If the engine crashes again, that
+suspect is refused; all others continue. Used by `EngineClient`. Knows no process and no transport.
 """
 
 from __future__ import annotations
