@@ -1,6 +1,7 @@
-"""frame: an inference server for large language models whose backends, methods, policies, parsers and models are plugins.
+"""frame: an inference server for large language models whose backends, methods, policies, parsers
+and models are plugins.
 
-Names are imported when they are first used, so that `import frame` costs nothing and loads no torch.
+Public names are imported on first use, so `import frame` is fast and does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.offline.remote_client import Client
     from frame.plugins.hookspecs import hookimpl
 
-_HOMES = MappingProxyType(
+_MODULES = MappingProxyType(
     {
         "Client": "frame.entrypoints.offline.remote_client",
         "Engine": "frame.entrypoints.offline.engine",
@@ -30,9 +31,9 @@ __all__ = ["Client", "Engine", "FrameConfig", "SamplingParams", "hookimpl"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'frame' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

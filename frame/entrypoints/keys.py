@@ -1,6 +1,8 @@
-"""`KeyRing`: the API keys that a server takes, and whose a request is. Keys are kept as digests and looked up by keyed digests.
+"""`KeyRing`: the API keys that a server accepts, and the tenant of each. Keys are stored as digests
+and looked up by keyed digests.
 
-Knows no route; `check_exposure` says whether a configuration may be served to others at all.
+`check_exposure` refuses a configuration that other machines could reach without a key. Knows no
+route.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ from pathlib import Path
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 
-HASHED = "sha256:"  # what a line of the key file begins with when it holds a digest in hexadecimal
+HASHED = "sha256:"  # prefix of a line in the key file that holds a digest in hexadecimal
 DIGEST_LENGTH = hashlib.sha256().digest_size
-LARGEST_FILE = 16 * 1024 * 1024  # bytes
+MAX_FILE_BYTES = 16 * 1024 * 1024
 TENANT_LENGTH = 16  # hexadecimal digits
 
 
 class KeyRing:
-    """Takes `Authorization: Bearer KEY` and `x-api-key: KEY`. A key's tenant is a name that says nothing about the key.
+    """Accepts `Authorization: Bearer KEY` and `x-api-key: KEY`. The name of a tenant does not
+    reveal its key.
 
-    Tenants are found by an HMAC of the key's digest under a secret of this object. A client cannot choose or learn such a tag, so the
-    time of a lookup tells nothing of the keys, and one lookup is enough however many keys there are.
+    Tenants are looked up by an HMAC of the key's digest, with a secret of this object. A client can neither choose nor learn such a
+    tag, so the duration of a lookup reveals nothing about the keys, and one dict lookup is enough for any number of keys.
     """
 
     def __init__(self, digests: Iterable[bytes]) -> None:
@@ -36,14 +39,14 @@ class KeyRing:
         return len(self._tenants)
 
     def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """The tenant of a request; None when it brings no key of ours."""
+        """The tenant of a request; None if it has no accepted key."""
         found = None
         for given in _given(headers):
             found = self._tenants.get(self._tag(hashlib.sha256(given).digest()), found)
         return found
 
     def replace_keys(self, other: KeyRing) -> None:
-        """Take the keys of another ring instead of those so far."""
+        """Replace all keys by those of another ring."""
         self._secret, self._tenants = other._secret, other._tenants
 
     def _tag(self, digest: bytes) -> bytes:
@@ -59,7 +62,8 @@ def _given(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 def load_keys(server: ServerSection) -> KeyRing | None:
-    """The keys of a configuration; None when it asks for none. Raises ConfigurationError that never quotes a key."""
+    """The keys of a configuration; None without any. Raises ConfigurationError, whose sentence
+    never contains a key."""
     if server.api_key is None and server.api_keys is None:
         return None
     digests = [] if server.api_key is None else [_digest(server.api_key)]
@@ -69,7 +73,7 @@ def load_keys(server: ServerSection) -> KeyRing | None:
 
 
 def ring_of(key: str, name: str) -> KeyRing:
-    """A ring of one key, which the setting `name` gave."""
+    """A ring of one key, from the setting `name`."""
     return KeyRing([_digest(key, name)])
 
 
@@ -80,15 +84,16 @@ def _digest(key: str, name: str = "server.api_key") -> bytes:
 
 
 def _read(path: Path) -> list[bytes]:
-    """The digests of a file's keys: one a line, plain or `sha256:HEX`; empty lines and lines after # are skipped."""
+    """The digests of a file's keys: one per line, plain or `sha256:HEX`. Empty lines and lines that
+    begin with # are skipped."""
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise ConfigurationError(f"server.api_keys: {path} is larger than {LARGEST_FILE} bytes; it holds one key a line")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigurationError(f"server.api_keys: {path} is larger than {MAX_FILE_BYTES} bytes; give a file with one key per line")
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigurationError(f"server.api_keys: {path} cannot be read ({error.strerror}); name a file with one key a line") from error
+        raise ConfigurationError(f"server.api_keys: {path} cannot be read ({error.strerror}); give a file with one key per line") from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"server.api_keys: {path} is no text file; it holds one key a line") from error
+        raise ConfigurationError(f"server.api_keys: {path} is not a text file; give a file with one key per line") from error
     digests = []
     for number, line in enumerate(lines, 1):
         key = line.strip()
@@ -96,7 +101,7 @@ def _read(path: Path) -> list[bytes]:
             continue
         digests.append(_hashed(key, path, number) if key.startswith(HASHED) else _digest(key))
     if not digests:
-        raise ConfigurationError(f"server.api_keys: {path} holds no key, so that nobody could use the server; write one key a line")
+        raise ConfigurationError(f"server.api_keys: {path} contains no key; write one key per line")
     return digests
 
 
@@ -106,24 +111,25 @@ def _hashed(line: str, path: Path, number: int) -> bytes:
     except ValueError:
         digest = b""
     if len(digest) != DIGEST_LENGTH:
-        raise ConfigurationError(f"server.api_keys: line {number} of {path} is no SHA-256 digest; write {HASHED} and 64 hexadecimal digits")
+        raise ConfigurationError(f"server.api_keys: line {number} of {path} is not a SHA-256 digest; write {HASHED} and 64 hex digits")
     return digest
 
 
 def check_exposure(server: ServerSection) -> None:
-    """Raise ConfigurationError for an address that others reach, without a key; and for keys that cannot be read."""
+    """Raise ConfigurationError for an address that other machines can reach without a key, and for
+    keys that cannot be read."""
     if load_keys(server) is None and not server.insecure and not _is_local(server.host):
         raise ConfigurationError(
-            f"server.host is {server.host}, which other machines reach, and there is no API key; set --api-key or --api-keys,"
-            " listen on 127.0.0.1, or set --insecure to serve everybody who reaches it"
+            f"server.host is {server.host}, which other machines can reach, and there is no API key; set --api-key or --api-keys,"
+            " listen on 127.0.0.1, or set --insecure to serve every client that can reach it"
         )
     if server.admin_port is not None and server.admin_key is None and not server.insecure and not _is_local(server.admin_host):
         raise ConfigurationError(
-            f"server.admin_host is {server.admin_host}, which other machines reach, and there is no admin key; set --admin-key, listen on"
+            f"server.admin_host is {server.admin_host}, which others can reach, and there is no admin key; set --admin-key, listen on"
             " 127.0.0.1, or set --insecure"
         )
     if server.admin_key is not None:
-        ring_of(server.admin_key, "server.admin_key")  # a wrong one ends the start
+        ring_of(server.admin_key, "server.admin_key")  # raises for an empty key
 
 
 def _is_local(host: str) -> bool:
@@ -131,5 +137,5 @@ def _is_local(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name; what it stands for is not known here
+    except ValueError:  # a host name, which is not resolved here
         return False

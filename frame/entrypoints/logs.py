@@ -1,7 +1,9 @@
-"""Logging of every process: one line an event on standard error, as text or as JSON, each with the id of the request that it concerns.
+"""Logging of every process: one line per event on standard error, as text or JSON, with the id of
+the request that it concerns.
 
-The main process writes from a thread of its own and relays what its children write, so that a reader that stops reading stops no
-process. Knows no route. Contents of requests are never logged.
+The main process writes in a separate thread and relays the lines of its children, so a reader of
+standard error that stops reading blocks no process. Contents of requests are never logged. Knows no
+route.
 """
 
 from __future__ import annotations
@@ -24,27 +26,27 @@ import msgspec
 
 from frame.core.config.schema import LogSection
 
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task serves
-PROGRESS = logging.getLogger("frame.progress")  # start and stop; shown whatever the level
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task handles
+PROGRESS = logging.getLogger("frame.progress")  # start and stop; shown at every level
 ACCESS = logging.getLogger("frame.access")
 HEADER = b"x-request-id"
-LONGEST_ID = 128
+MAX_ID_LENGTH = 128
 ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-MOST_HELD = 4096  # entries that wait for the reader of standard error
-LONGEST_ENTRY = 16 * 1024  # bytes of one that a child writes
-LAST_LINES = 1.0  # seconds that the lines that wait at the end may take
+MAX_QUEUED = 4096  # entries that wait for the reader of standard error
+MAX_LINE_BYTES = 16 * 1024  # of a line relayed from a child
+CLOSE_TIMEOUT = 1.0  # seconds for writing the queued lines at the end
 log = logging.getLogger(__name__)
 
 
 class LogWriter(io.TextIOBase):
-    """Writes to a descriptor from a thread of its own; takes the place of `sys.stderr`. A write never waits: what exceeds `MOST_HELD`
-    entries is dropped and counted, and the log says so once all that waited is written."""
+    """Writes to a file descriptor in a separate thread; replaces `sys.stderr`. A write never blocks: entries beyond `MAX_QUEUED` are
+    dropped and counted, and a log line reports the count when the queue is empty again."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self.num_dropped = 0  # lines
         self._descriptor = descriptor
         # Its `put` is reentrant: a signal handler may log while the same thread does.
-        self._held: SimpleQueue[bytes | threading.Event] = SimpleQueue()
+        self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     def write(self, text: str) -> int:
@@ -52,21 +54,22 @@ class LogWriter(io.TextIOBase):
         return len(text)
 
     def put(self, data: bytes) -> None:
-        """Write whole lines, later."""
-        if self._held.qsize() < MOST_HELD:
-            self._held.put(data)
+        """Queue whole lines for writing."""
+        if self._queue.qsize() < MAX_QUEUED:
+            self._queue.put(data)
         else:
             self.num_dropped += data.count(b"\n")
 
     def drain(self, seconds: float) -> None:
-        """Wait until all is written, for so long at most."""
+        """Wait until the queue is written, for at most `seconds`."""
         done = threading.Event()
-        self._held.put(done)
+        self._queue.put(done)
         done.wait(seconds)
 
     def relay(self, source: IO[bytes]) -> threading.Thread:
-        """Take whatever is written to a pipe until its end, from a thread. Raises RuntimeError where no thread can be started."""
-        thread = threading.Thread(target=self._take, args=(source,), name="log-relay", daemon=True)
+        """Write what arrives on a pipe until its end, in a new thread. Raises RuntimeError if no
+        thread can be started."""
+        thread = threading.Thread(target=self._relay_lines, args=(source,), name="log-relay", daemon=True)
         thread.start()
         return thread
 
@@ -79,38 +82,38 @@ class LogWriter(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    def _take(self, source: IO[bytes]) -> None:
+    def _relay_lines(self, source: IO[bytes]) -> None:
         with source:
-            while line := source.readline(LONGEST_ENTRY):
+            while line := source.readline(MAX_LINE_BYTES):
                 self.put(line)
 
     def _run(self) -> None:
-        num_told = 0
+        num_reported = 0
         while True:
-            entry = self._held.get()
+            entry = self._queue.get()
             if isinstance(entry, threading.Event):
                 entry.set()
             else:
                 self._write(entry)
             num_dropped = self.num_dropped
-            if num_dropped > num_told and self._held.empty():
-                log.warning("%d log lines were dropped, since standard error was not read or not writable", num_dropped - num_told)
-                num_told = num_dropped
+            if num_dropped > num_reported and self._queue.empty():
+                log.warning("%d log lines were dropped because standard error was not read or not writable", num_dropped - num_reported)
+                num_reported = num_dropped
 
     def _write(self, data: bytes) -> None:
         left = memoryview(data)
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # another program made the open file non-blocking
+            except BlockingIOError:  # another program made the file non-blocking
                 select.select([], [self._descriptor], [])
-            except OSError:  # the reader is gone, or the disk is full
+            except OSError:  # the reader has closed it, or the disk is full
                 self.num_dropped += data.count(b"\n")
                 return
 
 
 class LogHandler(logging.Handler):
-    """Hands formatted records to a `LogWriter`."""
+    """Passes formatted records to a `LogWriter`."""
 
     def __init__(self, writer: LogWriter) -> None:
         super().__init__()
@@ -123,18 +126,18 @@ class LogHandler(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        self.writer.drain(LAST_LINES)
+        self.writer.drain(CLOSE_TIMEOUT)
         super().close()
 
 
 def configured_writer() -> LogWriter | None:
-    """The writer that this process logs through, if it has one."""
+    """The `LogWriter` of this process, if it has one."""
     return next((handler.writer for handler in logging.getLogger().handlers if isinstance(handler, LogHandler)), None)
 
 
 def configure(process: str, settings: LogSection, writer: LogWriter | None = None) -> None:
-    """Send what this process logs to standard error, with all else that Python code writes there. `process` names it in each line.
-    Without a `writer`, for children whose parent relays, the calling thread writes."""
+    """Set up logging to standard error. `process` is the name in each line. With a `writer`, other output to `sys.stderr` goes through it
+    too; without one (in children, whose lines the parent relays) the calling thread writes."""
     handler = logging.StreamHandler(sys.stderr) if writer is None else LogHandler(writer)
     if writer is not None:
         sys.stderr = writer
@@ -144,29 +147,30 @@ def configure(process: str, settings: LogSection, writer: LogWriter | None = Non
     logging.basicConfig(handlers=[handler], force=True)
     set_levels(settings)
     PROGRESS.setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its start and stop are ours to tell
-    logging.getLogger("uvicorn.error").addFilter(Sparse())  # anybody can send what is no HTTP, as often as he likes
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # `report` logs start and stop
+    logging.getLogger("uvicorn.error").addFilter(RateLimitFilter())  # clients can cause its warnings at any rate
 
 
 def set_levels(settings: LogSection) -> None:
-    """What is logged from now on; its form stays."""
+    """Apply the log levels of the settings; the format stays."""
     logging.getLogger().setLevel(settings.level.upper())
     ACCESS.setLevel(logging.INFO if settings.access else logging.WARNING)
 
 
 def report(line: str) -> None:
-    """A line of progress for the operator."""
+    """Write a line of progress for the operator."""
     if logging.getLogger().handlers:
         PROGRESS.info("%s", line)
-    else:  # used as a library
+    else:  # logging is not configured: frame is used as a library
         sys.stderr.write(f"frame: {line}\n")
         sys.stderr.flush()
 
 
 def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """The id that a request brings as `X-Request-Id`, if it is one (letters, digits, `.`, `_`, `-`; at most 128), else a new one."""
+    """The `X-Request-Id` of a request, if it is valid (at most 128 letters, digits, `.`, `_`, `-`);
+    else a new id."""
     given = next((value for name, value in headers if name == HEADER), b"")
-    if 0 < len(given) <= LONGEST_ID and ID_CHARACTERS.issuperset(given):
+    if 0 < len(given) <= MAX_ID_LENGTH and ID_CHARACTERS.issuperset(given):
         return given.decode("ascii")
     return new_id()
 
@@ -181,8 +185,9 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
-class Sparse(logging.Filter):
-    """Of equal warnings lets one through in `every` seconds, with the number of those left out since."""
+class RateLimitFilter(logging.Filter):
+    """Of equal warnings passes one per `every` seconds, with the number of those suppressed
+    since."""
 
     def __init__(self, every: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -190,23 +195,23 @@ class Sparse(logging.Filter):
         self._clock = clock
         self._message = ""
         self._until = 0.0
-        self._left_out = 0
+        self._num_suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.WARNING:
             return True
         message, now = record.getMessage(), self._clock()
         if message == self._message and now < self._until:
-            self._left_out += 1
+            self._num_suppressed += 1
             return False
-        if message == self._message and self._left_out:
-            record.msg, record.args = f"{message} ({self._left_out} more like it since the last such line)", ()
-        self._message, self._until, self._left_out = message, now + self._every, 0
+        if message == self._message and self._num_suppressed:
+            record.msg, record.args = f"{message} ({self._num_suppressed} similar lines suppressed since the last one)", ()
+        self._message, self._until, self._num_suppressed = message, now + self._every, 0
         return True
 
 
 class TextFormatter(logging.Formatter):
-    """For people. Control characters are escaped, so that nobody writes lines of his own into the log."""
+    """Text lines. Control characters are escaped, so that a client cannot forge log lines."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -222,7 +227,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For machines: one object a line. `extra={"fields": {…}}` of a log call adds keys."""
+    """One JSON object per line. `extra={"fields": {…}}` of a log call adds keys."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -1,4 +1,8 @@
-"""The policy that `/v1/moderations` has a language model apply: its categories, its prompt, the form of its answer. Knows no HTTP."""
+"""The policy that a language model applies for `/v1/moderations`: categories, system prompt, and
+the regex of the reply.
+
+Knows no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from frame.core.text.named_file import read_named
 
 DEFAULT = "default"
 
-# OpenAI's categories, with what they mean.
+# OpenAI's categories and their meaning.
 CATEGORIES: Mapping[str, str] = MappingProxyType(
     {
         "harassment": "insults, mockery or bullying of a person or group",
@@ -20,7 +24,7 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
         "illicit": "advice or instructions on how to commit illicit acts",
         "illicit/violent": "illicit content that also refers to violence or getting weapons",
         "self-harm": "content that promotes or depicts suicide, cutting or eating disorders",
-        "self-harm/intent": "the speaker intends to harm himself",
+        "self-harm/intent": "the speaker intends to harm themselves",
         "self-harm/instructions": "instructions or advice on self-harm",
         "sexual": "content meant to arouse, or that promotes sexual services",
         "sexual/minors": "sexual content with a person under 18",
@@ -35,11 +39,12 @@ _ANSWER = (
 )
 _LINE = re.compile(r"^[-*] *([\w/ -]+):", re.MULTILINE)  # a category of a policy: "- name: meaning"
 _ANY_NAME = "[a-z][a-z0-9/_-]{0,39}"
-_MOST_NAMES = 6
+_MAX_NAMES = 6
 
 
 def read_policy(value: str | None) -> str | None:
-    """The policy that `text.moderation_policy` names: `default`, or a file. Raises ConfigurationError when it cannot be read."""
+    """The text of the policy that `text.moderation_policy` names: `default` or a file. Raises
+    ConfigurationError for an unreadable file."""
     if value is None:
         return None
     if value == DEFAULT:
@@ -48,12 +53,13 @@ def read_policy(value: str | None) -> str | None:
 
 
 def verdict_form(policy: str) -> str:
-    """The regular expression that a model's answer is held to: `safe`, or `unsafe` and the policy's categories."""
+    """The regular expression that constrains the reply: `safe`, or `unsafe` and categories of the
+    policy."""
     names = [re.escape(name.strip()).replace("\\ ", " ").replace("\\-", "-") for name in _LINE.findall(policy)]
     name = f"({'|'.join(dict.fromkeys(names))})" if names else _ANY_NAME
-    return f"safe|unsafe\\n{name}(, {name}){{0,{_MOST_NAMES - 1}}}"
+    return f"safe|unsafe\\n{name}(, {name}){{0,{_MAX_NAMES - 1}}}"
 
 
 def instructions(policy: str) -> str:
-    """The system message of a judgement."""
+    """The system message for a policy."""
     return f"You apply a content policy. Its categories are:\n{policy.strip()}\n\n{_ANSWER}"

@@ -1,4 +1,5 @@
-"""How a query and a document become one input of a model that judges their relevance, and what is made of vectors. Knows no HTTP."""
+"""Rerank and score: builds a model's input from a query and a document, and relevance from its
+output. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -15,26 +16,27 @@ from frame.core.text.named_file import read_named
 Form = Literal["vectors", "pair", "text", "chat"]
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# What Qwen3-Reranker was trained with; other language models follow it too.
+# Qwen3-Reranker was trained with this text; other language models follow it too.
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
     ' Note that the answer can only be "yes" or "no".'
 )
 TEMPLATE_ARGUMENTS = {"enable_thinking": False}
-_PLACE = re.compile(r"{(instruction|query|document)}")
+_PLACEHOLDER = re.compile(r"{(instruction|query|document)}")
 
 
 def form_of(resolved: Resolved, score_prompt: str | None, has_chat_template: bool) -> Form:
-    """What the served model is given: two texts to embed apart, a pair, a text made of `score_prompt`, or a conversation.
+    """The form of the model's input: "vectors" (two texts embedded separately), "pair", "text"
+    (from `score_prompt`) or "chat".
 
-    Raises ValueError, a sentence, for a model that cannot judge relevance.
+    Raises ValueError, with a sentence for the client, for a model that cannot score relevance.
     """
     if resolved.task == "embed":
         return "vectors"
     model_config = resolved.model
     if not (resolved.pooling and resolved.pooling.label_tokens) and model_config.num_labels != 1:
         raise ValueError(
-            f"{resolved.served_name!r} tells {model_config.num_labels} classes apart, and relevance is one number; use /v1/classify"
+            f"{resolved.served_name!r} has {model_config.num_labels} classes, but relevance needs one; use /v1/classify"
         )
     if score_prompt is not None:
         return "text"
@@ -42,30 +44,32 @@ def form_of(resolved: Resolved, score_prompt: str | None, has_chat_template: boo
 
 
 def conversation(query: str, document: str, instruction: str | None) -> list[dict[str, Any]]:
-    """A pair as a question to a language model that answers yes or no."""
+    """A pair as a conversation that asks a language model for yes or no."""
     asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
     return [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
 
 
 def filled(score_prompt: str, query: str, document: str, instruction: str | None) -> str:
-    """The prompt with its places filled, once: what stands in a text is not looked at again."""
+    """The prompt with its placeholders replaced in one pass; placeholders inside the inserted texts
+    are kept."""
     values = {"instruction": instruction or INSTRUCTION, "query": query, "document": document}
-    return _PLACE.sub(lambda place: values[place[1]], score_prompt)
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], score_prompt)
 
 
 def relevance(vectors: np.ndarray) -> np.ndarray:
-    """A judge's results, float32 [pairs, 1 or labels] -> float32 [pairs]: the probability of its last label."""
+    """The probability of the last label: float32 [pairs, 1 or labels] -> float32 [pairs]."""
     return vectors[:, -1]
 
 
 def similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Cosines of the rows of two float32 [pairs, width] -> [pairs]."""
+    """Cosine similarity row by row: two float32 [pairs, width] -> float32 [pairs]."""
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     return np.asarray((first * second).sum(axis=1) / np.maximum(lengths, 1e-12), np.float32)
 
 
 def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    """One text against all of the others, or two lists of one length, place by place. Raises ValueError, a sentence."""
+    """Pairs of one text with every second one, or of two lists of equal length in order. Raises
+    ValueError with a sentence."""
     if len(first) == 1:
         return [(first[0], text) for text in second]
     if len(first) != len(second):

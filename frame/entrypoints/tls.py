@@ -1,4 +1,5 @@
-"""The certificate that HTTP and gRPC are served under, read and checked before anything slow starts. Knows no listener."""
+"""The TLS certificate of the HTTP and gRPC servers, read and checked at the beginning of the start.
+Knows no listener."""
 
 from __future__ import annotations
 
@@ -15,25 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Files of a certificate chain and its key, PEM both."""
+    """The PEM files of a certificate chain and its key."""
 
     chain: str
     key: str
 
     def context(self) -> ssl.SSLContext:
-        """For a server. Raises OSError, ValueError when the two do not make a pair that can be served."""
+        """An SSL context for a server. Raises OSError or ValueError if the files are not a usable
+        pair."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # a passphrase would be asked for on the terminal, where nobody may sit
+        # without this callback OpenSSL would ask for a passphrase on the terminal
         context.load_cert_chain(self.chain, self.key, password=_no_passphrase)
         return context
 
-    def pems(self) -> tuple[bytes, bytes]:
-        """(key, chain), as gRPC wants them."""
+    def read_pems(self) -> tuple[bytes, bytes]:
+        """(key, chain), in the order that gRPC takes."""
         return Path(self.key).read_bytes(), Path(self.chain).read_bytes()
 
 
 def load_certificate(server: ServerSection) -> Certificate | None:
-    """What is configured; None: TLS is off. Raises ConfigurationError when the two do not make a pair that can be served."""
+    """The configured certificate; None if TLS is off. Raises ConfigurationError if the files are
+    not a usable pair."""
     chain, key = server.ssl_certfile, server.ssl_keyfile
     if chain is None:
         if key is not None:
@@ -46,7 +49,7 @@ def load_certificate(server: ServerSection) -> Certificate | None:
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigurationError(
-            f"cannot serve TLS with server.ssl_certfile {chain} and server.ssl_keyfile {key} ({reason}); give a PEM chain and its own key"
+            f"cannot serve TLS with server.ssl_certfile {chain} and server.ssl_keyfile {key} ({reason}); give a PEM chain and its key"
         ) from error
     return certificate
 

@@ -1,7 +1,9 @@
-"""OpenTelemetry traces of requests: each process makes the spans of its own work and sends them by OTLP over HTTP.
+"""OpenTelemetry traces of requests: each process creates the spans of its own work and sends them
+by OTLP over HTTP.
 
-A request's place in a trace crosses processes as a W3C `traceparent` (`TRACE`, `Generate.trace`, …). Spans are made at the end, from
-times that are kept anyway, so that a token costs nothing; without an endpoint nothing of this is imported. Knows no route.
+Messages carry the trace context as a W3C `traceparent` (`TRACE`, `Generate.trace`). Spans are
+created when a request ends, from recorded times, so a token costs nothing. Without an endpoint
+OpenTelemetry is not imported. Knows no route.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRACE: ContextVar[str] = ContextVar("trace", default="")  # traceparent of the span that the running task works for
+TRACE: ContextVar[str] = ContextVar("trace", default="")  # traceparent of the running task's span
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 EXPORT_TIMEOUT = 5  # seconds
-EXPORT_EVERY = 1000  # milliseconds
-CLOSE_TIMEOUT = 2.0  # seconds for the last spans to leave
-MOST_WATCHED = 65536  # requests whose text is being made
+EXPORT_INTERVAL = 1000  # milliseconds
+CLOSE_TIMEOUT = 2.0  # seconds for sending the last spans
+MAX_REQUESTS = 65536  # traced at once in a text process or follower
 
 
 def open_tracing(server: ServerSection, process: str) -> Tracing | None:
-    """The process's tracing, where `server.otlp_endpoint` or OpenTelemetry's own variables name a collector. Raises ConfigurationError."""
+    """The tracing of a process; None unless `server.otlp_endpoint` or an OpenTelemetry variable names a collector. Raises
+    ConfigurationError."""
     from_environment = any(os.environ.get(name) for name in VARIABLES)
     if server.otlp_endpoint is None and not from_environment:
         return None
@@ -45,9 +48,9 @@ def open_tracing(server: ServerSection, process: str) -> Tracing | None:
         return None
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
         if server.otlp_endpoint is None:
-            log.warning("%s is set, but OpenTelemetry is not installed; pip install 'frame-serve[tracing]' for traces", VARIABLES[1])
+            log.warning("%s is set, but OpenTelemetry is not installed; run pip install 'frame-serve[tracing]'", VARIABLES[1])
             return None
-        raise ConfigurationError("server.otlp_endpoint needs OpenTelemetry; pip install 'frame-serve[tracing]'")
+        raise ConfigurationError("server.otlp_endpoint needs OpenTelemetry; run pip install 'frame-serve[tracing]'")
     return Tracing(_exporter(server.otlp_endpoint), process)
 
 
@@ -63,7 +66,8 @@ def _exporter(endpoint: str | None) -> Any:
 
 
 class Tracing:
-    """The spans of one process. Times are `time.perf_counter`'s unless said otherwise."""
+    """Creates the spans of one process. Times are of `time.perf_counter`, unless a comment says
+    otherwise."""
 
     def __init__(self, exporter: Any, process: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -73,14 +77,15 @@ class Tracing:
 
         name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "frame"}
         self._provider = TracerProvider(resource=Resource.create({**name, "frame.process": process}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL))
         self._tracer = self._provider.get_tracer("frame")
         self._propagator = TraceContextTextMapPropagator()
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._lag = time.perf_counter() - time.monotonic()
 
     def start(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSpan:
-        """The span of a request that arrived now, below the one that its headers name; `TRACE` is it from here on."""
+        """Start the span of a request that has just arrived, as a child of the span in its headers;
+        sets `TRACE`."""
         found = (b"traceparent", b"tracestate")
         carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in found}
         span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=_server_kind()))
@@ -88,7 +93,7 @@ class Tracing:
         return span
 
     def add(self, name: str, trace: str, start: float, end: float, **attributes: Any) -> None:
-        """A finished span below `trace`; no value of an attribute may be None."""
+        """Add a finished span as a child of `trace`. Values of attributes must not be None."""
         if not trace:
             return
         context = self._propagator.extract({"traceparent": trace})
@@ -96,7 +101,8 @@ class Tracing:
         span.end(self._nanoseconds(max(start, end)))
 
     def add_engine_spans(self, request: Request, finish: Finish) -> None:
-        """Queue, prefill and decode of a request that ended in the engine just now."""
+        """Add the queue, prefill and decode spans of a request that has just ended in the
+        engine."""
         if not request.trace:
             return
         now = time.perf_counter()
@@ -111,7 +117,7 @@ class Tracing:
             self.add("decode", request.trace, first, now, **names, **outcome, **{"frame.preemptions": request.num_preemptions})
 
     def close(self) -> None:
-        """Send what is left, within `CLOSE_TIMEOUT`."""
+        """Send the remaining spans, within `CLOSE_TIMEOUT`."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT)
@@ -129,90 +135,91 @@ class RequestSpan:
         self._tracing = tracing
         self._span = span
 
-    def end(self, attributes: Mapping[str, Any], answer: RequestState | None = None, error: str | None = None) -> None:
-        """The response is out. `answer`: what was generated for it."""
+    def end(self, attributes: Mapping[str, Any], request: RequestState | None = None, error: str | None = None) -> None:
+        """End the span. `request`: the state of the generation, if there was one."""
         from opentelemetry.trace import StatusCode
 
         span = self._span
         span.set_attributes(attributes)
-        if answer is not None:
-            self._tracing.add("tokenize", self.traceparent, answer.created, answer.submitted)
-            span.set_attributes(_usage(answer))
+        if request is not None:
+            self._tracing.add("tokenize", self.traceparent, request.created, request.submitted)
+            span.set_attributes(_usage(request))
         if error is not None:
             span.set_status(StatusCode.ERROR, error)
         span.end()
 
 
 class TextSpans:
-    """The detokenizer process's spans: one a request, from its announcement to its last text."""
+    """The spans of the detokenizer: one per request, from its StartDetokenize to its last text."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._watched: dict[str, tuple[str, float]] = {}
+        self._started: dict[str, tuple[str, float]] = {}
 
-    def watch(self, message: StartDetokenize) -> None:
-        if message.trace and len(self._watched) < MOST_WATCHED:
-            self._watched[message.rid] = (message.trace, time.perf_counter())
+    def start_request(self, message: StartDetokenize) -> None:
+        if message.trace and len(self._started) < MAX_REQUESTS:
+            self._started[message.rid] = (message.trace, time.perf_counter())
 
-    def take(self, text: StepText) -> None:
+    def end_requests(self, text: StepText) -> None:
         for place in text.finishes:
             self._end(text.rids[place])
 
     def _end(self, rid: str) -> None:
-        trace, since = self._watched.pop(rid, ("", 0.0))
+        trace, since = self._started.pop(rid, ("", 0.0))
         self._tracing.add("detokenize", trace, since, time.perf_counter(), **{"frame.rid": rid})
 
 
 @dataclass(slots=True)
-class Work:
-    """What a rank has done for a request. Times of `time.perf_counter`."""
+class RankWork:
+    """The work of a rank for one request."""
 
-    begun: float
+    begun: float  # time of its first step
     steps: int = 0
-    has_drawn: bool = False  # a token of it
-    decoding: float = 0.0  # since; 0.0: it does not yet
+    has_sampled: bool = False  # its first token was sampled
+    decode_start: float = 0.0  # time of its first decode step; 0.0: not yet
 
 
 class RankSpans:
-    """A follower's spans: a prefill and a decode of each traced request, from the launches of its own steps to the request's end."""
+    """The spans of a follower rank: prefill and decode of each traced request, from the launches of
+    its steps to the request's end."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._works: dict[str, Work] = {}  # by rid
-        self._slots: dict[int, Work] = {}  # of those that are on the device
+        self._works: dict[str, RankWork] = {}  # by rid
+        self._slots: dict[int, RankWork] = {}  # of the requests on the device
 
     def on_launch(self, batch: ScheduledBatch) -> None:
-        """Note whose step this is."""
+        """Record the requests of a step."""
         now = time.perf_counter()
         for slot in batch.released:
             self._slots.pop(slot, None)
         for setup in batch.setups:
             self._slots.pop(setup.slot, None)
-            if setup.rid and (setup.rid in self._works or len(self._works) < MOST_WATCHED):
-                self._slots[setup.slot] = self._works.setdefault(setup.rid, Work(now))
+            if setup.rid and (setup.rid in self._works or len(self._works) < MAX_REQUESTS):
+                self._slots[setup.slot] = self._works.setdefault(setup.rid, RankWork(now))
         if not self._slots:
             return
-        for slot, draws in zip(batch.slots.tolist(), batch.samples.tolist(), strict=True):
+        for slot, samples in zip(batch.slots.tolist(), batch.samples.tolist(), strict=True):
             work = self._slots.get(slot)
             if work is not None:
                 work.steps += 1
-                work.decoding = work.decoding or (now if work.has_drawn else 0.0)
-                work.has_drawn |= draws
+                work.decode_start = work.decode_start or (now if work.has_sampled else 0.0)
+                work.has_sampled |= samples
 
     def on_end(self, traced: Traced) -> None:
-        """Make a request's spans."""
+        """Add the spans of a request that has ended."""
         work = self._works.pop(traced.rid, None)
-        if work is None:  # it ended before it came onto the device
+        if work is None:  # it ended before its first step
             return
         now = time.perf_counter()
         names: dict[str, Any] = {"frame.rid": traced.rid, "frame.steps": work.steps}
-        self._tracing.add("prefill", traced.trace, work.begun, work.decoding or now, **names)
-        if work.decoding:
-            self._tracing.add("decode", traced.trace, work.decoding, now, **names)
+        self._tracing.add("prefill", traced.trace, work.begun, work.decode_start or now, **names)
+        if work.decode_start:
+            self._tracing.add("decode", traced.trace, work.decode_start, now, **names)
 
 
-def tokenizer_span(tracing: Tracing, message: Tokenize, since: float, count: int) -> None:
-    """The tokenizer process's span of one text."""
+def add_tokenizer_span(tracing: Tracing, message: Tokenize, since: float, count: int) -> None:
+    """Add the span of a tokenizer process for one text."""
     tracing.add("tokenize.encode", message.trace, since, time.perf_counter(), **{"frame.prompt_tokens": count})
 
 
@@ -222,17 +229,17 @@ def _server_kind() -> Any:
     return SpanKind.SERVER
 
 
-def _usage(answer: RequestState) -> dict[str, Any]:
-    """What OpenTelemetry's conventions for generative AI say of a response."""
-    firsts = [sequence.times.first for sequence in answer.sequences if sequence.times.first]
-    prompts = {sequence.prompt_index: len(sequence.prompt) for sequence in answer.sequences}
+def _usage(request: RequestState) -> dict[str, Any]:
+    """Attributes of a response, by OpenTelemetry's conventions for generative AI."""
+    firsts = [sequence.times.first for sequence in request.sequences if sequence.times.first]
+    prompts = {sequence.prompt_index: len(sequence.prompt) for sequence in request.sequences}
     usage: dict[str, Any] = {
         "gen_ai.usage.input_tokens": sum(prompts.values()),
-        "gen_ai.usage.output_tokens": sum(sequence.num_tokens for sequence in answer.sequences),
-        "gen_ai.response.finish_reasons": [s.finish.reason for s in answer.sequences if s.finish is not None],
-        "frame.cached_tokens": sum(sequence.cached for sequence in answer.sequences),
-        "frame.rid": answer.rid,
+        "gen_ai.usage.output_tokens": sum(sequence.num_tokens for sequence in request.sequences),
+        "gen_ai.response.finish_reasons": [s.finish.reason for s in request.sequences if s.finish is not None],
+        "frame.cached_tokens": sum(sequence.cached for sequence in request.sequences),
+        "frame.rid": request.rid,
     }
     if firsts:
-        usage["gen_ai.server.time_to_first_token"] = min(firsts) - answer.created
+        usage["gen_ai.server.time_to_first_token"] = min(firsts) - request.created
     return usage

@@ -28,7 +28,7 @@ from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.processes.build_scheduler import build_scheduler
-from frame.entrypoints.processes.launch import limits_of, load_tokenizer
+from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
 from frame.testing.fake_runner import FakeRunner
 
 CPU = Hardware(cpu_cores=1, memory_bytes=8 << 30)
@@ -116,7 +116,7 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     tokenizer = load_tokenizer(resolved)
     assert tokenizer is not None
     info = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
-    client = EngineClient(near, limits_of(resolved, info), Detokenizer(tokenizer))
+    client = EngineClient(near, get_client_limits(resolved, info), Detokenizer(tokenizer))
     clients.append(client)
     services = Services(resolved, client, tokenizer, ThreadedTokenizer(tokenizer), info=info)
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)

@@ -15,12 +15,12 @@ import pytest
 
 from frame.entrypoints.logs import (
     ACCESS,
-    MOST_HELD,
+    MAX_QUEUED,
     REQUEST_ID,
     JsonFormatter,
     LogHandler,
     LogWriter,
-    Sparse,
+    RateLimitFilter,
     TextFormatter,
     _add_request_id,
     request_id_of,
@@ -45,14 +45,14 @@ def test_text_lines_cannot_be_forged() -> None:
 
 def test_warnings_that_anybody_can_cause_are_sparse() -> None:
     now = 0.0
-    sparse = Sparse(60.0, lambda: now)
+    sparse = RateLimitFilter(60.0, lambda: now)
     assert [sparse.filter(record("no HTTP")) for _ in range(5)] == [True, False, False, False, False]
     assert sparse.filter(record("another"))
     assert sparse.filter(record("no HTTP")) and not sparse.filter(record("no HTTP"))
     now = 61.0
     later = record("no HTTP")
     assert sparse.filter(later)
-    assert later.getMessage() == "no HTTP (1 more like it since the last such line)"
+    assert later.getMessage() == "no HTTP (1 similar lines suppressed since the last one)"
 
 
 def test_json_lines() -> None:
@@ -131,7 +131,7 @@ def test_what_nobody_reads_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) 
     os.write(own_write, b"a child's line\n" * 3)
     os.close(own_write)
     relay.join(10)
-    for number in range(MOST_HELD + 100):
+    for number in range(MAX_QUEUED + 100):
         logging.getLogger("frame.x").warning("line %d", number)
     assert 100 <= writer.num_dropped <= 103  # the writer may hold one in its hand
     writer.drain(0.0)  # does not wait for a reader

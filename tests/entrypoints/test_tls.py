@@ -28,7 +28,7 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_bytes(KEY.read_bytes() + CHAIN.read_bytes())
     certificate = load_certificate(ServerSection(ssl_certfile=str(both)))
-    assert certificate is not None and certificate.pems() == (both.read_bytes(), both.read_bytes())
+    assert certificate is not None and certificate.read_pems() == (both.read_bytes(), both.read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
     [
         (None, str(KEY), "without server.ssl_certfile"),
         (str(CHAIN), "/nowhere/key.pem", "No such file"),
-        (str(CHAIN), None, "PEM chain and its own key"),
-        (str(KEY), str(KEY), "PEM chain and its own key"),
-        (__file__, str(KEY), "PEM chain and its own key"),
+        (str(CHAIN), None, "PEM chain and its key"),
+        (str(KEY), str(KEY), "PEM chain and its key"),
+        (__file__, str(KEY), "PEM chain and its key"),
     ],
 )
 def test_what_is_no_pair_is_refused(chain: str | None, key: str | None, part: str) -> None:

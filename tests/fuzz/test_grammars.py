@@ -107,7 +107,7 @@ class Attack:
         if isinstance(outcome, Finish):
             assert (outcome.code, outcome.param) == ("invalid_grammar", kind), outcome
             check(outcome.error or "", kind, text)
-            return "slow" if "takes longer" in str(outcome.error) else "ended" if "ends its compiler" in str(outcome.error) else "refused"
+            return "slow" if "takes longer" in str(outcome.error) else "ended" if "crashes the" in str(outcome.error) else "refused"
         return self.draw(rng, LookaheadGrammar(outcome), kind, text)
 
     def draw(self, rng: random.Random, grammar: Grammar, kind: str, text: str) -> str:

@@ -169,7 +169,7 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
     for message in arrived:
         for client in clients:
             client.handle_messages([message])
-        worker.text_of(detokenizer, message)
+        worker.detokenize_message(detokenizer, message)
         if isinstance(message, Tokenize):
             tokenize(text, message)
     for client, answer in zip(clients, answers, strict=True):

@@ -72,9 +72,9 @@ class GrpcServer:
             if self._certificate is used or self._certificate is None:
                 return None  # unchanged
             used = self._certificate
-            return grpc.ssl_server_certificate_configuration([used.pems()])
+            return grpc.ssl_server_certificate_configuration([used.read_pems()])
 
-        return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([first.pems()]), fetch)
+        return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([first.read_pems()]), fetch)
 
     async def start(self) -> None:
         self._update_health()

@@ -39,9 +39,9 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import report
 from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.processes.deployment import Deployment, Layout
-from frame.entrypoints.processes.hang_dump import LoopAlarm
-from frame.entrypoints.processes.launch import limits_of, load_tokenizer, wait_ready
-from frame.entrypoints.processes.resource_monitor import watch_over
+from frame.entrypoints.processes.hang_dump import LoopWatchdog
+from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer, wait_ready
+from frame.entrypoints.processes.resource_monitor import start_monitor
 from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.tls import load_certificate
@@ -84,10 +84,10 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
             info = wait_ready(deployment, report)
             start_seconds = time.perf_counter() - spawned
         services = _services(prepared, deployment, tokenizer, info)
-        services.watch = watch_over(deployment.pids, resolved.user.server)
+        services.watch = start_monitor(deployment.pids, resolved.user.server)
         supervisor = _supervisor(services, deployment, start_seconds)
         user = resolved.user
-        reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, deployment.tell_log)
+        reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, deployment.set_log_settings)
         server = Server(services, deployment, supervisor, (listener, admin), started, reload)
         return _run(server.run())
     finally:
@@ -135,7 +135,7 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     resolved, layout = prepared.resolved, deployment.layout
     makes_text = resolved.task == "generate" and not layout.detokenizer
     local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
-    client = EngineClient(deployment.transport, limits_of(resolved, info), local, layout.detokenizer)
+    client = EngineClient(deployment.transport, get_client_limits(resolved, info), local, layout.detokenizer)
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:
         text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
@@ -280,13 +280,13 @@ class Server:
     async def _watch(self) -> None:
         """Until the server cannot go on; then every answer has been told so."""
         folded = beaten = time.monotonic()
-        client, alarm = self._services.client, LoopAlarm(STUCK)
+        client, alarm = self._services.client, LoopWatchdog(STUCK)
         while client.dead_reason is None:
             await asyncio.sleep(TICK)
             await self._supervisor.tick()
             if time.monotonic() - beaten > BEAT:
                 beaten = time.monotonic()
-                alarm.beat()
+                alarm.reset()
             if time.monotonic() - folded > FOLD:
                 folded = time.monotonic()
                 if self._services.metrics is not None:

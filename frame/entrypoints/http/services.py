@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
     from frame.entrypoints.http.operations.metrics import ServerMetrics
     from frame.entrypoints.http.request_context import RequestContext
-    from frame.entrypoints.processes.resource_monitor import UsageWatch
+    from frame.entrypoints.processes.resource_monitor import ResourceMonitor
     from frame.entrypoints.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Services:
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
     tracing: Tracing | None = None
-    watch: UsageWatch | None = None  # over what processes hold
+    watch: ResourceMonitor | None = None  # over what processes hold
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
     quotas: TenantQuotas = field(init=False)  # what each key has at work

@@ -1,4 +1,7 @@
-"""`Engine`: the model in this process (or, with tp > 1, in processes of its own), without a server. Sync, async and streaming.
+"""`Engine`: offline inference without a server, sync, async and streaming; the counterpart of
+vLLM's `LLM`.
+
+The model runs in a thread of this process, or with tp > 1 in child processes.
 
 with Engine(model="frame-tiny") as engine:
     print(engine.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
@@ -24,8 +27,8 @@ import numpy as np
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, Control, ControlReply, Generate
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
-from frame.entrypoints.offline.collector import Collected, Delta, Job, Output, grouped
-from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, checked_text, listed, spread, token_ids_of
+from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
+from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
 from frame.entrypoints.offline.vectors import Vectors, need_task
 
 if TYPE_CHECKING:
@@ -35,24 +38,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOTHING_SAMPLED = SamplingParams(max_tokens=1)
-DEFAULT_MAX_TOKENS = 128  # of prompts without parameters
-MOST_DEATHS = 3  # of engines, under one call
+POOLING_PARAMS = SamplingParams(max_tokens=1)  # of sequences that yield a vector
+DEFAULT_MAX_TOKENS = 128  # for prompts without parameters
+MAX_CRASHES = 3  # of engines during one call, after which the call fails
 
 
 class Engine:
-    """An engine for offline use. Keywords are configuration keys: flags' names (`max_model_len`, `tp`) or `section__field`.
+    """An engine for offline use. Keywords are configuration keys: names of flags (`max_model_len`,
+    `tp`) or `section__field`.
 
-    Prompts are a string, a list of token ids, chat messages (a list of dicts), or a list of any of these. Parameters are one for all or
-    one a prompt. A list in gives a list out, in order. Raises InvalidRequestError (ValueError) before anything runs when a prompt or a
-    parameter cannot be served. When the engine dies, another one is started and the call goes on where it was; EngineError when that
-    does not help: its `outputs` are as far as they came.
+    A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts gives a list of outputs, in order.
+    Parameters are given once for all prompts, or one per prompt. Raises InvalidRequestError (a ValueError) before anything runs when a
+    prompt or a parameter cannot be served. After a crash the engine is restarted and the call continues; EngineError when that fails:
+    its `outputs` hold what was generated so far.
     """
 
     def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
-        from frame.entrypoints.processes.launch import configure, open_session
+        from frame.entrypoints.processes.launch import open_session, resolve_arguments
 
-        prepared = configure(config, keys if model is None else {"model": model, **keys})
+        prepared = resolve_arguments(config, keys if model is None else {"model": model, **keys})
         self._resolved = prepared.resolved
         self._open = partial(open_session, prepared)
         self._session: Session = self._open()
@@ -63,7 +67,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises EngineError with `skip_tokenizer_init`."""
+        """The model's tokenizer. Raises EngineError where `skip_tokenizer_init` is set."""
         tokenizer = self._session.tokenizer
         if tokenizer is None:
             raise EngineError("this engine was started with skip_tokenizer_init; give token ids, and read token_ids of the outputs")
@@ -71,35 +75,38 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What was resolved and how large the cache came out."""
+        """The resolved configuration and the size of the KV cache."""
         return dict(self._session.info)
 
-    # generate ------------------------------------------------------------------------------------------------------
+    # generate
+    # ------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
-        """Run to the end; `Output`, or a list of them for a list of prompts."""
+        """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
+        list of prompts."""
         done = threading.Event()
         job, counts, is_single = self._job(prompts, params, Job(done.set))
         self._run(job, done)
         return self._results(job, counts, is_single)
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
-        """`generate` for an event loop; cancelling it stops the requests."""
+        """`generate` for an event loop; cancelling it aborts the requests."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        job, counts, is_single = self._job(prompts, params, Job(lambda: _soon(loop, done.set)))
+        job, counts, is_single = self._job(prompts, params, Job(lambda: _call_soon(loop, done.set)))
         try:
             self._start(job)
             await done.wait()
-            while job.open:
+            while job.num_unfinished:
                 done.clear()
-                await asyncio.to_thread(self._go_on, job)
+                await asyncio.to_thread(self._recover, job)
                 await done.wait()
         finally:
             self._stop(job)
         return self._results(job, counts, is_single)
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
-        """What each step adds, as it comes, sequences interleaved; leaving the loop early stops the requests."""
+        """Yield what each step adds, sequences interleaved. Leaving the loop early aborts the
+        requests."""
         deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         job, _, _ = self._job(prompts, params, Job(lambda: deltas.put(None), deltas.put))
         try:
@@ -107,9 +114,9 @@ class Engine:
             while True:
                 while (delta := deltas.get()) is not None:
                     yield delta
-                if not job.open:
+                if not job.num_unfinished:
                     return
-                self._go_on(job)
+                self._recover(job)
         finally:
             self._stop(job)
 
@@ -117,57 +124,61 @@ class Engine:
         """`stream` for an event loop."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
-        finish = lambda: _soon(loop, deltas.put_nowait, None)  # noqa: E731
-        job, _, _ = self._job(prompts, params, Job(finish, lambda delta: _soon(loop, deltas.put_nowait, delta)))
+        finish = lambda: _call_soon(loop, deltas.put_nowait, None)  # noqa: E731
+        job, _, _ = self._job(prompts, params, Job(finish, lambda delta: _call_soon(loop, deltas.put_nowait, delta)))
         try:
             self._start(job)
             while True:
                 while (delta := await deltas.get()) is not None:
                     yield delta
-                if not job.open:
+                if not job.num_unfinished:
                     return
-                await asyncio.to_thread(self._go_on, job)
+                await asyncio.to_thread(self._recover, job)
         finally:
             self._stop(job)
 
-    # vectors -------------------------------------------------------------------------------------------------------
+    # vectors
+    # -------------------------------------------------------------------------------------------------------
 
     def embed(
         self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Vectors of texts (or token ids), float32 [inputs, width]; of one input [width]. `dimensions` keeps the first of each;
-        `prompt_name` is one of the checkpoint's; `truncate` cuts what is too long instead of refusing it."""
-        is_single, several = listed(inputs)
+        """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input. `dimensions` keeps the first values of
+        each; `prompt_name` is one of the checkpoint's prompts; `truncate` cuts inputs that are too long instead of refusing them.
+        """
+        is_single, several = to_list(inputs)
         vectors = self._vectors.embed(several, dimensions, prompt_name, truncate)
         return vectors[0] if is_single else vectors
 
     def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Any:
-        """The probability of each class by its name; a list of those for a list of inputs."""
-        is_single, several = listed(inputs)
+        """The probability of each class, by its label; a list of these for a list of inputs."""
+        is_single, several = to_list(inputs)
         found = self._vectors.classify(several, truncate)
         return found[0] if is_single else found
 
     def score(
         self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Relevance (of a model for embeddings: cosine) of pairs, float32 [pairs]: one first text against all second ones, or two lists of
-        one length."""
+        """Relevance of pairs of texts, float32 [pairs]; the cosine for an embedding model. One first text is paired with every second
+        one, or two lists of equal length are paired in order."""
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
         return self._vectors.score(texts[0], texts[1], instruction, truncate)
 
-    # control -------------------------------------------------------------------------------------------------------
+    # control
+    # -------------------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes. Raises EngineError when requests run."""
+        """Empty the prefix cache. Raises EngineError while requests run."""
         self.control("flush_cache")
 
     def control(self, action: Any, **arguments: Any) -> dict[str, Any]:
-        """One engine command (`server_info`, `check_integrity`, …); its data. Raises EngineError with the engine's sentence."""
+        """Run an engine command (`server_info`, `check_integrity`, …) and return its data. Raises
+        EngineError when it fails."""
         replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
         session = self._running()
         try:
-            session.collector.expect(control.id, replies.put)
+            session.collector.add_command(control.id, replies.put)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
         session.send_all([control])
@@ -177,7 +188,7 @@ class Engine:
         return reply.data
 
     def close(self) -> None:
-        """Stop the engine and give back the device. Safe to call twice."""
+        """Stop the engine and release the device. A second call does nothing."""
         self._is_closed = True
         self._session.close()
 
@@ -191,24 +202,27 @@ class Engine:
         if hasattr(self, "_session"):
             self.close()
 
-    # parts ---------------------------------------------------------------------------------------------------------
+    # parts
+    # ---------------------------------------------------------------------------------------------------------
 
     def _running(self) -> Session:
-        """The session; where its engine has died, another one in its place. Raises what its start raises."""
+        """The session; a new one if its engine has crashed. Raises the error of a start that
+        fails."""
         with self._restarting:
-            if self._session.collector.dead is not None and not self._is_closed:
-                log.warning("%s; another engine is started", self._session.collector.dead)
+            if self._session.collector.dead_reason is not None and not self._is_closed:
+                log.warning("%s; the engine is restarted", self._session.collector.dead_reason)
                 self._session.close()
-                gc.collect()  # the dead one's weights and cache
+                gc.collect()  # frees the weights and the KV cache of the crashed engine
                 self._session = self._open()
             return self._session
 
     def _job(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job) -> tuple[Job, list[int], bool]:
-        """The job filled with sequences, how many sequences each prompt has, and whether there was one prompt outside of a list."""
+        """Fill the job with sequences. Returns it, the number of sequences of each prompt, and
+        whether one prompt was given, not a list."""
         need_task(self._resolved, "generate")
-        self._session.send_all([])  # an engine that sleeps wakes up meanwhile
-        is_single, several = listed(prompts)
-        wanted = spread(params, len(several))
+        self._session.send_all([])  # wakes an idle engine while the prompts are tokenized
+        is_single, several = to_list(prompts)
+        wanted = expand_params(params, len(several))
         ids = self._encode(several)
         limits = self._session.limits
         if params is None:
@@ -218,23 +232,23 @@ class Engine:
         for prompt, own in zip(ids, wanted, strict=True):
             own = self._with_bad_words(own)
             if own.stop and self._session.tokenizer is None:
-                raise InvalidRequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids", "stop")
+                raise InvalidRequestError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids", "stop")
             check_request(limits, prompt, own)
             counts.append(own.n)
             for number in range(own.n):
                 alone = own if own.n == 1 else get_child_params(own, number)
-                job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
+                job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
                 job.prompts.append(prompt)
         return job, counts, is_single
 
     def _pool(self, encoded: list[Encoded]) -> np.ndarray:
-        """Run sequences that yield vectors to their end. -> float32 [sequences, width]."""
+        """Run sequences of a pooling model. Returns float32 [sequences, width]."""
         done = threading.Event()
         job = Job(done.set)
         for ids, second_text_start in encoded:
-            ids = token_ids_of(ids)
-            check_request(self._session.limits, ids, NOTHING_SAMPLED)
-            job.sequences.append(Collected(job, len(job.sequences), f"offline-{next(self._names)}", ids, NOTHING_SAMPLED))
+            ids = to_token_ids(ids)
+            check_request(self._session.limits, ids, POOLING_PARAMS)
+            job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", ids, POOLING_PARAMS))
             job.prompts.append(ids)
             job.second_text_starts.append(second_text_start)
         self._run(job, done)
@@ -248,34 +262,34 @@ class Engine:
         ids: list[list[int]] = [[]] * len(prompts)
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         if texts:
-            for i, encoded in zip(texts, self.tokenizer.encode_batch([checked_text(str(prompts[i])) for i in texts]), strict=True):
+            for i, encoded in zip(texts, self.tokenizer.encode_batch([check_text(str(prompts[i])) for i in texts]), strict=True):
                 ids[i] = encoded
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 continue
-            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else token_ids_of(prompt)  # type: ignore[arg-type]
+            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)  # type: ignore[arg-type]
         return ids
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         return self.tokenizer.encode_bad_words(params) if params.bad_words else params
 
     def _run(self, job: Job, done: threading.Event) -> None:
-        """To the end, whatever becomes of the engine. `done` is set by the job."""
+        """Run a job to its end, across crashes of the engine. The job sets `done`."""
         try:
             self._start(job)
             done.wait()
-            while job.open:
+            while job.num_unfinished:
                 done.clear()
-                self._go_on(job)
+                self._recover(job)
                 done.wait()
         finally:
             self._stop(job)
 
     def _start(self, job: Job) -> None:
-        """Send the engine what has not ended, from where it stands."""
+        """Send the engine the sequences that have not ended, each from its last token on."""
         session = self._running()
         try:
-            session.collector.add(job)
+            session.collector.add_job(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
         second_text_starts = job.second_text_starts or [0] * len(job.sequences)
@@ -284,20 +298,20 @@ class Engine:
             for sequence, prompt, second_text_start in zip(job.sequences, job.prompts, second_text_starts, strict=True)
             if sequence.output.finish_reason is None
         ])  # fmt: skip
-        if job.is_stopped:  # meanwhile
+        if job.is_stopped:  # by another thread, meanwhile
             self._stop(job)
 
-    def _go_on(self, job: Job) -> None:
-        """The engine died under this job: let it go on in another one. Raises EngineError when that does not help."""
-        dead = (job.collector and job.collector.dead) or "the engine died"
-        job.deaths += 1
-        if job.deaths >= MOST_DEATHS:
-            dead += f"; that is the death of {job.deaths} engines under this call, which is given up"
+    def _recover(self, job: Job) -> None:
+        """The engine crashed: continue the job in a new one. Raises EngineError when that fails."""
+        dead = (job.collector and job.collector.dead_reason) or "the engine crashed"
+        job.num_crashes += 1
+        if job.num_crashes >= MAX_CRASHES:
+            dead += f"; {job.num_crashes} engines crashed during this call, which is not tried again"
         elif not self._is_closed:
             try:
                 self._start(job)
             except Exception as error:  # noqa: BLE001 - whatever a start may raise
-                dead += f"; no other engine could be started: {error}"
+                dead += f"; the engine could not be restarted: {error}"
             else:
                 return
         for sequence in job.running:
@@ -308,13 +322,13 @@ class Engine:
     def _stop(self, job: Job) -> None:
         job.is_stopped = True
         collector = job.collector
-        rids = [] if collector is None else collector.remove(job)
+        rids = [] if collector is None else collector.remove_job(job)
         if rids and collector is not None:
             collector.send(Abort(rids=rids))
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
         self._finish_text(job)
-        outputs = grouped(job, counts)
+        outputs = group_outputs(job, counts)
         return outputs[0] if is_single else outputs
 
     def _finish_text(self, job: Job) -> None:
@@ -322,8 +336,8 @@ class Engine:
             job.collector.finish_text(job)
 
 
-def _message(sequence: Collected, prompt: list[int], second_text_start: int) -> Generate:
-    """What asks for a sequence, or for the rest of one."""
+def _message(sequence: SequenceOutput, prompt: list[int], second_text_start: int) -> Generate:
+    """The message that starts a sequence, or continues it from its last token."""
     output, params = sequence.output, sequence.params
     if output.prompt_logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -331,8 +345,8 @@ def _message(sequence: Collected, prompt: list[int], second_text_start: int) -> 
     return Generate(rid=sequence.rid, token_ids=prompt + ids, params=params, output_len=len(ids), second_text_start=second_text_start)
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:
-    """Call in the loop's thread; a loop that is closed by now has nobody who waits."""
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:
+    """Call in the loop's thread; ignored when the loop is closed."""
     try:
         loop.call_soon_threadsafe(call, *arguments)
     except RuntimeError:

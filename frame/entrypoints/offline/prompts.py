@@ -1,4 +1,8 @@
-"""Prompts and parameters in every form that the offline `Engine` and the remote `Client` take, and what both raise. Knows no engine."""
+"""Prompts and parameters in the forms that the offline `Engine` and the remote `Client` take, and
+the errors of both.
+
+Knows no engine.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ Params = SamplingParams | Mapping[str, Any]
 
 
 class EngineError(RuntimeError):
-    """The engine, or the server, ended or cannot be reached; the sentence says why. `outputs` of an offline call: all its sequences in
-    order, as far as each came; those without an `error` are finished."""
+    """The engine or the server has crashed, failed or cannot be reached. `outputs`: of an offline call, all sequences in order with what
+    was generated; those without an `error` are finished."""
 
     outputs: Sequence[Any] = ()
 
@@ -26,8 +30,9 @@ class EngineError(RuntimeError):
         self.outputs = outputs
 
 
-def listed(prompts: Any) -> tuple[bool, list[Prompt]]:
-    """(whether it is one prompt, the prompts as a list). Arrays of token ids become lists."""
+def to_list(prompts: Any) -> tuple[bool, list[Prompt]]:
+    """(whether a single prompt was given, the prompts as a list). Arrays of token ids become
+    lists."""
     prompts = _without_arrays(prompts)
     if isinstance(prompts, str):
         return True, [prompts]
@@ -43,14 +48,14 @@ def listed(prompts: Any) -> tuple[bool, list[Prompt]]:
 
 
 def _without_arrays(value: Any) -> Any:
-    """numpy's and torch's arrays and numbers as Python's."""
+    """NumPy and torch arrays and numbers as Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def token_ids_of(prompt: Sequence[Any]) -> list[int]:
-    """The prompt as plain integers. Raises InvalidRequestError."""
+def to_token_ids(prompt: Sequence[Any]) -> list[int]:
+    """The prompt as a list of int. Raises InvalidRequestError."""
     try:
-        return msgspec.convert(prompt, list[int])  # long prompts come often, and in this form
+        return msgspec.convert(prompt, list[int])  # the fast path, for a plain list of int
     except msgspec.ValidationError:
         ids = [_without_arrays(token) for token in prompt]
         wrong = [token for token in ids if type(token) is not int]
@@ -61,35 +66,35 @@ def token_ids_of(prompt: Sequence[Any]) -> list[int]:
 
 def _not_a_prompt(value: Any) -> InvalidRequestError:
     return InvalidRequestError(
-        f"a prompt is a string, a list of token ids or a list of chat messages, and this is or holds {value!r:.80}", "prompt"
+        f"the prompt is or contains {value!r:.80}; give a string, a list of token ids or a list of chat messages", "prompt"
     )
 
 
-def checked_text(text: str) -> str:
-    """The text, if it can be encoded. Raises InvalidRequestError."""
+def check_text(text: str) -> str:
+    """The text. Raises InvalidRequestError if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError("the prompt holds half of a surrogate pair, which is no text; remove it", "prompt") from None
+        raise InvalidRequestError("the prompt contains half of a surrogate pair, which is not valid text; remove it", "prompt") from None
     return text
 
 
-def spread(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    """Parameters for each of `count` prompts. Raises InvalidRequestError."""
+def expand_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts. Raises InvalidRequestError."""
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams | Mapping):
         return [_params(params)] * count
     if not isinstance(params, list | tuple):
-        raise InvalidRequestError(f"parameters are SamplingParams or a dict, or a list of these, not {params!r:.80}", "params")
+        raise InvalidRequestError(f"params is {params!r:.80}; give SamplingParams or a dict, or a list of these", "params")
     if len(params) != count:
-        raise InvalidRequestError(f"there are {count} prompts but {len(params)} parameters; give one for all, or one a prompt", "params")
+        raise InvalidRequestError(f"params has {len(params)} entries for {count} prompts; give one for all, or one per prompt", "params")
     return [_params(own) for own in params]
 
 
 def _params(params: Params) -> SamplingParams:
     if not isinstance(params, SamplingParams | Mapping):
-        raise InvalidRequestError(f"parameters are SamplingParams or a dict, not {params!r:.80}", "params")
+        raise InvalidRequestError(f"params is {params!r:.80}; give SamplingParams or a dict", "params")
     given = dict(params) if isinstance(params, Mapping) else msgspec.structs.asdict(params)
     unknown = sorted(map(str, set(given) - set(SamplingParams.__struct_fields__)))
     if unknown:
@@ -98,7 +103,7 @@ def _params(params: Params) -> SamplingParams:
     for name in ("stop", "bad_words"):
         if isinstance(given.get(name), str):
             given[name] = (given[name],)
-    try:  # the constructor checks no types
+    try:  # the constructor does not check types
         return msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"invalid sampling parameters: {error}", "params") from error

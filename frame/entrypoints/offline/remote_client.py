@@ -1,4 +1,5 @@
-"""`Client`: a server over HTTP, with the methods, parameters and outputs of the offline `Engine`, so that code may use either.
+"""`Client`: an HTTP client of a frame server with the methods, parameters and outputs of the
+offline `Engine`.
 
 with Client("http://localhost:30000") as client:
     print(client.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
@@ -18,10 +19,10 @@ import numpy as np
 
 from frame.core.errors import did_you_mean
 from frame.entrypoints.offline.collector import Delta
-from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, listed
-from frame.entrypoints.offline.remote_format import Job, error_of, event_of, vectors_of
+from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, to_list
+from frame.entrypoints.offline.remote_format import Job, decode_vectors, make_error, parse_line
 
-# command of the engine -> how the server is asked; the names are those that `Engine.control` takes
+# command of `Engine.control` -> (method, path) at the server
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "flush_cache": ("POST", "/flush_cache"),
@@ -38,7 +39,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 
 
 class RemoteTokenizer:
-    """The server's tokenizer."""
+    """The server's tokenizer, over HTTP."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -59,11 +60,12 @@ class RemoteTokenizer:
 
 
 class Client:
-    """A server of frame. Prompts, parameters and outputs are those of `Engine`, sync, async and streaming.
+    """A client of a frame server. Prompts, parameters and outputs are those of `Engine`, sync,
+    async and streaming.
 
-    `timeout` in seconds, of one answer or one pause in a stream. Raises InvalidRequestError (ValueError) for what the server or this
-    client refuses, EngineError when the server cannot be reached, is overloaded or failed. A thread may have a client of its own or
-    share one; the async methods serve one event loop at a time.
+    `timeout`: seconds for a response, or between two events of a stream. Raises InvalidRequestError (a ValueError) for an invalid
+    request, EngineError when the server cannot be reached, is overloaded or fails. Threads may share a client; its async methods
+    serve one event loop at a time.
     """
 
     def __init__(self, base_url: str = "http://127.0.0.1:30000", *, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -86,34 +88,37 @@ class Client:
 
     @property
     def tokenizer(self) -> RemoteTokenizer:
-        """The model's tokenizer, at the server."""
+        """The tokenizer of the server's model."""
         return RemoteTokenizer(self)
 
     @property
     def info(self) -> dict[str, Any]:
-        """What was resolved, how large the cache is, and the load (see `control`)."""
+        """The resolved configuration, the size of the KV cache, and the load (see `control`)."""
         return self.control("server_info")
 
-    # generate ------------------------------------------------------------------------------------------------------
+    # generate
+    # ------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
-        """Run to the end; `Output`, or a list of them for a list of prompts."""
+        """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
+        list of prompts."""
         job = self._job(prompts, params)
-        return job.results(self.post("/generate", job.body) if job.count else [])
+        return job.parse_results(self.post("/generate", job.body) if job.count else [])
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
-        """`generate` for an event loop; cancelling it stops the requests."""
+        """`generate` for an event loop; cancelling it aborts the requests."""
         job = await asyncio.to_thread(self._job, prompts, params)
         if not job.count:
-            return job.results([])
+            return job.parse_results([])
         try:
             response = await self._async().post("/generate", json=job.body)
         except httpx.HTTPError as error:
             raise _unreachable(self._settings["base_url"], error) from error
-        return job.results(_answer(response))
+        return job.parse_results(_parse_response(response))
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
-        """What each step adds, as it comes, sequences interleaved; leaving the loop early stops the requests."""
+        """Yield what each step adds, sequences interleaved. Leaving the loop early aborts the
+        requests."""
         job = self._job(prompts, params)
         if not job.count:
             return
@@ -121,10 +126,10 @@ class Client:
             with self._http.stream("POST", "/generate", json={**job.body, "stream": True}) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
-                    _answer(response)
+                    _parse_response(response)
                 for line in response.iter_lines():
-                    if (event := event_of(line)) is not None:
-                        yield job.delta(event)
+                    if (event := parse_line(line)) is not None:
+                        yield job.parse_event(event)
         except httpx.HTTPError as error:
             raise _unreachable(self._settings["base_url"], error) from error
 
@@ -137,26 +142,27 @@ class Client:
             async with self._async().stream("POST", "/generate", json={**job.body, "stream": True}) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
-                    _answer(response)
+                    _parse_response(response)
                 async for line in response.aiter_lines():
-                    if (event := event_of(line)) is not None:
-                        yield job.delta(event)
+                    if (event := parse_line(line)) is not None:
+                        yield job.parse_event(event)
         except httpx.HTTPError as error:
             raise _unreachable(self._settings["base_url"], error) from error
 
-    # vectors -------------------------------------------------------------------------------------------------------
+    # vectors
+    # -------------------------------------------------------------------------------------------------------
 
     def embed(
         self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Vectors of texts (or token ids), float32 [inputs, width]; of one input [width]."""
-        is_single, several = listed(inputs)
+        """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input."""
+        is_single, several = to_list(inputs)
         body = {"input": several, "dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64", **_cut(truncate)}
-        vectors = vectors_of(self.post("/v1/embeddings", body)["data"])
+        vectors = decode_vectors(self.post("/v1/embeddings", body)["data"])
         return vectors[0] if is_single else vectors
 
     def classify(self, inputs: str | Sequence[str], *, truncate: bool = False) -> Any:
-        """The probability of each class by its name; a list of those for a list of inputs."""
+        """The probability of each class, by its label; a list of these for a list of inputs."""
         several = [inputs] if isinstance(inputs, str) else list(inputs)
         reply = self.post("/v1/classify", {"input": several, **_cut(truncate)})
         found = [dict(zip(reply["labels"], row["probs"], strict=True)) for row in reply["data"]]
@@ -165,20 +171,22 @@ class Client:
     def score(
         self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Relevance of pairs, float32 [pairs]: one first text against all second ones, or two lists of one length."""
+        """Relevance of pairs of texts, float32 [pairs]. One first text is paired with every second one, or two lists of equal length are
+        paired in order."""
         texts = [side if isinstance(side, str) else list(side) for side in (first, second)]
         body = {"text_1": texts[0], "text_2": texts[1], "instruction": instruction, **_cut(truncate)}
         return np.array([row["score"] for row in self.post("/v1/score", body)["data"]], np.float32)
 
-    # control -------------------------------------------------------------------------------------------------------
+    # control
+    # -------------------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Empty the prefix cache."""
         self.control("flush_cache")
 
     def control(self, action: str, **arguments: Any) -> dict[str, Any]:
-        """One command (`server_info`, `check_integrity`, …); its data. They are for operators: `api_key` is then the admin key, and
-        `base_url` the admin listener, where the server has these."""
+        """Run a command (`server_info`, `check_integrity`, …) and return its data. Commands are for operators: `api_key` must be the
+        admin key, and `base_url` the admin listener, where the server has these."""
         if action not in COMMANDS:
             raise EngineError(f"there is no command {action!r}{did_you_mean(action, COMMANDS)}")
         method, path = COMMANDS[action]
@@ -189,11 +197,12 @@ class Client:
         return data
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Any route's JSON answer to a JSON body, with errors as above."""
+        """POST a JSON body to any route and return its JSON response. Raises as the other methods
+        do."""
         return self._request("POST", path, body)
 
     def close(self) -> None:
-        """Give the connections back. Safe to call twice."""
+        """Close the connections. A second call does nothing."""
         self._http.close()
         self._async_http = self._loop = None
 
@@ -214,13 +223,15 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # parts ---------------------------------------------------------------------------------------------------------
+    # parts
+    # ---------------------------------------------------------------------------------------------------------
 
     def _job(self, prompts: Any, params: Params | Sequence[Params] | None) -> Job:
         return Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)
 
     def _async(self) -> httpx.AsyncClient:
-        """Connections of the running loop; those of another are of no use in it."""
+        """The connections of the running event loop; connections of another loop cannot be used in
+        it."""
         loop = asyncio.get_running_loop()
         if self._async_http is None or self._loop is not loop:
             self._async_http, self._loop = httpx.AsyncClient(**self._settings), loop
@@ -231,19 +242,19 @@ class Client:
             response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise _unreachable(self._settings["base_url"], error) from error
-        except RuntimeError as error:  # httpx's word for a client that was closed
+        except RuntimeError as error:  # httpx raises it for a closed client
             raise EngineError(str(error)) from None
-        return _answer(response)
+        return _parse_response(response)
 
 
-def _answer(response: httpx.Response) -> Any:
+def _parse_response(response: httpx.Response) -> Any:
     if response.status_code == httpx.codes.OK:
         return response.json()
     try:
         body = response.json()
     except ValueError:
         body = None
-    raise error_of(body, response.status_code)
+    raise make_error(body, response.status_code)
 
 
 def _unreachable(url: str, error: Exception) -> EngineError:

@@ -1,4 +1,5 @@
-"""What `Client` sends to `/generate` and makes of the answers: prompts and parameters to JSON, results and events to outputs.
+"""The JSON of `/generate` for `Client`: prompts and parameters to a request body, results and
+events to outputs.
 
 Knows no connection.
 """
@@ -16,16 +17,16 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.offline.collector import Delta, Output
-from frame.entrypoints.offline.prompts import EngineError, Params, checked_text, listed, spread, token_ids_of
+from frame.entrypoints.offline.prompts import EngineError, Params, check_text, expand_params, to_list, to_token_ids
 
 _decode = msgspec.json.Decoder().decode
 DATA = "data: "
 
 
 class Job:
-    """One call: `body` for the server, and the outputs that its answers become.
+    """One call: the request's `body`, and the outputs that its response becomes.
 
-    Texts alone go as they are; where other prompts are among them, the server's tokenizer makes ids of all.
+    If all prompts are texts they are sent as texts; else the server's tokenizer first converts all to token ids.
     """
 
     def __init__(
@@ -35,25 +36,26 @@ class Job:
         encode: Callable[[str], list[int]],
         encode_chat: Callable[[list[dict[str, Any]]], list[int]],
     ) -> None:
-        self._is_single, several = listed(prompts)
+        self._is_single, several = to_list(prompts)
         self.count = len(several)
-        wanted = spread(params, self.count)
-        self._wanted = [own for own in wanted for _ in range(own.n)]  # one a sequence
+        wanted = expand_params(params, self.count)
+        self._wanted = [own for own in wanted for _ in range(own.n)]  # one per sequence
         self._counts = [own.n for own in wanted]
         self._outputs = [Output() for _ in self._wanted]
         self.body: dict[str, Any] = {}
         if all(isinstance(prompt, str) for prompt in several):
-            self.body["text"] = [checked_text(str(prompt)) for prompt in several]
+            self.body["text"] = [check_text(str(prompt)) for prompt in several]
         else:
             self.body["input_ids"] = [_ids(prompt, encode, encode_chat) for prompt in several]
         if params is not None:
             self.body["sampling_params"] = [_as_json(own) for own in wanted]
         self.body["return_logprob"] = any(own.logprobs is not None or own.prompt_logprobs is not None for own in wanted)
 
-    def results(self, answers: list[dict[str, Any]]) -> Output | list[Output]:
-        """The outputs of a whole answer: one, or one a prompt, the first of its siblings."""
-        for place, answer in enumerate(answers):
-            self._take(place, answer)
+    def parse_results(self, results: list[dict[str, Any]]) -> Output | list[Output]:
+        """The outputs of a complete response: one, or one per prompt, whose `outputs` has all its
+        sequences."""
+        for place, result in enumerate(results):
+            self._update(place, result)
         left = iter(self._outputs)
         firsts = []
         for count in self._counts:
@@ -62,19 +64,19 @@ class Job:
             firsts.append(siblings[0])
         return firsts[0] if self._is_single else firsts
 
-    def delta(self, event: dict[str, Any]) -> Delta:
-        """What an event adds to its sequence. Raises what the event says."""
+    def parse_event(self, event: dict[str, Any]) -> Delta:
+        """What a stream's event adds to its sequence. Raises the error that the event reports."""
         if "error" in event:
-            raise error_of(event, None)
+            raise make_error(event, None)
         place = int(event.get("index", 0))
         output = self._outputs[place]
         had_text, had_ids = len(output.text), len(output.token_ids)
-        self._take(place, event)
+        self._update(place, event)
         return Delta(place, output.text[had_text:], output.token_ids[had_ids:], output)
 
-    def _take(self, place: int, answer: dict[str, Any]) -> None:
-        output, wanted, meta = self._outputs[place], self._wanted[place], answer["meta_info"]
-        output.text, output.token_ids = answer["text"], answer["output_ids"]
+    def _update(self, place: int, result: dict[str, Any]) -> None:
+        output, wanted, meta = self._outputs[place], self._wanted[place], result["meta_info"]
+        output.text, output.token_ids = result["text"], result["output_ids"]
         output.prompt_tokens, output.cached_tokens = meta["prompt_tokens"], meta["cached_tokens"]
         if (reason := meta["finish_reason"]) is not None:
             output.finish_reason, output.matched = reason["type"], reason.get("matched")
@@ -84,16 +86,17 @@ class Job:
             output.prompt_logprobs = _logprobs(meta, "input")
 
 
-def event_of(line: str) -> dict[str, Any] | None:
-    """The JSON of a line of the stream; None for lines that hold none."""
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The JSON of a line of the event stream; None for a line without."""
     if not line.startswith(DATA) or line == f"{DATA}[DONE]":
         return None
     event: dict[str, Any] = _decode(line.removeprefix(DATA))
     return event
 
 
-def error_of(body: Any, status: int | None) -> Exception:
-    """What to raise for the server's error. A fault of the request is InvalidRequestError, everything else EngineError."""
+def make_error(body: Any, status: int | None) -> Exception:
+    """The exception for an error response: InvalidRequestError for an error in the request,
+    EngineError for any other."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return EngineError(f"the server answered with status {status}")
@@ -103,8 +106,8 @@ def error_of(body: Any, status: int | None) -> Exception:
     return EngineError(message)
 
 
-def vectors_of(rows: list[dict[str, Any]]) -> np.ndarray:
-    """float32 [rows, width] of embeddings in base64."""
+def decode_vectors(rows: list[dict[str, Any]]) -> np.ndarray:
+    """Embeddings in base64 as float32 [rows, width]."""
     if not rows:
         return np.empty((0, 0), np.float32)
     return np.stack([np.frombuffer(base64.b64decode(row["embedding"]), np.float32) for row in rows])
@@ -112,12 +115,13 @@ def vectors_of(rows: list[dict[str, Any]]) -> np.ndarray:
 
 def _ids(prompt: Any, encode: Callable[[str], list[int]], encode_chat: Callable[[list[dict[str, Any]]], list[int]]) -> list[int]:
     if isinstance(prompt, str):
-        return encode(checked_text(prompt))
-    return encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else token_ids_of(prompt)
+        return encode(check_text(prompt))
+    return encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)
 
 
 def _as_json(params: SamplingParams) -> dict[str, Any]:
-    """As the server reads them; no `max_tokens` means the context's end here, and 128 there."""
+    """The parameters as the server reads them. Without `max_tokens` the server generates 128
+    tokens, so None is sent explicitly."""
     return {"max_tokens": None, **msgspec.to_builtins(params, str_keys=True)}
 
 

@@ -1,4 +1,5 @@
-"""`Vectors`: what the offline API does with a model that embeds or classifies. Knows not how sequences reach it."""
+"""`Vectors`: embedding, classification and scoring of the offline API. Knows no session: `run`
+computes the sequences."""
 
 from __future__ import annotations
 
@@ -24,20 +25,21 @@ if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
     from frame.core.text.tokenizer import Encoded, Tokenizer
 
-Run = Callable[[list["Encoded"]], np.ndarray]  # sequences, with where a pair's second text begins -> float32 [sequences, width]
+Run = Callable[[list["Encoded"]], np.ndarray]  # (token ids, start of the second text) of sequences -> float32 [sequences, width]
 METHODS = {"generate": "generate", "embed": "embed or score", "classify": "classify or score"}
 
 
 def need_task(resolved: Resolved, *tasks: str) -> None:
-    """Raise InvalidRequestError unless the engine's model is asked for one of these."""
+    """Raise InvalidRequestError unless the engine runs its model for one of these tasks."""
     if resolved.task not in tasks:
         wanted, instead = " or ".join(tasks), METHODS[resolved.task]
-        sentence = f"this engine's model is there to {resolved.task} (model.task), not to {wanted}; use {instead}"
+        sentence = f"model.task of this engine is {resolved.task!r}, not {wanted!r}; use {instead}"
         raise InvalidRequestError(sentence, "model")
 
 
 class Vectors:
-    """`run` computes encoded sequences; `tokenizer` is asked for when there are texts."""
+    """`run` computes encoded sequences; `tokenizer` returns the tokenizer, for inputs that are
+    texts."""
 
     def __init__(self, resolved: Resolved, tokenizer: Callable[[], Tokenizer], longest: int, run: Run) -> None:
         self._resolved = resolved
@@ -47,7 +49,7 @@ class Vectors:
         self._score_prompt = read_score_prompt(resolved.user.text.score_prompt)
 
     def embed(self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool) -> np.ndarray:
-        """float32 [texts, width]. A text may be a list of token ids."""
+        """Embeddings, float32 [texts, width]. A text may be a list of token ids."""
         need_task(self._resolved, "embed")
         width, pooling = self._resolved.model.hidden_size, self._resolved.pooling
         if dimensions is not None and not 1 <= dimensions <= width:
@@ -57,14 +59,14 @@ class Vectors:
         return shortened(vectors, dimensions, pooling is not None and pooling.normalize)
 
     def classify(self, texts: Sequence[Any], truncate: bool) -> list[dict[str, float]]:
-        """The probability of each class, by its name."""
+        """The probability of each class, by its label."""
         need_task(self._resolved, "classify")
         pooling = self._resolved.pooling
         names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.model.labels
         return [dict(zip(names, row, strict=True)) for row in self._run(self._encode(texts, truncate)).tolist()]
 
     def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool) -> np.ndarray:
-        """float32 [pairs]: relevance, or of a model for embeddings the cosine."""
+        """Relevance of pairs, float32 [pairs]; the cosine for an embedding model."""
         need_task(self._resolved, "embed", "classify")
         tokenizer, longest = self._tokenizer(), self._longest if truncate else None
         try:

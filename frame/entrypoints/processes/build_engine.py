@@ -1,6 +1,8 @@
-"""Builds a rank's engine of a `Resolved` and the registry: loads plugins, weights, scheduler; the inner composition root.
+"""The inner composition root: builds a rank's engine from a `Resolved` configuration and the
+registry (plugins, weights, scheduler).
 
-Runs where the model runs, so it imports torch; `frame.entrypoints.processes.launch` decides where that is and does not.
+Runs in the engine's thread or process and imports torch. `frame.entrypoints.processes.launch`
+decides where that is.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: its number among `size` tensor-parallel ranks that meet in `folder`."""
+    """A rank's number among `size` tensor-parallel ranks, whose rendezvous is in `folder`."""
 
     rank: int = 0
     size: int = 1
@@ -46,7 +48,8 @@ class Place:
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
-    """Import the chosen plugins, after checking that they are the very ones that were resolved. Raises PluginError."""
+    """Import the chosen plugins and check that they are those of the resolved configuration. Raises
+    PluginError."""
 
     def only(kind: str) -> Loaded[Any] | None:
         choices = resolved.plugins.get(kind)
@@ -65,12 +68,13 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
 
 
 def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:
-    """Join the other ranks, load this rank's share of the model and its part of the cache."""
+    """The model runner of a rank: joins the process group, loads the rank's part of the weights,
+    allocates its KV cache."""
     return _build_rank(resolved, registry, place or Place())[0]
 
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
-    """The runner, and on a GPU what the start had to compile."""
+    """The runner, and on a GPU the counts of kernels compiled and loaded."""
     import torch
 
     from frame.core.execution.collectives import connect
@@ -92,7 +96,8 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
 
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
-    """Where the kernels of this configuration are kept on this chip, and the name of what a start compiles for."""
+    """The kernel cache of this chip, with a key for the configuration that kernels are compiled
+    for."""
     plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
     model_config = resolved.model
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
@@ -101,8 +106,8 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     return KernelCache(select_cache_folder(chip), key)
 
 
-def with_profiles(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:
-    """The runner, able to record itself where the configuration names a folder for it."""
+def add_profiling(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:
+    """The runner, wrapped for profiling where execution.profile_dir is set."""
     folder = resolved.user.execution.profile_dir
     if folder is None:
         return runner
@@ -112,8 +117,8 @@ def with_profiles(resolved: Resolved, runner: ModelRunner, place: Place | None) 
 
 
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
-    """The grammar compiler, when a grammar backend was chosen and there is a tokenizer for it. A backend that the user named is loaded
-    now, so that its failure stops the start; one that was chosen for him with the first grammar."""
+    """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the configuration names is loaded now, so
+    that its failure stops the start; one chosen automatically is loaded for the first grammar."""
     choices, sampling = resolved.plugins.get("grammar"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None
@@ -142,21 +147,23 @@ def build_engine(
     heartbeat: float | None = None,
     tracing: Tracing | None = None,
 ) -> tuple[Engine, dict[str, Any]]:
-    """Rank 0's engine, ready to run, and the data of its `Ready` message."""
+    """The engine of rank 0, and the data of its `Ready` message."""
     clock = time.perf_counter()
     rank, kernels = _build_rank(resolved, registry, place or Place())
     capacity = rank.capacity
-    runner = with_profiles(resolved, rank, place)
+    runner = add_profiling(resolved, rank, place)
     if followers is not None:
         runner = LeadingRunner(runner, followers)
     found = find_observers(registry)
-    told = found.on_request_finished
-    ends: list[Callable[[Request, Finish], None]] = [] if told is None else [lambda request, finish: told(**_finished(request, finish))]
+    on_finish = found.on_request_finished
+    callbacks: list[Callable[[Request, Finish], None]] = []
+    if on_finish is not None:
+        callbacks.append(lambda request, finish: on_finish(**_finished(request, finish)))
     if tracing is not None:
-        ends.append(tracing.add_engine_spans)
+        callbacks.append(tracing.add_engine_spans)
         if followers is not None:
-            ends.append(partial(_tell_followers, followers))
-    info = {**describe(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
+            callbacks.append(partial(_tell_followers, followers))
+    info = {**describe_engine(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
     if kernels is not None:
         info["kernels"] = kernels
     options = EngineOptions(
@@ -167,7 +174,7 @@ def build_engine(
         device_memory=_device_memory(resolved, place or Place()),
     )
     engine = Engine(
-        build_scheduler(resolved, registry, capacity.num_pages, _all_of(ends)),
+        build_scheduler(resolved, registry, capacity.num_pages, _join_callbacks(callbacks)),
         runner,
         transport,
         options,
@@ -180,20 +187,20 @@ def build_engine(
 
 
 def _tell_followers(followers: BatchSender, request: Request, finish: Finish) -> None:
-    """That a traced request has ended, so that they send their spans of it."""
+    """Tell the other ranks that a traced request has ended, so that they send its spans."""
     if request.trace:
         followers.send_order(Traced(request.rid, request.trace))
 
 
 def _device_memory(resolved: Resolved, place: Place) -> Callable[[], int]:
-    """What tells the bytes that torch holds of a rank's device, free blocks included."""
+    """A function that returns the bytes that torch has reserved on the rank's device."""
     import torch
 
     return partial(torch.cuda.memory_reserved, place.rank) if resolved.device == "cuda" else int
 
 
-def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
-    """What clients may know of the engine; JSON."""
+def describe_engine(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
+    """The engine's properties for clients, as JSON values."""
     return {
         "model": resolved.served_name,
         "architecture": resolved.model.architecture,
@@ -214,8 +221,8 @@ def describe(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
     }
 
 
-def _all_of(calls: Sequence[Callable[[Request, Finish], None]]) -> Callable[[Request, Finish], None] | None:
-    """One call that makes all of them; None for none."""
+def _join_callbacks(calls: Sequence[Callable[[Request, Finish], None]]) -> Callable[[Request, Finish], None] | None:
+    """One function that calls all of them; None for an empty list."""
     if len(calls) < 2:
         return calls[0] if calls else None
 

@@ -1,4 +1,8 @@
-"""Builds the scheduler of a `Resolved`: cache, eviction and scheduling policies by name, limits. Imports no torch."""
+"""Builds the scheduler of a `Resolved` configuration: prefix cache, eviction and scheduling
+policies by name, limits.
+
+Used by `build_engine` and by tests. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ if TYPE_CHECKING:
     from frame.core.scheduling.request import Request
     from frame.plugins.registry import Registry
 
-ROWS_A_TOKEN = 4  # of a step, which is slower for all its rows when one of them is longer: a tenth, on an H200 beyond 32 rows
+ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows
 
 
 def build_scheduler(
     resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
 ) -> Scheduler:
-    """The scheduler over `num_pages` pages (the reserved one included)."""
+    """The scheduler over `num_pages` KV pages, the reserved page included."""
     user = resolved.user
     cache: PrefixCache = NoCache(resolved.page_size)
     if user.cache.prefix == "radix" and not resolved.computes_whole_prompts:

@@ -1,8 +1,9 @@
-"""`Deployment`: the child processes of one server or engine: start, liveness, restart, exit codes, stop. No child outlives its parent.
+"""`Deployment`: the child processes of a server or engine: start, liveness, restart, exit codes,
+stop. Children end with their parent.
 
-A child gets the resolved configuration on standard input, as one line of JSON; further lines are new settings of the log. The input
-stays open: its end tells the child that the parent is gone.
-Knows no request, and not when to restart (that is `frame.entrypoints.processes.supervisor`).
+A child reads the resolved configuration from standard input, as one line of JSON; further lines are
+new log settings. The input stays open: when it closes, the parent has ended. Knows no request;
+`frame.entrypoints.processes.supervisor` decides when to restart.
 """
 
 from __future__ import annotations
@@ -28,97 +29,100 @@ from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import SocketDirectory, ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
-from frame.entrypoints.processes.hang_dump import ask_where
+from frame.entrypoints.processes.hang_dump import request_stack_dump
 
 EXIT_ORPHANED = 3
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides what they mean
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
 PR_SET_PDEATHSIG = 1
-LAST_WORDS = 0.5  # seconds for the last lines of children that ended
+LOG_TIMEOUT = 0.5  # seconds to relay the last log lines of children that ended
 
 
 def _death_signal() -> list[str]:
-    # The kernel's signal comes when the starting thread ends, which only for the main thread means the process.
+    # The kernel sends the signal when the thread that started the child ends; only the main thread
+    # ends with the process.
     return ["--death-signal"] if threading.current_thread() is threading.main_thread() else []
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Ask the kernel (Linux) to end this process when the parent's thread that started it ends."""
     if not sys.platform.startswith("linux"):
         return
     library: Any = ctypes.CDLL(None, use_errno=True)
     library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request took effect
+    if os.getppid() != parent:  # the parent ended before the request took effect
         raise SystemExit(EXIT_ORPHANED)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which processes there are beside this one."""
+    """The child processes to start."""
 
-    tp: int
+    tp: int  # tensor-parallel ranks
     detokenizer: bool
     tokenizers: int
-    module: str = "frame.entrypoints.processes.worker"  # what is run; tests put engines with fake models here
+    module: str = "frame.entrypoints.processes.worker"  # tests run engines with fake models instead
 
 
 @dataclass(slots=True)
 class Child:
-    """One process, and after its end the next one of the same name. `silence`: seconds without a heartbeat, as far as anybody looked;
-    `device_memory`: bytes, as its last heartbeat told; `is_asked`: where it hangs."""
+    """A process, replaced under the same name when it is restarted."""
 
     name: str
     arguments: list[str]
     environment: dict[str, str]
     process: subprocess.Popen[bytes] = field(init=False)
     is_ready: bool = False
-    silence: float = 0.0
-    last_words: str | None = None
-    device_memory: int = 0
-    is_asked: bool = False
+    silence: float = 0.0  # seconds without a heartbeat
+    last_error: str | None = None  # of its Fatal message
+    device_memory: int = 0  # bytes, from its last heartbeat
+    is_dump_requested: bool = False  # it hangs and was asked for its stacks
 
     @property
     def is_rank(self) -> bool:
-        """Runs the model. Ranks cannot join others that are running: they start together and end together."""
+        """Whether it runs the model. All ranks start and end together, because a rank cannot join a
+        running group."""
         return self.name == "engine" or self.name.startswith("rank-")
 
     @property
-    def beats(self) -> bool:
-        return not self.name.startswith("rank-")  # those are silent with rank 0, which waits for them
+    def has_heartbeat(self) -> bool:
+        return not self.name.startswith("rank-")  # rank 0 waits for the others, so its heartbeats stop with theirs
 
-    def how_it_ended(self) -> str | None:
-        """A sentence, or None while it runs."""
+    def describe_exit(self) -> str | None:
+        """How the process ended, as a sentence; None while it runs."""
         code = self.process.poll()
         if code is None:
             return None
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the {self.name} process {how}" + (f" ({self.last_words})" if self.last_words else "")
+        return f"the {self.name} process {how}" + (f" ({self.last_error})" if self.last_error else "")
 
 
 class Deployment:
-    """Children in the order of their start, and the transport to them. A child's successor is reached at the same addresses."""
+    """The children in the order of their start, and the transport to them. A restarted child has
+    the same addresses."""
 
     def __init__(self, resolved: Resolved, layout: Layout) -> None:
         self.layout = layout
         try:
             self._sockets = SocketDirectory()
         except OSError as error:
-            raise ConfigurationError(f"no folder for the processes' sockets can be made ({error}); make room, or set TMPDIR") from error
+            raise ConfigurationError(f"the folder for sockets cannot be created ({error}); free disk space, or set TMPDIR") from error
         self._resolved = resolved
         self.children: dict[str, Child] = {}
         writer = configured_writer()
-        self._log = None if writer is None or writer.isatty() else writer  # on a terminal, children draw their own progress
-        self._relays: dict[str, threading.Thread] = {}  # by the children's names
+        self._log = None if writer is None or writer.isatty() else writer  # on a terminal, children draw their own progress bars
+        self._relays: dict[str, threading.Thread] = {}  # by name of the child
         address = self._sockets.address
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
             routes = {StartDetokenize: address("detokenizer")}
         self._plan(resolved)
-        # This process accepts no connection, since libzmq would end it for want of a descriptor.
+        # This process binds no socket: libzmq aborts a process that has no descriptor left for an
+        # accepted connection.
         self.transport = ZmqTransport(None, address("engine"), routes, sources=[address(f"{name}-out") for name in self.names])
         self.tokenizers = [ZmqSender(address(f"tokenizer-{i}")) for i in range(layout.tokenizers)]
         try:
-            self.start(self.names)
+            self.start_children(self.names)
         except BaseException:
             self.kill()
             raise
@@ -138,29 +142,30 @@ class Deployment:
         command = [sys.executable, "-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments]
         self.children[name] = Child(name, command, environment or {})
 
-    def start(self, names: Sequence[str]) -> None:
-        """Start these children, which do not run. What was sent to those before them is dropped. Raises what the system refuses
-        (OSError, RuntimeError for a thread, zmq.ZMQError), and then none of them runs."""
+    def start_children(self, names: Sequence[str]) -> None:
+        """Start these children, none of which may be running. Messages sent to their predecessors are dropped. Raises OSError,
+        RuntimeError (no thread) or zmq.ZMQError; then none of them runs."""
         try:
             self._start([self.children[name] for name in names])
         except BaseException:
-            self.end(names)
+            self.kill_and_wait(names)
             raise
 
     def _start(self, children: Sequence[Child]) -> None:
         self._sockets.restore()
         if any(child.is_rank for child in children):
-            for left in (INFLIGHT, "ranks"):  # who was on the device; where the ranks met
+            for left in (INFLIGHT, "ranks"):  # the in-flight file; the rendezvous of the ranks
                 (self._sockets.path / left).unlink(missing_ok=True)
         if any(child.name == "detokenizer" for child in children):
             (self._sockets.path / INFLIGHT_TEXT).unlink(missing_ok=True)
         for child in children:
             self._renew(child.name)
-            child.is_ready, child.silence, child.last_words, child.device_memory, child.is_asked = False, 0.0, None, 0, False
+            child.is_ready, child.silence, child.last_error, child.device_memory, child.is_dump_requested = False, 0.0, None, 0, False
             self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
-        # Signals to the whole group must not end a child before it ignores them; a blocked one waits until then.
+        # Blocked until the child ignores them, so that a signal to the process group does not end
+        # it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
         try:
             child.process = subprocess.Popen(
@@ -174,21 +179,21 @@ class Deployment:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self._log is not None and child.process.stderr is not None:
             self._relays[child.name] = self._log.relay(child.process.stderr)
-        self._tell(child, self._resolved)
+        self._send_line(child, self._resolved)
 
     @staticmethod
-    def _tell(child: Child, what: BaseModel) -> None:
+    def _send_line(child: Child, content: BaseModel) -> None:
         if child.process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it died; `dead` will say so
-                child.process.stdin.write(what.model_dump_json().encode() + b"\n")
+            with contextlib.suppress(OSError, ValueError):  # it has ended; `find_dead_child` reports that
+                child.process.stdin.write(content.model_dump_json().encode() + b"\n")
                 child.process.stdin.flush()
 
-    def tell_log(self, settings: LogSection) -> None:
-        """Let the children, and those that come after them, log by these settings."""
+    def set_log_settings(self, settings: LogSection) -> None:
+        """Apply log settings in the children, and in those that are started later."""
         user = self._resolved.user
         self._resolved = self._resolved.model_copy(update={"user": user.model_copy(update={"log": settings})})
         for child in self.children.values():
-            self._tell(child, settings)
+            self._send_line(child, settings)
 
     def _renew(self, name: str) -> None:
         if name.startswith("tokenizer-"):
@@ -196,8 +201,8 @@ class Deployment:
         else:
             self.transport.renew(self._sockets.address(name))
 
-    def end(self, names: Sequence[str]) -> None:
-        """Kill these children, whatever state they are in, and wait for their ends."""
+    def kill_and_wait(self, names: Sequence[str]) -> None:
+        """Kill these children, started or not, and wait for their end."""
         children = [child for name in names if hasattr(child := self.children[name], "process")]
         for child in children:
             if child.process.poll() is None:
@@ -209,29 +214,31 @@ class Deployment:
                     child.process.stdin.close()
 
     def kill_children(self, names: Sequence[str]) -> None:
-        """Kill these children, and do not wait for their ends."""
+        """Kill these children without waiting for their end."""
         for name in names:
             self.children[name].process.kill()
 
-    def inflight(self) -> dict[int, int]:
-        """Prefilled tokens by the marks of the requests that the engine has on the device, also after its end."""
+    def read_inflight(self) -> dict[int, int]:
+        """Prefilled tokens by request hash, of the requests on the device; readable after the
+        engine's end."""
         return read_inflight(self._sockets.path / INFLIGHT)
 
-    def inflight_text(self) -> frozenset[int]:
-        """The mark of the request whose text the detokenizer is making, also after its end."""
+    def read_inflight_text(self) -> frozenset[int]:
+        """The hash of the request whose text is in progress; readable after the detokenizer's
+        end."""
         return frozenset(read_inflight(self._sockets.path / INFLIGHT_TEXT))
 
     @property
     def names(self) -> list[str]:
-        """The processes that report ready."""
+        """The names of all children; each reports ready."""
         return list(self.children)
 
     @property
     def pids(self) -> dict[str, int]:
         return {name: child.process.pid for name, child in self.children.items()}
 
-    def note(self, message: Message) -> None:
-        """Take in what a child says of itself."""
+    def handle_message(self, message: Message) -> None:
+        """Record a child's Ready, Heartbeat or Fatal; other messages are ignored."""
         if not isinstance(message, Ready | Heartbeat | Fatal):
             return
         child = self.children.get(message.process)
@@ -242,52 +249,53 @@ class Deployment:
         elif isinstance(message, Heartbeat):
             child.device_memory = message.device_memory
         else:
-            child.last_words = child.last_words or message.error
-        child.silence, child.is_asked = 0.0, False
+            child.last_error = child.last_error or message.error
+        child.silence, child.is_dump_requested = 0.0, False
 
-    def ask_where(self, name: str) -> None:
-        """Let a child that is silent say where it hangs, on standard error."""
-        self.children[name].is_asked = True
-        ask_where(self.children[name].process)
+    def request_stack_dump(self, name: str) -> None:
+        """Have a child that hangs write its stacks to standard error."""
+        self.children[name].is_dump_requested = True
+        request_stack_dump(self.children[name].process)
 
-    def dead(self) -> str | None:
-        """A sentence about the first child that ended, or None."""
+    def find_dead_child(self) -> str | None:
+        """A sentence about the first child that has ended; None if all run."""
         for child in self.children.values():
-            how = child.how_it_ended()
+            how = child.describe_exit()
             if how is not None:
                 return f"{how}; the server cannot go on"
         return None
 
-    def start_error(self) -> Exception | None:
-        """Why the start fails, if it does."""
-        dead = self.dead()
+    def get_start_error(self) -> Exception | None:
+        """The error of a start that has failed; None otherwise."""
+        dead = self.find_dead_child()
         if dead is None:
             return None
-        self._collect_last_words()
+        self._receive_last_errors()
         is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in self.children.values())
-        sentence = next((child.last_words for child in self.children.values() if child.last_words), dead)
+        sentence = next((child.last_error for child in self.children.values() if child.last_error), dead)
         return ConfigurationError(sentence) if is_configuration else RuntimeError(sentence)
 
-    def _collect_last_words(self) -> None:
+    def _receive_last_errors(self) -> None:
         for message in self.transport.receive(0.5):
-            self.note(message)
+            self.handle_message(message)
 
     def stop(self, timeout: float) -> None:
-        """Ask the engine to stop, which stops its followers; wait for that up to `timeout` seconds, then end whatever is left."""
+        """Ask the engine to stop, which stops its followers too; after at most `timeout` seconds
+        kill what still runs."""
         deadline = time.monotonic() + timeout
         running = [child for child in self.children.values() if child.process.poll() is None]
         engine = self.children["engine"]
-        if engine in running and engine.is_ready:  # one that is starting would not listen
+        if engine in running and engine.is_ready:  # a starting engine reads no messages
             self.transport.send(Control(id="stop", action="shutdown"))
             for child in running:
                 if child.is_rank:
                     _wait(child, max(0.1, deadline - time.monotonic()))
-        self.kill()  # text processes hold nothing that matters
+        self.kill()  # text processes have nothing to save
 
     def kill(self) -> None:
-        """End whatever is left, now, and remove the sockets."""
-        self.end(self.names)
-        deadline = time.monotonic() + LAST_WORDS
+        """Kill all children and remove the sockets."""
+        self.kill_and_wait(self.names)
+        deadline = time.monotonic() + LOG_TIMEOUT
         for relay in self._relays.values():
             relay.join(max(0.0, deadline - time.monotonic()))
         for sender in self.tokenizers:

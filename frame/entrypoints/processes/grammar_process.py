@@ -1,9 +1,11 @@
-"""Grammars are compiled in a process of their own, since a compiler that takes too long or too much can only be stopped with its process.
+"""Compiles grammars in a separate process: a compilation that takes too much time or memory can
+only be stopped with its process.
 
-`GrammarProcess` is the engine's side: it starts the process when there is something to compile, and starts another when that one was
-ended. `main` is the process: `python -m frame.entrypoints.processes.grammar_process ENGINE`, the engine's process id, with the resolved
-configuration as its first frame on standard input. A frame is its length, 4 bytes, and MessagePack. Time is kept by an alarm, memory by
-a limit on the address space, and the engine's life by a death signal: in all three cases the kernel ends the process.
+`GrammarProcess` is the engine's side. It starts the process for the first grammar, and again after
+the process was ended. `main` is the process: `python -m frame.entrypoints.processes.grammar_process
+ENGINE_PID`, with the resolved configuration as the first frame on standard input. A frame is its
+length (4 bytes, little endian) and MessagePack. The kernel ends the process in three cases: an
+alarm after the time limit, the limit of the address space, and a death signal when the engine ends.
 """
 
 from __future__ import annotations
@@ -25,21 +27,22 @@ import msgspec
 from frame.core.config.resolved import Resolved
 from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.entrypoints.processes.deployment import PARENTS_SIGNALS, die_with
+from frame.entrypoints.processes.deployment import PARENTS_SIGNALS, die_with_parent
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar
     from frame.plugins.registry import Registry
 
-START_SECONDS = 120.0  # most that a process may take to load its backend
-GRACE = 2.0  # seconds after the alarm, before the process is killed from outside
-MAX_BYTES = 64 << 20  # of a compiled grammar; reading it takes the engine's process a second
-FIRST = {"regex": "a", "structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'}
-NICENESS = 5  # compiling is less urgent than the steps of those who are served
+START_SECONDS = 120.0  # timeout for loading the backend
+GRACE = 2.0  # seconds after the alarm before the engine kills the process
+MAX_BYTES = 64 << 20  # of a compiled grammar; the engine takes a second to read as much
+WARMUP_GRAMMARS = {"regex": "a", "structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'}
+NICENESS = 5  # compilation is less urgent than running requests
 
 
 class GrammarProcess:
-    """See `frame.core.grammars.grammar_compiler.CompilerProcess`. One thread compiles at a time; `close` may come from another."""
+    """Implements `frame.core.grammars.grammar_compiler.CompilerProcess`. One thread compiles at a
+    time; another may call `close`."""
 
     def __init__(
         self, resolved: Resolved, command: Sequence[str] = (sys.executable, "-m", "frame.entrypoints.processes.grammar_process")
@@ -52,13 +55,14 @@ class GrammarProcess:
         self._closed = False
 
     def compile(self, kind: str, source: str) -> bytes:
-        """Raises ValueError for a grammar that is none or reaches a limit, RuntimeError when there is no process."""
-        process = self._started()
+        """The compiled grammar. Raises ValueError for a grammar that is invalid or exceeds a limit,
+        RuntimeError if there is no process."""
+        process = self._ensure_process()
         _write(process, msgspec.msgpack.encode((kind, source)))
-        answer = _read(process, time.monotonic() + self._seconds + GRACE)
-        if answer is None:
-            raise self._ended(process, kind)
-        is_well, data, self.cpu_seconds = msgspec.msgpack.decode(answer, type=tuple[bool, bytes, float])
+        reply = _read(process, time.monotonic() + self._seconds + GRACE)
+        if reply is None:
+            raise self._exit_error(process, kind)
+        is_well, data, self.cpu_seconds = msgspec.msgpack.decode(reply, type=tuple[bool, bytes, float])
         if not is_well:
             raise ValueError(data.decode())
         return data
@@ -68,11 +72,11 @@ class GrammarProcess:
         if self._process is not None:
             _end(self._process)
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._closed:
-            raise RuntimeError("the engine stops")
+            raise RuntimeError("the engine is stopping")
         process = subprocess.Popen(
             (*self._command, str(os.getpid())),
             stdin=subprocess.PIPE,
@@ -83,22 +87,22 @@ class GrammarProcess:
         _write(process, self._config.encode())
         if _read(process, time.monotonic() + START_SECONDS) is None or self._closed:
             _end(process)
-            raise RuntimeError("the process that compiles grammars does not start; the log says why")
+            raise RuntimeError("the grammar process failed to start; the cause is in the log")
         return process
 
-    def _ended(self, process: subprocess.Popen[bytes], kind: str) -> Exception:
+    def _exit_error(self, process: subprocess.Popen[bytes], kind: str) -> Exception:
         code = _end(process)
         if self._closed:
-            return RuntimeError("the engine stops")
+            return RuntimeError("the engine is stopping")
         if code in (-signal.SIGALRM, -signal.SIGKILL):
             return CompileTimeoutError(f"{kind} takes longer than {self._seconds:g} s to compile; simplify it")
-        return ValueError(f"{kind} ends its compiler (out of memory, or a fault of the compiler); simplify it")
+        return ValueError(f"{kind} crashes the grammar compiler (out of memory, or an error in the compiler); simplify it")
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Make sure that it has ended; returns its exit code."""
+    """End the process; returns its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.2)  # its end of the pipe closes a moment before it is gone
+        process.wait(0.2)  # its pipe closes shortly before it exits
     if process.poll() is None:
         process.kill()
     code = process.wait()
@@ -111,13 +115,13 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended; the read says so
+    with contextlib.suppress(BrokenPipeError):  # the process has ended; `_read` reports that
         process.stdin.write(len(data).to_bytes(4, "little") + data)
         process.stdin.flush()
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-    """The next frame; None when the process ends first, or the deadline passes."""
+    """The next frame; None if the process ends or the deadline passes first."""
     assert process.stdout is not None
     handle = process.stdout.fileno()
     found, size = bytearray(), 4
@@ -133,11 +137,12 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
     return bytes(found[4:])
 
 
-# the process -------------------------------------------------------------------------------------------------------
+# the process
+# -------------------------------------------------------------------------------------------------------
 
 
 def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:
-    """The chosen grammar backend, for the model's tokenizer."""
+    """The chosen grammar backend, built for the model's tokenizer."""
     from frame.core.text.tokenizer import Tokenizer
 
     target, options = registry.choose(resolved.plugins["grammar"][0])
@@ -149,7 +154,7 @@ def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:
 
 
 class NoGrammars(GrammarBackend):
-    """For a tokenizer that backends cannot read: refuses each request's grammar."""
+    """For a tokenizer that backends cannot read: refuses every grammar."""
 
     def compile(self, kind: str, source: str) -> CompiledGrammar:
         raise ValueError(f"{kind} needs a tokenizer of the tokenizers library, and this checkpoint's is Python code; leave it out")
@@ -162,15 +167,16 @@ class NoGrammars(GrammarBackend):
 
 
 def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) -> None:
-    """Serve until standard input ends. `load` gives the backend (tests put others here)."""
+    """Compile grammars until standard input closes. `load` returns the backend; tests replace
+    it."""
     from frame.plugins.loader import load_registry
 
-    die_with(int(sys.argv[1]))  # a compilation reads no input, whose end would say that the engine is gone
-    for number in PARENTS_SIGNALS:  # they may reach the whole group
+    die_with_parent(int(sys.argv[1]))  # during a compilation the process does not read its input, so it would not notice the engine's end
+    for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print belongs to the log
+    replies = os.dup(1)
+    os.dup2(2, 1)  # output of libraries goes to the log
     os.nice(NICENESS)
     config = _next_frame()
     if config is None:
@@ -178,34 +184,34 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     resolved = Resolved.model_validate_json(config)
     sampling, plugins = resolved.user.sampling, resolved.user.plugins
     backend = load(resolved, load_registry(allow=plugins.allow, deny=plugins.deny))
-    for kind, source in FIRST.items():  # what a backend loads late is loaded before time and memory count
+    for kind, source in WARMUP_GRAMMARS.items():  # lazy imports of a backend happen before time and memory are limited
         compile_one(backend, kind, source)
     limit_memory(sampling.grammar_memory)
-    _answer(answers, b"")
+    _write_frame(replies, b"")
     while (frame := _next_frame()) is not None:
         kind, source = msgspec.msgpack.decode(frame, type=tuple[str, str])
         signal.setitimer(signal.ITIMER_REAL, sampling.grammar_timeout)
         began = time.process_time()
         found = compile_one(backend, kind, source)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(answers, msgspec.msgpack.encode((*found, time.process_time() - began)))
+        _write_frame(replies, msgspec.msgpack.encode((*found, time.process_time() - began)))
 
 
 def compile_one(backend: GrammarBackend, kind: str, source: str) -> tuple[bool, bytes]:
-    """(whether it compiles, the result or the reason)."""
+    """(True, the compiled grammar) or (False, the error)."""
     try:
         data = backend.dump(backend.compile(kind, source))
         return (True, data) if len(data) <= MAX_BYTES else (False, f"{kind} is too large when compiled; simplify it".encode())
     except (MemoryError, ValueError) as error:
-        if isinstance(error, MemoryError) or "bad_alloc" in str(error):  # C++'s
-            return False, f"{kind} takes more memory to compile than a grammar may; simplify it".encode()
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):  # std::bad_alloc of a C++ compiler
+            return False, f"{kind} takes more memory to compile than sampling.grammar_memory allows; simplify it".encode()
         return False, str(error).encode()
     except Exception as error:  # noqa: BLE001 - a third-party compiler's fault is its grammar's error
         return False, f"{kind} does not compile: {type(error).__name__}: {error}".encode()
 
 
 def limit_memory(num_bytes: int) -> None:
-    """From now on this process may take so much more memory than it has."""
+    """Limit this process to `num_bytes` more memory than it has now."""
     if not sys.platform.startswith("linux"):
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -215,11 +221,11 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def _next_frame() -> bytes | None:
-    length = _exactly(4)
-    return None if length is None else _exactly(int.from_bytes(length, "little"))
+    length = _read_exactly(4)
+    return None if length is None else _read_exactly(int.from_bytes(length, "little"))
 
 
-def _exactly(count: int) -> bytes | None:
+def _read_exactly(count: int) -> bytes | None:
     found = bytearray()
     while len(found) < count:
         part = os.read(0, count - len(found))
@@ -229,7 +235,7 @@ def _exactly(count: int) -> bytes | None:
     return bytes(found)
 
 
-def _answer(handle: int, data: Any) -> None:
+def _write_frame(handle: int, data: Any) -> None:
     whole = memoryview(len(data).to_bytes(4, "little") + data)
     while whole:
         whole = whole[os.write(handle, whole) :]
@@ -238,4 +244,4 @@ def _answer(handle: int, data: Any) -> None:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # taking down an interpreter that has loaded torch takes long
+    os._exit(0)  # finalizing the interpreter takes seconds once torch is loaded

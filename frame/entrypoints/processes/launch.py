@@ -1,6 +1,8 @@
-"""The composition root: from a configuration to a running engine, in a thread of this process or in processes of its own.
+"""The outer composition root: starts an engine from a configuration, in a thread of this process or
+in child processes.
 
-Knows which part runs where; what an engine is made of is `frame.entrypoints.processes.build_engine`'s. Imports no torch by itself.
+Used by the offline `Engine` and by the servers. `frame.entrypoints.processes.build_engine` builds
+the engine itself. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Report = Callable[[str], None]
 
 
 class Session(Protocol):
-    """An engine as the offline API sees it."""
+    """A running engine, for the offline API."""
 
     collector: Collector
     tokenizer: Tokenizer | None
@@ -43,7 +45,8 @@ class Session(Protocol):
 
 
 def open_session(prepared: Prepared) -> Session:
-    """Start an engine for offline use: in a thread (tp 1), or in processes. Raises ConfigurationError, or what the start raised."""
+    """Start an engine for offline use: in a thread for tp 1, else in processes. Raises
+    ConfigurationError, or the error of the start."""
     tokenizer = load_tokenizer(prepared.resolved)
     collector = Collector(None if tokenizer is None else Detokenizer(tokenizer))
     kind = ThreadSession if prepared.resolved.user.parallel.tp == 1 else ProcessSession
@@ -51,15 +54,15 @@ def open_session(prepared: Prepared) -> Session:
 
 
 def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
-    """The tokenizer, unless it is skipped."""
+    """The tokenizer; None where `--skip-tokenizer-init` skips it."""
     if resolved.tokenizer_path is None:
         return None
     user = resolved.user
     return Tokenizer.load(resolved.tokenizer_path, user.text.chat_template, trust_remote_code=user.model.trust_remote_code)
 
 
-def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
-    """What a client must keep to."""
+def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
+    """The limits that a client of this engine checks requests against."""
     return ClientLimits(
         max_outstanding=resolved.max_running_requests + resolved.user.scheduler.max_queued_requests,
         max_context=resolved.max_context,
@@ -74,13 +77,14 @@ def limits_of(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
 
 
 class ThreadSession:
-    """The engine's loop in a thread of this process; its messages reach the collector in that thread."""
+    """Runs the engine's loop in a thread of this process, which also gives its messages to the
+    collector."""
 
     def __init__(self, prepared: Prepared, collector: Collector, tokenizer: Tokenizer | None) -> None:
         self.collector = collector
         self.tokenizer = tokenizer
         self.info: dict[str, Any] = {}
-        self._near, self._far = InProcessTransport.pair(collector.take)
+        self._near, self._far = InProcessTransport.pair(collector.handle_message)
         collector.send = self._near.send
         self._error: BaseException | None = None
         started = threading.Event()
@@ -90,8 +94,8 @@ class ThreadSession:
         if self._error is not None:
             self._thread.join()
             raise self._error
-        self.limits = limits_of(prepared.resolved, self.info)
-        atexit.register(self.close)  # a thread in the middle of a step must not meet a dying interpreter
+        self.limits = get_client_limits(prepared.resolved, self.info)
+        atexit.register(self.close)  # the thread must end before the interpreter does
 
     def _run(self, prepared: Prepared, started: threading.Event) -> None:
         clock = time.perf_counter()
@@ -106,9 +110,9 @@ class ThreadSession:
             return
         finally:
             started.set()
-        with suppress(BaseException):  # which the engine has sent as `Fatal`; to keep it would keep the model
+        with suppress(BaseException):  # sent as `Fatal` already; its traceback would keep the model alive
             engine.run()
-        self.collector.fail("the engine was closed")
+        self.collector.fail_jobs("the engine was closed")
 
     def send_all(self, messages: Sequence[Message]) -> None:
         self._near.send_all(messages)
@@ -121,7 +125,8 @@ class ThreadSession:
 
 
 class ProcessSession:
-    """The engine's ranks in processes; a thread here hands their messages to the collector and watches that they live."""
+    """Runs the engine's ranks in processes. A thread here gives their messages to the collector and
+    detects their end."""
 
     def __init__(self, prepared: Prepared, collector: Collector, tokenizer: Tokenizer | None) -> None:
         self.collector = collector
@@ -133,7 +138,7 @@ class ProcessSession:
         except BaseException:
             self._deployment.kill()
             raise
-        self.limits = limits_of(prepared.resolved, self.info)
+        self.limits = get_client_limits(prepared.resolved, self.info)
         self._closing = False
         collector.send = self._deployment.transport.send
         self._thread = threading.Thread(target=self._receive, name="engine-messages", daemon=True)
@@ -143,10 +148,10 @@ class ProcessSession:
         while not self._closing:
             for message in self._deployment.transport.receive(0.2):
                 if not isinstance(message, Ready | Heartbeat):
-                    self.collector.take(message)
-            dead = self._deployment.dead()
+                    self.collector.handle_message(message)
+            dead = self._deployment.find_dead_child()
             if dead is not None and not self._closing:
-                self.collector.fail(dead)
+                self.collector.fail_jobs(dead)
                 return
 
     def send_all(self, messages: Sequence[Message]) -> None:
@@ -156,24 +161,25 @@ class ProcessSession:
         if not self._closing:
             self._closing = True
             self._thread.join(CLOSE_TIMEOUT)
-            self.collector.fail("the engine was closed")
+            self.collector.fail_jobs("the engine was closed")
             self._deployment.stop(CLOSE_TIMEOUT)
 
 
 def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str, Any]:
-    """Until every process is ready; the engine's data. Raises ConfigurationError or RuntimeError with a child's sentence."""
+    """Wait until every process is ready; returns the data of the engine's `Ready`. Raises ConfigurationError or RuntimeError with the
+    error of a child that failed."""
     info: dict[str, Any] = {}
     waiting = set(deployment.names)
     started = time.perf_counter()
     while waiting:
         for message in deployment.transport.receive(0.1):
-            deployment.note(message)
+            deployment.handle_message(message)
             if isinstance(message, Ready):
                 waiting.discard(message.process)
                 info = message.data or info
                 if report is not None:
                     report(f"{message.process} ready after {time.perf_counter() - started:.1f} s{_phases(message.data)}")
-        error = deployment.start_error()
+        error = deployment.get_start_error()
         if error is not None:
             raise error
     return info
@@ -187,13 +193,13 @@ def _phases(data: dict[str, Any]) -> str:
     return f" ({', '.join(parts)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""
 
 
-def configure(config: Any, keywords: dict[str, Any]) -> Prepared:
-    """Resolve `Engine(...)`'s arguments: a FrameConfig, or a YAML file and keywords."""
+def resolve_arguments(config: Any, keywords: dict[str, Any]) -> Prepared:
+    """Resolve the arguments of `Engine(...)`: a FrameConfig, or a YAML file and keywords."""
     from frame.core.config.schema import FrameConfig
     from frame.entrypoints.configuration.sources import from_keywords
 
     if isinstance(config, FrameConfig):
         if keywords:
-            raise ConfigurationError(f"give {next(iter(keywords))} in the FrameConfig, or no FrameConfig at all")
+            raise ConfigurationError(f"{next(iter(keywords))} is given beside a FrameConfig; set it there, or give keywords only")
         return prepare(config)
     return prepare(from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))})).config)

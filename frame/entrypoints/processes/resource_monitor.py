@@ -1,6 +1,8 @@
-"""What a process holds (memory, threads, open files), read from outside of it, and when that is too much. Knows no restart.
+"""`ResourceMonitor`: reads the memory, threads and open files of processes from /proc and compares
+them with limits.
 
-Linux tells it in /proc; elsewhere nothing is known, and nothing is limited.
+Used by the supervisor and the metrics. On systems without /proc nothing is measured or limited.
+Knows no restart.
 """
 
 from __future__ import annotations
@@ -18,23 +20,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WARN_AT = 0.8  # of a limit
+WARN_AT = 0.8  # fraction of a limit
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds. `memory`: resident bytes of its own (of mapped files, such as weights, there is one copy for all, which the
-    system takes back when it needs to). `device_memory`: bytes of the GPU, as the process itself tells."""
+    """Resources of one process."""
 
-    memory: int = 0
+    memory: int = 0  # bytes: resident anonymous and shared memory, without mapped files such as weights, which the system can reclaim
     threads: int = 0
-    files: int = 0
-    device_memory: int = 0
+    files: int = 0  # open file descriptors
+    device_memory: int = 0  # bytes on the GPU, as the process reports them
 
 
 @dataclass(frozen=True, slots=True)
 class UsageLimits:
-    """The most that one process may hold; None: no limit."""
+    """The most that one process may use; None: no limit."""
 
     memory: int | None = None
     threads: int | None = None
@@ -42,7 +43,7 @@ class UsageLimits:
     device_memory: int | None = None
 
 
-# field -> (its setting, what it is called in a sentence)
+# field -> (its setting, its name in a sentence)
 LIMITED = {
     "memory": ("server.max_process_memory", "{} of memory"),
     "threads": ("server.max_process_threads", "{} threads"),
@@ -52,7 +53,7 @@ LIMITED = {
 
 
 def read_usage(pid: int) -> Usage | None:
-    """None when the process is gone, or the system does not tell."""
+    """The usage of a process; None if it has ended or the system has no /proc."""
     folder = Path(f"/proc/{pid}")
     try:
         lines = (line.partition(":") for line in (folder / "status").read_text().splitlines())
@@ -63,25 +64,26 @@ def read_usage(pid: int) -> Usage | None:
         return None
 
 
-class UsageWatch:
-    """Looks at processes, remembers what each holds (`held`, by name), and warns once when it comes near a limit or passes it."""
+class ResourceMonitor:
+    """Measures processes (`usage`, by name) and warns once for each limit that a process approaches
+    or exceeds."""
 
     def __init__(self, limits: UsageLimits, warn: Callable[[str], None], read: Callable[[int], Usage | None] = read_usage) -> None:
-        self.held: dict[str, Usage] = {}
+        self.usage: dict[str, Usage] = {}
         self._limits = limits
         self._warn = warn
         self._read = read
-        self._warned: dict[str, tuple[int, frozenset[str]]] = {}  # process -> its pid, and what was said of it
+        self._warned: dict[str, tuple[int, frozenset[str]]] = {}  # process -> its pid, and the fields that were warned of
 
-    def look(self, name: str, pid: int, device_memory: int = 0) -> str | None:
-        """A sentence, if the process holds more than it may."""
+    def check_process(self, name: str, pid: int, device_memory: int = 0) -> str | None:
+        """Measure a process. Returns a sentence if it exceeds a limit, else None."""
         usage = self._read(pid)
         if usage is None:
-            self.held.pop(name, None)
+            self.usage.pop(name, None)
             return None
-        self.held[name] = usage = replace(usage, device_memory=device_memory)
-        of, said = self._warned.get(name, (pid, frozenset()))
-        said = said if of == pid else frozenset()
+        self.usage[name] = usage = replace(usage, device_memory=device_memory)
+        warned_pid, warned = self._warned.get(name, (pid, frozenset()))
+        warned = warned if warned_pid == pid else frozenset()
         excess = None
         for each in fields(UsageLimits):
             limit, amount = getattr(self._limits, each.name), getattr(usage, each.name)
@@ -90,28 +92,29 @@ class UsageWatch:
             setting, words = LIMITED[each.name]
             sentence = f"the {name} process holds {words.format(_amount(each.name, amount))}"
             allowed = f"{setting} ({_amount(each.name, limit)})"
-            if each.name not in said:
+            if each.name not in warned:
                 self._warn(f"{sentence}, {amount / limit:.0%} of {allowed}")
-                said |= {each.name}
+                warned |= {each.name}
             if amount > limit:
                 excess = excess or f"{sentence}, more than {allowed}"
-        self._warned[name] = (pid, said)
+        self._warned[name] = (pid, warned)
         return excess
 
 
-def watch_over(pids: Mapping[str, int], server: ServerSection) -> UsageWatch:
-    """The watch over a server's processes. Raises ConfigurationError when one holds more from the start than it may."""
+def start_monitor(pids: Mapping[str, int], server: ServerSection) -> ResourceMonitor:
+    """The monitor of a server's processes. Raises ConfigurationError when one exceeds a limit right
+    after its start."""
     limits = UsageLimits(server.max_process_memory, server.max_process_threads, server.max_process_files, server.max_device_memory)
-    watch = UsageWatch(limits, log.warning)
+    monitor = ResourceMonitor(limits, log.warning)
     for name, pid in pids.items():
-        excess = watch.look(name, pid)
+        excess = monitor.check_process(name, pid)
         if excess is not None:
-            raise ConfigurationError(f"{excess}, and has served nothing yet; allow it more")
-    return watch
+            raise ConfigurationError(f"{excess}, before it has served any request; raise the limit")
+    return monitor
 
 
 def _amount(field: str, amount: int) -> str:
-    """A number of bytes or things, as people write it."""
+    """A count, or a number of bytes in MB or GB."""
     if field in ("threads", "files"):
         return str(amount)
     return f"{amount / 1e9:.2f} GB" if amount >= 1e9 else f"{amount / 1e6:.0f} MB"

@@ -1,7 +1,9 @@
-"""`Supervisor`: notices that a child died or hangs, starts it again, and tells the client what to hold and when to go on.
+"""`Supervisor`: restarts child processes that crashed, hang or exceed a resource limit, and has the
+client hold and resume requests.
 
-Ranks restart together. The detokenizer restarts alone, and with the ranks, so that nothing is left of what they sent it; tokenizers
-restart alone. One that holds more than it may is restarted likewise. Decides when it is enough. Knows no request and no HTTP.
+All ranks restart together. The detokenizer restarts alone, and with the ranks, so that nothing is
+left of their messages; tokenizers restart alone. After too many restarts the server stops. Used by
+the HTTP server. Knows no request and no HTTP.
 """
 
 from __future__ import annotations
@@ -16,36 +18,35 @@ from typing import Literal
 
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, Child, Deployment
-from frame.entrypoints.processes.resource_monitor import UsageWatch
+from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 
-TICK = 0.1  # seconds between two looks at the children
-POLL = 0.01  # seconds between two looks at a process that was killed
-WATCH = 1.0  # seconds between two looks at what they hold
+TICK = 0.1  # seconds between checks of the children
+POLL = 0.01  # seconds between checks of a process that was killed
+RESOURCE_INTERVAL = 1.0  # seconds between checks of resource usage
 WINDOW = 600.0  # seconds in which restarts are counted
-BACKOFF = 0.5  # seconds before the second attempt at a start that failed; doubles
+BACKOFF = 0.5  # seconds before the second attempt after a failed start; doubles with each attempt
 MAX_BACKOFF = 30.0
-START_FACTOR, START_SLACK = 5.0, 60.0  # a restart may take so many times as long as the first start, and so many seconds more
-EXIT_DIED = 1
+START_FACTOR, START_SLACK = 5.0, 60.0  # a restart may take START_FACTOR times as long as the first start, plus START_SLACK seconds
+EXIT_CRASHED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """`max_restarts` within ten minutes (0: none at all). `heartbeat_timeout` in seconds (0: silence is no failure), `start_seconds` is
-    what the first start took."""
+    """When a child is restarted, and how often."""
 
-    max_restarts: int
-    heartbeat_timeout: float
-    start_seconds: float
+    max_restarts: int  # within WINDOW; 0: none
+    heartbeat_timeout: float  # seconds; 0: a child without heartbeats is not restarted
+    start_seconds: float  # duration of the first start
 
 
 @dataclass(slots=True)
 class Unit:
-    """Children that live and die together."""
+    """Children that are started and ended together."""
 
     name: str
     children: list[Child]
     state: Literal["up", "down", "starting"] = "up"
-    since: float = 0.0  # when the state began
+    since: float = 0.0  # when the state began (time.monotonic)
     failed_starts: int = 0
     resume_at: float = 0.0
 
@@ -56,14 +57,14 @@ class Unit:
 
 @dataclass(slots=True)
 class Units:
-    """All units of a deployment; `path` are those that tokens come through."""
+    """All units of a deployment. `path`: those that tokens pass through."""
 
     engine: Unit
     path: list[Unit] = field(default_factory=list)
     tokenizers: list[Unit] = field(default_factory=list)
 
     @classmethod
-    def of(cls, deployment: Deployment) -> Units:
+    def from_deployment(cls, deployment: Deployment) -> Units:
         children = deployment.children.values()
         engine = Unit("engine", [child for child in children if child.is_rank])
         alone = [Unit(child.name, [child]) for child in children if not child.is_rank]
@@ -72,7 +73,8 @@ class Units:
 
 
 class Supervisor:
-    """Call `tick` every `TICK` seconds until `client.dead_reason` is set; `exit_code` is then the exit code of the server."""
+    """Call `tick` every `TICK` seconds until `client.dead_reason` is set; `exit_code` is then the
+    exit code of the server."""
 
     def __init__(
         self,
@@ -80,48 +82,49 @@ class Supervisor:
         client: EngineClient,
         policy: RestartPolicy,
         report: Callable[[str], None],
-        ask_again: Callable[[int], None] | None = None,
-        watch: UsageWatch | None = None,
+        resend_requests: Callable[[int], None] | None = None,
+        monitor: ResourceMonitor | None = None,
     ) -> None:
-        self.exit_code = EXIT_DIED
+        self.exit_code = EXIT_CRASHED
         self._deployment = deployment
         self._client = client
         self._policy = policy
         self._report = report
-        self._ask_again = ask_again  # what a tokenizer lost, by its number
-        self._watch = watch
-        self._watched = time.monotonic()
-        self._units = Units.of(deployment)
+        self._resend_requests = resend_requests  # by number of the tokenizer that was restarted
+        self._monitor = monitor
+        self._monitored_at = time.monotonic()
+        self._units = Units.from_deployment(deployment)
         self._restarts: deque[float] = deque()
-        self._looked = time.monotonic()
-        client.on_notice = deployment.note
+        self._ticked_at = time.monotonic()
+        client.on_notice = deployment.handle_message
 
     async def tick(self) -> None:
-        """One look at every child. Sets `client.dead_reason` when the server cannot go on."""
-        self._client.receive_messages()  # heartbeats that waited for us are no silence
+        """Check every child once. Sets `client.dead_reason` when the server has to stop."""
+        self._client.receive_messages()  # heartbeats that have arrived must count
         now = time.monotonic()
-        passed = min(now - self._looked, 2 * TICK)  # while this process did not run nobody was silent
-        self._looked = now
+        passed = min(now - self._ticked_at, 2 * TICK)  # time in which this process did not run does not count as silence
+        self._ticked_at = now
         units = (*self._units.path, *self._units.tokenizers)
         for unit in units:
             if self._client.dead_reason is None:
-                await self._look(unit, now, passed)
-        if self._watch is not None and now - self._watched >= WATCH:
-            self._watched = now
-            self._watch.look("main", os.getpid())  # which only warns: all requests hang on this process
+                await self._check_unit(unit, now, passed)
+        if self._monitor is not None and now - self._monitored_at >= RESOURCE_INTERVAL:
+            self._monitored_at = now
+            self._monitor.check_process("main", os.getpid())  # this process is not restarted: it only warns
             for unit in units:
                 if self._client.dead_reason is None and unit.state == "up":
-                    await self._weigh(unit, self._watch)
+                    await self._check_resources(unit, self._monitor)
         self._client.expire_requests()
 
-    async def _weigh(self, unit: Unit, watch: UsageWatch) -> None:
-        """Restart a unit that holds too much. It is nobody's fault among the requests."""
-        found = [watch.look(child.name, child.process.pid, child.device_memory) for child in unit.children]
+    async def _check_resources(self, unit: Unit, monitor: ResourceMonitor) -> None:
+        """Restart a unit that exceeds a resource limit. The restart does not count as a crash of
+        its requests."""
+        found = [monitor.check_process(child.name, child.process.pid, child.device_memory) for child in unit.children]
         why = next(filter(None, found), None)
         if why is not None:
-            await self._fail(unit, why, is_death=False)
+            await self._fail(unit, why, is_crash=False)
 
-    async def _look(self, unit: Unit, now: float, passed: float) -> None:
+    async def _check_unit(self, unit: Unit, now: float, passed: float) -> None:
         if unit.state == "down":
             if now >= unit.resume_at:
                 await self._start(unit)
@@ -132,19 +135,19 @@ class Supervisor:
         elif unit.state == "starting" and all(child.is_ready for child in unit.children):
             unit.state = "up"
             self._report(f"{unit.name} ready again after {now - unit.since:.1f} s")
-            self._came_up(unit)
+            self._handle_ready(unit)
 
     def _failure(self, unit: Unit, passed: float) -> str | None:
-        """Why a unit has to be restarted, if it has."""
+        """Why a unit has to be restarted; None if it has not."""
         policy = self._policy
         for child in unit.children:
-            how = child.how_it_ended()
+            how = child.describe_exit()
             if how is not None:
                 return how
             child.silence += passed
-            if unit.state == "up" and child.beats and 0 < policy.heartbeat_timeout < child.silence:
-                if not child.is_asked:  # it has until the next look to answer
-                    self._deployment.ask_where(child.name)
+            if unit.state == "up" and child.has_heartbeat and 0 < policy.heartbeat_timeout < child.silence:
+                if not child.is_dump_requested:  # it writes its stacks before the next check
+                    self._deployment.request_stack_dump(child.name)
                     continue
                 return f"the {child.name} process has been silent for {child.silence:.0f} s"
         patience = policy.start_seconds * START_FACTOR + START_SLACK
@@ -152,12 +155,13 @@ class Supervisor:
             return f"{unit.name} was not ready {patience:.0f} s after its restart"
         return None
 
-    async def _fail(self, unit: Unit, why: str, is_death: bool = True) -> None:
-        """A unit died or hangs, or has to go: make sure of its end, keep its requests, have it started again."""
+    async def _fail(self, unit: Unit, why: str, is_crash: bool = True) -> None:
+        """Restart a unit that crashed, hangs or exceeds a limit: end it, hold its requests,
+        schedule its start."""
         is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in unit.children)
         was_up = unit.state == "up"
         if is_configuration or not self._may_restart():
-            self.exit_code = EXIT_CONFIGURATION if is_configuration else EXIT_DIED
+            self.exit_code = EXIT_CONFIGURATION if is_configuration else EXIT_CRASHED
             self._client.fail_requests(f"{why}; the server cannot go on")
             return
         self._report(f"{why}; {unit.name} is restarted")
@@ -169,10 +173,10 @@ class Supervisor:
                 await self._take_down(other)
         self._client.receive_messages()
         if unit in self._units.path:
-            has_victims = was_up and is_death
+            counts_crash = was_up and is_crash
             is_engine = unit is self._units.engine
-            inflight = self._deployment.inflight() if has_victims and is_engine else None
-            inflight_text = self._deployment.inflight_text() if has_victims and not is_engine else frozenset()
+            inflight = self._deployment.read_inflight() if counts_crash and is_engine else None
+            inflight_text = self._deployment.read_inflight_text() if counts_crash and not is_engine else frozenset()
             self._client.begin_recovery(f"{why}; it is being restarted", inflight, inflight_text)
 
     def _may_restart(self) -> bool:
@@ -186,23 +190,23 @@ class Supervisor:
 
     async def _take_down(self, unit: Unit) -> None:
         self._deployment.kill_children(unit.names)
-        # No thread waits for their ends, since there may be none to be had; a device may take its time.
-        while any(child.process.poll() is None for child in unit.children):  # noqa: ASYNC110 - a process tells nobody of its end
+        # Polled, because starting a thread to wait may fail; releasing a device may take long.
+        while any(child.process.poll() is None for child in unit.children):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(POLL)
-        self._deployment.end(unit.names)
+        self._deployment.kill_and_wait(unit.names)
         delay = min(MAX_BACKOFF, BACKOFF * 2 ** (unit.failed_starts - 1)) if unit.failed_starts else 0.0
         unit.state, unit.resume_at = "down", time.monotonic() + delay
 
     async def _start(self, unit: Unit) -> None:
         unit.state, unit.since = "starting", time.monotonic()
         try:
-            self._deployment.start(unit.names)  # in this thread, the main one, at whose end the kernel ends the child
-        except Exception as error:  # noqa: BLE001 - descriptors, processes, memory, room: there may be some later
+            self._deployment.start_children(unit.names)  # in the main thread: the kernel ends a child with the thread that started it
+        except Exception as error:  # noqa: BLE001 - a shortage of descriptors, processes, memory or disk may pass
             await self._fail(unit, f"{unit.name} could not be started ({error})")
 
-    def _came_up(self, unit: Unit) -> None:
+    def _handle_ready(self, unit: Unit) -> None:
         if unit in self._units.tokenizers:
-            if self._ask_again is not None:
-                self._ask_again(self._units.tokenizers.index(unit))
+            if self._resend_requests is not None:
+                self._resend_requests(self._units.tokenizers.index(unit))
         elif all(other.state == "up" for other in self._units.path):
             self._client.resume_requests()

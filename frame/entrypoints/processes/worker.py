@@ -1,8 +1,9 @@
-"""A child process: `python -m frame.entrypoints.processes.worker ROLE`, with the resolved configuration as one line of
-JSON on standard input.
+"""A child process: `python -m frame.entrypoints.processes.worker ROLE`, with the resolved
+configuration as one line of JSON on standard input.
 
-Roles: scheduler (rank 0), follower (rank ≥ 1), detokenizer, tokenizer. It dies with its parent: by the kernel's death signal, and when
-standard input ends. Exit codes: 0 stopped, 1 failed, 78 wrong configuration or plugins.
+Roles: scheduler (rank 0), follower (rank ≥ 1), detokenizer, tokenizer. A child ends with its
+parent: by the kernel's death signal, and when standard input closes. Exit codes: 0 stopped, 1
+failed, 78 invalid configuration or plugins.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
-from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with
-from frame.entrypoints.processes.hang_dump import answer_when_asked
-from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, open_tracing, tokenizer_span
+from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
+from frame.entrypoints.processes.hang_dump import enable_stack_dumps
+from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
@@ -42,22 +43,23 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 HEARTBEAT = 1.0  # seconds, while idle
-EARLY_LIMIT = 16_384  # requests whose tokens may overtake their Watch
+EARLY_LIMIT = 16_384  # requests whose tokens may arrive before their StartDetokenize
 
 
 Role = Callable[[Resolved, argparse.Namespace, ZmqTransport, str], None]
 
 
 def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = None) -> int:
-    """Run one role to its end; returns the exit code. `roles` replaces some of the roles (fakes)."""
+    """Run one role to its end; returns the exit code. `roles` replaces some of the roles (for
+    tests)."""
     options = _options(arguments)
     if options.death_signal:
-        die_with(options.parent)
-    for number in PARENTS_SIGNALS:  # they may reach the whole group
+        die_with_parent(options.parent)
+    for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
-    answer_when_asked()
-    resolved = Resolved.model_validate_json(_first_line())
+    enable_stack_dumps()
+    resolved = Resolved.model_validate_json(_read_first_line())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}
     name = numbered.get(options.role, options.role)
@@ -77,7 +79,8 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     return code
 
 
-# roles -------------------------------------------------------------------------------------------------------------
+# roles
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -95,7 +98,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     engine.scheduler.publish_inflight(sockets.path / INFLIGHT)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
-    gc.freeze()  # what is there now stays; later collections need not look at it
+    gc.freeze()  # objects of the start stay alive, so later collections skip them
     try:
         engine.run()
     finally:
@@ -105,12 +108,12 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.execution.tp_follower import follow
-    from frame.entrypoints.processes.build_engine import Place, build_rank, with_profiles
+    from frame.entrypoints.processes.build_engine import Place, add_profiling, build_rank
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
     place = Place(options.rank, options.tp, Path(options.sockets))
-    runner = with_profiles(resolved, build_rank(resolved, registry_of(resolved), place), place)
+    runner = add_profiling(resolved, build_rank(resolved, registry_of(resolved), place), place)
     tracing = open_tracing(resolved.user.server, name)
     transport.send(Ready(process=name, pid=os.getpid()))
     try:
@@ -127,41 +130,42 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
 
 
 def open_inflight_text(options: argparse.Namespace) -> np.ndarray | None:
-    """Where the detokenizer notes whose text it makes; None where there is no room for it."""
+    """The in-flight file of the detokenizer: the request whose text is in progress. None if the
+    file cannot be created."""
     try:
         return open_inflight(Path(options.sockets) / INFLIGHT_TEXT, 1)[0]
     except OSError as error:
-        logging.getLogger(__name__).warning("no note is kept of whose text is made: %s; who ends this process is not found out", error)
+        logging.getLogger(__name__).warning("no in-flight file: %s; a request that crashes the detokenizer is not identified", error)
         return None
 
 
 def detokenize(resolved: Resolved, transport: ZmqTransport, name: str, detokenizer: Detokenizer) -> None:
-    """Text of whatever tokens come, for ever."""
+    """Detokenize until the process is ended."""
     tracing = _until_term(resolved, name)
     spans = None if tracing is None else TextSpans(tracing)
     for message in _messages(transport, name):
-        transport.send_all(text_of(detokenizer, message, spans))
+        transport.send_all(detokenize_message(detokenizer, message, spans))
 
 
-def text_of(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | None = None) -> Sequence[Message]:
-    """A detokenizer process's whole work. A message that cannot be handled ends its requests, and nobody else's."""
+def detokenize_message(detokenizer: Detokenizer, message: AnyMessage, spans: TextSpans | None = None) -> Sequence[Message]:
+    """The detokenizer's reply to one message. An error ends the requests of that message only."""
     try:
         if isinstance(message, StepTokens):
             text = detokenizer.process_step(message)
             if spans is not None:
-                spans.take(text)
+                spans.end_requests(text)
             return [text] if text.rids else []
         if isinstance(message, StartDetokenize):
             if spans is not None:
-                spans.watch(message)
-            return detokenizer.start_request(message)
+                spans.start_request(message)
+            return detokenizer.watch(message)
     except Exception:
-        logging.getLogger(__name__).exception("a %s could not be handled", type(message).__name__)
-        return [_given_up(message.rids)] if isinstance(message, StepTokens) else []
+        logging.getLogger(__name__).exception("the detokenizer failed on a message of type %s", type(message).__name__)
+        return [_failed_text(message.rids)] if isinstance(message, StepTokens) else []
     return []
 
 
-def _given_up(rids: list[str]) -> StepText:
+def _failed_text(rids: list[str]) -> StepText:
     from frame.core.text.incremental_decoder import FAILED
 
     return StepText(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
@@ -178,11 +182,12 @@ def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
             tokenized = tokenize(tokenizer, message)
             transport.send(tokenized)
             if tracing is not None:
-                tokenizer_span(tracing, message, since, len(tokenized.token_ids))
+                add_tokenizer_span(tracing, message, since, len(tokenized.token_ids))
 
 
 def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
-    """Report ready, then everything that arrives, for ever, with heartbeats between."""
+    """Report ready, then yield every message that arrives, with heartbeats between; it does not
+    return."""
     transport.send(Ready(process=name, pid=os.getpid()))
     beaten = 0.0
     while True:
@@ -198,24 +203,26 @@ ROLES: Mapping[str, Role] = MappingProxyType(
 
 
 def _until_term(resolved: Resolved, name: str) -> Tracing | None:
-    """The tracing of a process that a SIGTERM ends, which then sends its last spans first."""
+    """The tracing of a text process. On SIGTERM it sends the last spans before the process
+    exits."""
     tracing = open_tracing(resolved.user.server, name)
     if tracing is not None:
 
         def end(number: int, frame: object) -> None:
             tracing.close()
-            leave(0)
+            exit_now(0)
 
         signal.signal(signal.SIGTERM, end)
     return tracing
 
 
-# set-up ------------------------------------------------------------------------------------------------------------
+# set-up
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="frame.entrypoints.processes.worker", description="A child process of frame; not started by hand."
+        prog="frame.entrypoints.processes.worker", description="A child process of frame, started by the server."
     )
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("--sockets", required=True)
@@ -237,7 +244,7 @@ def tokenizer_of(resolved: Resolved) -> Tokenizer:
 
 
 def registry_of(resolved: Resolved) -> Registry:
-    """The plugins that this process may load."""
+    """The registry of the plugins that the configuration allows."""
     plugins = resolved.user.plugins
     return load_registry(allow=plugins.allow, deny=plugins.deny)
 
@@ -248,8 +255,8 @@ def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
     return ZmqTransport(address(name), address(f"{name}-out"), routes, is_outbox=True)
 
 
-def _first_line() -> bytes:
-    """The configuration, read without buffering, so that the rest of the stream is the parent watch's."""
+def _read_first_line() -> bytes:
+    """The configuration. Read without buffering: `_watch_parent` reads the rest of the stream."""
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
         part = os.read(0, 65536)
@@ -260,7 +267,7 @@ def _first_line() -> bytes:
 
 
 def _watch_parent() -> None:
-    """Take in new settings of the log, until the parent is gone."""
+    """Apply new log settings; exit when the parent has ended."""
     held = b""
     while part := os.read(0, 4096):
         *lines, held = (held + part).split(b"\n")
@@ -269,12 +276,12 @@ def _watch_parent() -> None:
     os._exit(EXIT_ORPHANED)
 
 
-def leave(code: int) -> NoReturn:
-    """End the process at once: taking down an interpreter that has loaded torch takes seconds and frees nothing that matters."""
+def exit_now(code: int) -> NoReturn:
+    """Exit without finalizing the interpreter, which takes seconds once torch is loaded."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

@@ -51,7 +51,7 @@ def test_forms_of_prompts(engine: Engine) -> None:
 def test_parameters_one_or_each(engine: Engine) -> None:
     outputs = engine.generate(["a", "b"], [{"max_tokens": 2}, SamplingParams(max_tokens=3)])
     assert [len(output.token_ids) for output in outputs] == [2, 3]
-    with pytest.raises(InvalidRequestError, match="2 prompts but 1 parameters"):
+    with pytest.raises(InvalidRequestError, match="params has 1 entries for 2 prompts"):
         engine.generate(["a", "b"], [GREEDY])
     with pytest.raises(InvalidRequestError, match="unknown sampling parameter 'tempreature'"):
         engine.generate("a", {"tempreature": 1})
@@ -72,15 +72,15 @@ def test_arrays_are_token_ids(engine: Engine) -> None:
 
 @pytest.mark.parametrize("prompt", [None, 5, b"abc", [b"abc"], [None], [1.5, 2.5], [1, "a"], [True], {"role": "user"}])
 def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="a prompt is a string, a list of token ids or a list of chat messages"):
+    with pytest.raises(InvalidRequestError, match="give a string, a list of token ids or a list of chat messages"):
         engine.generate(prompt, GREEDY)
 
 
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (5, "parameters are SamplingParams or a dict"),
-        ([None], "parameters are SamplingParams or a dict"),
+        (5, "give SamplingParams or a dict"),
+        ([None], "give SamplingParams or a dict"),
         ({"max_tokenz": 2}, "did you mean 'max_tokens'"),
         (SamplingParams(max_tokens="two"), "max_tokens"),  # type: ignore[arg-type]
         (SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def test_a_call_that_ends_engine_after_engine_is_given_up_with_what_was_finished
 ) -> None:
     expected = [o for output in engine.generate(PROMPTS, PARAMS) for o in output.outputs]
     with fragile(checkpoint, monkeypatch, deaths=3) as dying:
-        with pytest.raises(EngineError, match="the device is gone; that is the death of 3 engines under this call") as caught:
+        with pytest.raises(EngineError, match="the device is gone; 3 engines crashed during this call") as caught:
             dying.generate(PROMPTS, PARAMS)
         first, *others = caught.value.outputs
         assert (first.text, first.finish_reason, first.error) == (expected[0].text, "length", None)
@@ -279,7 +279,7 @@ def test_where_no_other_engine_starts_the_call_says_so(checkpoint: Path, monkeyp
             raise RuntimeError("the device is busy")
 
         dying._open = refuse  # type: ignore[assignment]
-        with pytest.raises(EngineError, match="the device is gone; no other engine could be started: the device is busy"):
+        with pytest.raises(EngineError, match="the device is gone; the engine could not be restarted: the device is busy"):
             dying.generate("The quick", LONG)
 
 

@@ -15,7 +15,7 @@ from frame import Client, Engine, SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.offline.prompts import EngineError
-from frame.entrypoints.offline.remote_format import error_of, event_of, vectors_of
+from frame.entrypoints.offline.remote_format import decode_vectors, make_error, parse_line
 from tests.entrypoints.offline.test_engine import (  # run here with the fixture below
     GREEDY,
     KEYS,
@@ -116,15 +116,15 @@ def test_errors_are_those_of_the_engine(engine: Client) -> None:
     assert list(engine.stream([])) == []
     with pytest.raises(EngineError, match="is it running there"):
         Client("http://127.0.0.1:9").generate("x")
-    assert isinstance(error_of(None, 502), EngineError)
-    assert isinstance(error_of({"error": {"type": "overloaded_error", "message": "full"}}, 503), EngineError)
-    assert event_of(": ping") is event_of("data: [DONE]") is None
+    assert isinstance(make_error(None, 502), EngineError)
+    assert isinstance(make_error({"error": {"type": "overloaded_error", "message": "full"}}, 503), EngineError)
+    assert parse_line(": ping") is parse_line("data: [DONE]") is None
 
 
 def test_vectors_in_base64() -> None:
-    assert vectors_of([]).shape == (0, 0)
+    assert decode_vectors([]).shape == (0, 0)
     row = {"embedding": "AACAPwAAAEA="}
-    np.testing.assert_array_equal(vectors_of([row, row]), [[1, 2], [1, 2]])
+    np.testing.assert_array_equal(decode_vectors([row, row]), [[1, 2], [1, 2]])
 
 
 def test_a_key_goes_along(checkpoint: Path) -> None:

@@ -43,7 +43,7 @@ def test_one_process_compiles_one_after_another(process: GrammarProcess) -> None
     assert pid_of(process) == pid
 
 
-@pytest.mark.parametrize(("source", "words"), [("hang", "takes longer than 0.3 s"), ("die", "ends its compiler")])
+@pytest.mark.parametrize(("source", "words"), [("hang", "takes longer than 0.3 s"), ("die", "crashes the grammar compiler")])
 def test_a_process_that_ended_is_followed_by_another(process: GrammarProcess, source: str, words: str) -> None:
     pid = pid_of(process)
     with pytest.raises(ValueError, match=words):
@@ -58,7 +58,7 @@ def test_closed_is_closed(process: GrammarProcess) -> None:
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    with pytest.raises(RuntimeError, match="the engine stops"):
+    with pytest.raises(RuntimeError, match="the engine is stopping"):
         process.compile("regex", "x")
 
 

@@ -7,20 +7,20 @@ import sys
 
 import pytest
 
-from frame.entrypoints.processes.hang_dump import ask_where
+from frame.entrypoints.processes.hang_dump import request_stack_dump
 
 HANG = """
 import re, sys
-from frame.entrypoints.processes.hang_dump import LoopAlarm, answer_when_asked
+from frame.entrypoints.processes.hang_dump import LoopWatchdog, enable_stack_dumps
 def a_plugin_that_hangs():
     re.match("(a+)+$", "a" * 64 + "b")  # in C, without letting go of the interpreter
 if sys.argv[1] == "asked":
-    answer_when_asked()
+    enable_stack_dumps()
 else:
-    alarm = LoopAlarm(60)
-    alarm.beat()
-    alarm = LoopAlarm(0.2)
-    alarm.beat()
+    alarm = LoopWatchdog(60)
+    alarm.reset()
+    alarm = LoopWatchdog(0.2)
+    alarm.reset()
 print("ready", flush=True)
 a_plugin_that_hangs()
 """
@@ -36,7 +36,7 @@ def test_the_stack_is_written(how: str) -> None:
         said = b""
         while b"a_plugin_that_hangs" not in said:
             if how == "asked":
-                ask_where(process)
+                request_stack_dump(process)
             line = process.stderr.readline()
             assert line, said
             said += line
@@ -46,5 +46,6 @@ def test_the_stack_is_written(how: str) -> None:
 
 
 def test_an_alarm_that_is_closed_is_silent() -> None:
-    code = "import time\nfrom frame.entrypoints.processes.hang_dump import LoopAlarm as A\na = A(0.1)\na.beat()\na.close()\ntime.sleep(0.3)"
+    imports = "import time\nfrom frame.entrypoints.processes.hang_dump import LoopWatchdog\n"
+    code = f"{imports}a = LoopWatchdog(0.1)\na.reset()\na.close()\ntime.sleep(0.3)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b""

@@ -13,7 +13,7 @@ import pytest
 
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.processes.resource_monitor import Usage, UsageLimits, UsageWatch, read_usage, watch_over
+from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits, read_usage, start_monitor
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
 
@@ -47,12 +47,12 @@ class Watched:
     def __init__(self, limits: UsageLimits) -> None:
         self.usage: Usage | None = Usage(memory=10**9, threads=10, files=10)
         self.lines: list[str] = []
-        self.watch = UsageWatch(limits, self.lines.append, lambda pid: self.usage)
+        self.watch = ResourceMonitor(limits, self.lines.append, lambda pid: self.usage)
 
 
 def test_a_limit_is_told_of_once_before_it_is_passed() -> None:
     watched = Watched(UsageLimits(memory=2 * 10**9))
-    look = watched.watch.look
+    look = watched.watch.check_process
     assert look("engine", 1) is None
     assert watched.lines == []
     watched.usage = Usage(memory=17 * 10**8)
@@ -63,10 +63,10 @@ def test_a_limit_is_told_of_once_before_it_is_passed() -> None:
     assert len(watched.lines) == 3
     watched.usage = Usage(memory=21 * 10**8)
     assert look("engine", 2) == "the engine process holds 2.10 GB of memory, more than server.max_process_memory (2.00 GB)"
-    assert watched.watch.held["engine"].memory == 21 * 10**8
+    assert watched.watch.usage["engine"].memory == 21 * 10**8
     watched.usage = None
     assert look("engine", 2) is None
-    assert "engine" not in watched.watch.held
+    assert "engine" not in watched.watch.usage
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_a_limit_is_told_of_once_before_it_is_passed() -> None:
 def test_every_limit_has_its_words(limits: UsageLimits, sentence: str) -> None:
     watched = Watched(limits)
     assert watched.usage is not None
-    assert watched.watch.look("engine", 1, 7 * 10**8) == f"the engine process holds {sentence}"
-    assert watched.watch.held == {"engine": replace(watched.usage, device_memory=7 * 10**8)}
+    assert watched.watch.check_process("engine", 1, 7 * 10**8) == f"the engine process holds {sentence}"
+    assert watched.watch.usage == {"engine": replace(watched.usage, device_memory=7 * 10**8)}
 
 
 @LINUX
 def test_a_limit_below_what_the_start_needs_is_refused() -> None:
     kept = b"x" * (64 << 20)
-    with pytest.raises(ConfigurationError, match="more than server.max_process_memory .67 MB., and has served nothing yet"):
-        watch_over({"engine": os.getpid()}, ServerSection(max_process_memory=len(kept)))
-    assert watch_over({"engine": os.getpid()}, ServerSection()).held["engine"].memory > len(kept)
+    with pytest.raises(ConfigurationError, match="more than server.max_process_memory .67 MB., before it has served any request"):
+        start_monitor({"engine": os.getpid()}, ServerSection(max_process_memory=len(kept)))
+    assert start_monitor({"engine": os.getpid()}, ServerSection()).held["engine"].memory > len(kept)

@@ -16,7 +16,7 @@ from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.processes import supervisor as module
 from frame.entrypoints.processes.deployment import Child
-from frame.entrypoints.processes.resource_monitor import Usage, UsageLimits, UsageWatch
+from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
 from frame.entrypoints.processes.supervisor import RestartPolicy, Supervisor
 
 
@@ -44,20 +44,20 @@ class Deployment:
         self.asked: list[str] = []
         self.refusals: list[tuple[str, Exception]] = []  # of the next starts of a process
         for name in names:
-            self.start([name])
+            self.start_children([name])
             self.children[name].is_ready = True
         self.started.clear()
 
-    def start(self, names: list[str]) -> None:
+    def start_children(self, names: list[str]) -> None:
         if self.refusals and self.refusals[0][0] in names:
             raise self.refusals.pop(0)[1]
         for name in names:
             self.started.append(name)
             child = self.children[name]
             child.process, child.is_ready, child.silence, child.device_memory = Process(), False, 0.0, 0  # type: ignore[assignment]
-            child.last_words = None
+            child.last_error = None
 
-    def end(self, names: list[str]) -> None:
+    def kill_and_wait(self, names: list[str]) -> None:
         for name in names:
             if self.children[name].process.poll() is None:
                 self.children[name].process.code = -9  # type: ignore[attr-defined]
@@ -66,20 +66,20 @@ class Deployment:
         for name in names:
             self.children[name].process.kill()
 
-    def inflight(self) -> dict[int, int]:
+    def read_inflight(self) -> dict[int, int]:
         return {}
 
-    def ask_where(self, name: str) -> None:
-        self.children[name].is_asked = True
+    def request_stack_dump(self, name: str) -> None:
+        self.children[name].is_dump_requested = True
         self.asked.append(name)
 
-    def inflight_text(self) -> frozenset[int]:
+    def read_inflight_text(self) -> frozenset[int]:
         return frozenset()
 
-    def note(self, message: Any) -> None:
+    def handle_message(self, message: Any) -> None:
         from frame.entrypoints.processes.deployment import Deployment as Real
 
-        Real.note(self, message)  # type: ignore[arg-type]
+        Real.handle_message(self, message)  # type: ignore[arg-type]
 
 
 class Rig:
@@ -94,7 +94,7 @@ class Rig:
         self.deployment = Deployment(*names)
         policy = RestartPolicy(max_restarts, heartbeat_timeout, 1.0)
         self.held: dict[int, Usage] = {}  # by pid
-        watch = UsageWatch(UsageLimits(memory=1000, device_memory=1000), self.lines.append, lambda pid: self.held.get(pid, Usage()))
+        watch = ResourceMonitor(UsageLimits(memory=1000, device_memory=1000), self.lines.append, lambda pid: self.held.get(pid, Usage()))
         self.supervisor = Supervisor(self.deployment, self.client, policy, self.lines.append, self.asked_again.append, watch)  # type: ignore[arg-type]
 
     def send(self, message: Any) -> None:

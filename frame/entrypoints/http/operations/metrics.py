@@ -205,7 +205,7 @@ class ServerMetrics(Collector):
             return
         for name, source, text in HELD:
             family = GaugeMetricFamily(f"frame_{name}", text, labels=["model_name", "process"])
-            for process, usage in watch.held.items():
+            for process, usage in watch.usage.items():
                 if amount := getattr(usage, source):  # only the engine holds device memory
                     family.add_metric([*self._labels, process], amount)
             yield family

@@ -181,7 +181,7 @@ def test_pooling_route_returns_the_probabilities(classifier) -> None:
 def test_rerank_refuses_a_classifier_of_several_classes(classifier) -> None:
     answer = classifier[0].post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert answer.status_code == 400
-    assert "tells 3 classes apart" in answer.json()["error"]["message"]
+    assert "has 3 classes" in answer.json()["error"]["message"]
 
 
 def test_moderations_with_openais_client(classifier) -> None:

@@ -18,7 +18,7 @@ from frame.core.messages import Finish, Heartbeat
 from frame.entrypoints.engine_client.stats import ClientStats
 from frame.entrypoints.http.operations.metric_aliases import FAMILIES, aliases_of
 from frame.entrypoints.http.operations.metrics import ServerMetrics, exposition
-from frame.entrypoints.processes.resource_monitor import Usage, UsageLimits, UsageWatch
+from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
 
 
 def services(aliases: tuple[str, ...] = ()) -> Any:
@@ -30,9 +30,9 @@ def services(aliases: tuple[str, ...] = ()) -> Any:
         page_size=16,
     )
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
-    watch = UsageWatch(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
-    watch.look("engine", 1, device_memory=10**9)
-    watch.look("main", 2)
+    watch = ResourceMonitor(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
+    watch.check_process("engine", 1, device_memory=10**9)
+    watch.check_process("main", 2)
     info = {"phases": {"weights": 0.5}, "kernels": {"compiled": 2, "loaded": 30}}
     return SimpleNamespace(resolved=resolved, client=client, info=info, watch=watch)
 
