@@ -1,11 +1,8 @@
-"""Compiles grammars in a separate process: a compilation that takes too much time or memory can
-only be stopped with its process.
+"""Compiles grammars in a separate process, which can be stopped: a compilation in a thread cannot.
 
-`GrammarProcess` is the engine's side. It starts the process for the first grammar, and again after
-the process was ended. `main` is the process: `python -m frame.entrypoints.processes.grammar_process
-ENGINE_PID`, with the resolved configuration as the first frame on standard input. A frame is its
-length (4 bytes, little endian) and MessagePack. The kernel ends the process in three cases: an
-alarm after the time limit, the limit of the address space, and a death signal when the engine ends.
+`GrammarProcess` is the engine's side; `main` is the process, run as a module with the engine's
+process id. A frame is its length (4 bytes, little endian) and MessagePack; the first one is the
+resolved configuration. The kernel ends the process at the time limit, or with the engine.
 """
 
 from __future__ import annotations

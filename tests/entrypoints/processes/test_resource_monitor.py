@@ -90,4 +90,4 @@ def test_a_limit_below_what_the_start_needs_is_refused() -> None:
     kept = b"x" * (64 << 20)
     with pytest.raises(ConfigurationError, match="more than server.max_process_memory .67 MB., before it has served any request"):
         start_monitor({"engine": os.getpid()}, ServerSection(max_process_memory=len(kept)))
-    assert start_monitor({"engine": os.getpid()}, ServerSection()).held["engine"].memory > len(kept)
+    assert start_monitor({"engine": os.getpid()}, ServerSection()).usage["engine"].memory > len(kept)
