@@ -428,7 +428,7 @@ class EngineClient:
         sequence.recovery.num_admissions += 1
         texts: list[StepText] = []
         if self._detokenizer is not None:
-            texts = self._detokenizer.watch(build_start_detokenize(sequence, message))
+            texts = self._detokenizer.start_request(build_start_detokenize(sequence, message))
         elif self._remote_text:
             self.link.send(build_start_detokenize(sequence, message))
         self.link.send(message)

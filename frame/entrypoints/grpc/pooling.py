@@ -1,5 +1,7 @@
-"""The methods of the gRPC service for models that embed, classify or judge, over what their HTTP
-routes do. Knows no socket.
+"""The gRPC methods of pooling models (embed, rerank, score, classify) and of moderation, over the
+functions of the HTTP routes.
+
+Knows no socket.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Pooling:
 
     async def classify(self, request: Any, caller: GrpcCaller) -> Any:
         """Classify."""
-        body = ClassifyRequest(input=list(request.texts), **_terms(request, caller))
+        body = ClassifyRequest(input=list(request.texts), **_options(request, caller))
         vectors, count = await classify_texts(caller, self._services, body)
         names, made = get_labels(self._services), self._schema["Class"]
         classes = [made(label=names[int(row.argmax())], probabilities=row.tolist()) for row in vectors]
@@ -66,7 +68,7 @@ class Pooling:
 
     async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
         """Moderate."""
-        body = ModerationRequest(input=list(request.texts), **_terms(request, caller))
+        body = ModerationRequest(input=list(request.texts), **_options(request, caller))
         found = await moderate_texts(caller, self._services, body)
         made = self._schema["Verdict"]
         results = [made(flagged=any(map(is_found, scores.values())), category_scores=scores) for scores in found]

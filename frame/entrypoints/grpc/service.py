@@ -1,5 +1,5 @@
-"""The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits, keys,
-names and sentences.
+"""The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits,
+quotas, request names and errors.
 
 Knows no socket and no key: `GrpcCaller` has the tenant.
 """
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Requests of one GenerateStream; further ones are not read before one of these has ended
-AT_ONCE = 1024
-REPLIES = 64  # that wait for a slow reader of GenerateStream; what comes meanwhile is joined
+MAX_REQUESTS = 1024  # running in one GenerateStream call; further ones are read when one of these has ended
+MAX_REPLIES = 64  # queued for a slow reader of GenerateStream; later output is joined into fewer replies
 
 
 class Service:
@@ -99,12 +98,12 @@ class Service:
             waiting=load.waiting if load is not None else 0,
         )
 
-    # generating -----------------------------------------------------------------------------------
+    # generation
+    # ----------------------------------------------------------------------------------------------------
 
-    async def answer_into(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
-        """All replies of one request of a session, which counts for its key by itself; its failure
-        is the last one.
-        """
+    async def run_request(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
+        """Put all replies of one request of a session. The request has its own quota lease; an
+        error is its last reply."""
         try:
             with self._services.quotas.open_lease(caller.tenant) as lease:
                 own = copy(caller)
@@ -134,7 +133,7 @@ class Service:
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
         params, _ = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
-        answer: RequestState | None = None
+        state: RequestState | None = None
         try:
             salt, limit = request.cache_salt, caller.time_left()
             options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
@@ -153,12 +152,11 @@ class Service:
             if state is not None:
                 self._services.client.abandon_request(state)
 
-    def _give_up(self, answer: RequestState, given_up: list[ApiError], error: ApiError) -> None:
-        """The client falls too far behind: stop its request now; it hears of it when it has read
-        what was sent.
-        """
-        self._services.client.abandon_request(answer)
-        given_up.append(error)
+    def _stop_slow_reader(self, state: RequestState, overrun: list[ApiError], error: ApiError) -> None:
+        """The client reads too slowly: stop its request now, and raise the error when it has read
+        what was sent."""
+        self._services.client.abandon_request(state)
+        overrun.append(error)
 
     def _reply(self, name: str, sequence: SequenceState) -> Any:
         text, ids, parts = sequence.take_output()
@@ -184,9 +182,8 @@ class Session:
         self._service = service
         self._caller = caller
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the request's id
-        self._places = asyncio.Semaphore(AT_ONCE)
-        # Ids of requests that the client has aborted and that have not ended yet
-        self._stopped: set[str] = set()
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
+        self._stopped: set[str] = set()  # ids of aborted requests that have not ended yet
 
     async def read(self, commands: AsyncIterator[Any]) -> None:
         """Run the client's commands until it has closed its side and every request has ended."""
@@ -211,8 +208,7 @@ class Session:
             sentence = f"a request with the id {request.id!r} is running; choose another"
             await self.replies.put(self._service.last_reply(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
             return
-        # So that a client that sends and does not read cannot fill the memory
-        await self._places.acquire()
+        await self._slots.acquire()  # a client that sends and does not read must not fill the memory
         self._tasks[request.id] = asyncio.create_task(self._run(request))
         await asyncio.sleep(0)  # start the task, so that a cancellation runs its `finally`
 

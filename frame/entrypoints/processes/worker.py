@@ -158,7 +158,7 @@ def detokenize_message(detokenizer: Detokenizer, message: AnyMessage, spans: Tex
         if isinstance(message, StartDetokenize):
             if spans is not None:
                 spans.start_request(message)
-            return detokenizer.watch(message)
+            return detokenizer.start_request(message)
     except Exception:
         logging.getLogger(__name__).exception("the detokenizer failed on a message of type %s", type(message).__name__)
         return [_failed_text(message.rids)] if isinstance(message, StepTokens) else []

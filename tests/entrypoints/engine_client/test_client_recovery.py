@@ -98,8 +98,8 @@ async def test_a_detokenizer_failure_on_recovery_ends_that_request_only() -> Non
     link.inbox = [StepTokens(rids=["bad", "good"], token_ids=[[70], [70]])]
     client.receive_messages()
     client.begin_recovery("it crashed", {})
-    made = detokenizer.stream
-    detokenizer.stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
+    made = detokenizer.create_stream
+    detokenizer.create_stream = lambda params, tail=(): TextStream(Broken(), params) if len(detokenizer) == 0 else made(params, tail)  # type: ignore[method-assign]
     client.resume_requests()
     finish = bad.sequences[0].finish
     assert finish is not None and "the detokenizer failed on this request" in (finish.error or "")

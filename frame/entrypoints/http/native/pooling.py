@@ -39,7 +39,7 @@ class PoolingRequestFields(RequestOptions):
 
         Raises ApiError 400.
         """
-        asked, most = self.truncate_prompt_tokens, services.client.limits.longest_input
+        asked, most = self.truncate_prompt_tokens, services.client.limits.max_pooling_tokens
         if asked is None:
             return None
         if asked == 0 or asked < -1 or asked > most:

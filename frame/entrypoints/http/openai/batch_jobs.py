@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from frame.entrypoints.engine_client.quotas import Places, QuotaExceededError, QuotaLease, TenantQuotas
+from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
 from frame.entrypoints.http.openai.batch_files import FileStore, FileWriter, StorageFullError, load_all
 from frame.entrypoints.http.protocol.bodies import problem_of
 

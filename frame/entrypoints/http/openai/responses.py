@@ -146,11 +146,11 @@ async def _finish(
 ) -> None:
     """Run a background response to its end."""
     try:
-        while log is not None and (state.open or state.changed) and not state.gone:
+        while log is not None and (state.num_unfinished or state.changed) and not state.is_disconnected:
             for sequence in await state.wait():
                 response.log_events(sequence, log)
         if log is None:
-            await state.complete()
+            await state.wait_until_complete()
             response.build_response()
     finally:
         services.client.abandon_request(state)
