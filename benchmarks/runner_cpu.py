@@ -1,4 +1,4 @@
-"""Where a step's time goes on this CPU: host plans, batch builder, forward, sampler, commit. Prints one JSON object.
+"""Where a step's time goes on this CPU: prepared inputs, forward, sampler, commit. Prints one JSON object.
 
     python benchmarks/runner_cpu.py [--model frame-tiny] [--rows 32 64] [--threads 2] [--temperature 0] [--compile] [--profile]
 
@@ -84,8 +84,7 @@ def measure(arguments, rows, params):
 
     run("warm")
     watched = StartDetokenize()
-    watched.on(runner.builder, "build", "builder")
-    watched.on(runner.sampling, "plan", "plan")
+    watched.on(runner.inputs, "prepare", "prepare")
     watched.on(runner.sampler, "sample", "sampler")
     watched.on(runner.model, "logits", "head")
     watched.on(runner, "forward", "forward")

@@ -67,7 +67,6 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 # Import cycles that remain; this list only shrinks.
 REMAINING_CYCLES: tuple[tuple[str, ...], ...] = (
-    ("frame.core.execution.model_runner", "frame.core.execution.pooling_runner"),
     (
         "frame.core.interfaces.attention",
         "frame.core.interfaces.batch",

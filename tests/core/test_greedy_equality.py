@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.execution.model_runner import build_runner
+from frame.core.execution.components import build_runner
 from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import decode_batch, encode_batch

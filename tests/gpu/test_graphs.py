@@ -93,8 +93,8 @@ def make_loop(path, backend, most, most_tokens=0, chunk=512, dtype="bfloat16"):
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    assert (runner.graphs is not None) == bool(most)
-    assert (runner.prompt_graphs is not None) == bool(most_tokens)
+    assert (runner.decode_graphs is not None) == bool(most)
+    assert (runner.piecewise_graphs is not None) == bool(most_tokens)
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import DataObject, booleans, data, floats, integers, just, one_of, sampled_from
 
-from frame.core.execution.input_batch import count_rows
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import Sampled, Sampler
 from frame.core.sampling.sampling_metadata import SamplingTable
@@ -278,7 +278,7 @@ def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingPar
             new_pages=np.empty((0, 3), np.int32),
             grammar_mask=mask,
         )
-        plan = table.plan(batch, count_rows(batch))
+        plan = table.plan(batch, compute_layout(batch))
         processing = processors.plan(plan.slots, plan.positions)
         arrays = plan.arrays if processing is None else {**plan.arrays, **processing.arrays}
         tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}

@@ -8,10 +8,13 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import Collective
 
 
 class LocalGroup:
@@ -87,3 +90,10 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: f
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
     options._timeout = patience  # noqa: SLF001
     return TorchGroup(rank, size, gloo(store, rank, size, options))
+
+
+def is_true_on_all_ranks(value: bool, tp: Collective, device: torch.device) -> bool:
+    """Whether `value` is true on all ranks."""
+    if tp.size == 1:
+        return value
+    return bool(tp.all_gather(torch.tensor([int(value)], device=device), dim=0).min())

@@ -1,10 +1,12 @@
-"""`Parts`: the plugin classes that were chosen, loaded and handed over by the composition root; and what is built from them.
+"""`Parts`: the chosen plugin classes, loaded; and what is built from them: the build context, logits processors, the runner of a rank.
 
-Knows no plugin by name and no registry.
+Used by `processes.build_engine`, which loads the classes. Must not know a plugin by name or the registry.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from frame.core.errors import ConfigurationError
+from frame.core.execution.host_memory import keep_freed_memory
 from frame.core.execution.hybrid_attention import HybridAttention
+from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
+from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.interfaces.build import BuildContext, Collective, Limits
-from frame.core.kv_cache.kv_pool import DTYPES
+from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
+from frame.core.kv_cache.kv_pool import DTYPES, KVPool, kv_geometry
+from frame.core.loading.loader import WeightSource, load_model
 from frame.core.loading.remote_code import load_class
+from frame.core.sampling.logits_pipeline import Processors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +40,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import LogitsProcessor
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +109,75 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
     for processor in built:
         processor.eos_token_ids = model_config.eos_token_ids
     return built
+
+
+def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
+    """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError for memory that does not fit."""
+    phases: dict[str, float] = {}
+    clock = time.perf_counter()
+    model_config = resolved.model
+    device = torch.device("cuda", tp.rank) if resolved.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+        if resolved.threads is not None:
+            torch.set_num_threads(resolved.threads)
+    torch.manual_seed(resolved.user.model.seed)
+    context = build_context(resolved, parts, tp, device)
+    phases["context"] = time.perf_counter() - clock
+    user = resolved.user
+    source = WeightSource(Path(resolved.model_path), user.model.load_format, user.model.seed)
+    model, report = load_model(parts.model, model_config, context, source)
+    phases.update(report.seconds)
+    clock = time.perf_counter()
+    geometry = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
+    memory = measure(device, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
+    pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu")
+    pages = _least_of_ranks(pages, tp, device)
+    pool = KVPool(geometry, pages, device)
+    slots = context.limits.max_running_requests
+    phases["cache"] = time.perf_counter() - clock
+    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
+    if resolved.pooling is None:
+        processors = Processors(build_processors(parts, model_config, slots, device), slots)
+        runner = TorchModelRunner(model, model_config, context, pool, processors, capacity)
+    else:
+        runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
+    clock = time.perf_counter()
+    runner.settle_backend()
+    phases["attention"] = time.perf_counter() - clock
+    clock = time.perf_counter()
+    runner.warm_up()
+    if user.execution.torch_compile:  # after a plain step, in which backends learn what they keep
+        keep_out(context.attention, "run", "run_mla")
+        runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
+        runner.warm_up()
+    phases["warm_up"] = time.perf_counter() - clock
+    _capture_graphs(runner, resolved, phases)
+    runner.allow_compilation()
+    return runner
+
+
+def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:
+    """Capture the graphs that were resolved. The start fails without piecewise graphs only if the user set their size."""
+    clock = time.perf_counter()
+    if resolved.cuda_graph_max_bs:
+        runner.capture_decode_graphs(resolved.cuda_graph_max_bs)
+        phases["graphs"] = time.perf_counter() - clock
+    clock = time.perf_counter()
+    if resolved.prompt_graph_max_tokens:
+        try:
+            runner.capture_piecewise_graphs(min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step))
+        except ConfigurationError as error:
+            if resolved.user.execution.prompt_graph_max_tokens:
+                raise
+            _log.warning("%s to skip the attempt; these steps run without graphs", error)
+        phases["prompt_graphs"] = time.perf_counter() - clock
+
+
+def _least_of_ranks(pages: int, tp: Collective, device: torch.device) -> int:
+    """One page count for all ranks, because rank 0's scheduler assigns the pages."""
+    if tp.size == 1:
+        return pages
+    return int(tp.all_gather(torch.tensor([pages], device=device), dim=0).min())

@@ -2,7 +2,7 @@
 
 A graph serves every batch of decodes up to its size; the rows that are left over belong to the padding slot and write to page 0. A short
 prompt is a few decodes more, whose tokens are known and whose successors, but for the last one's, nobody wants.
-What changes from step to step lies in `StepInputs`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
+What changes from step to step lies in `InputBuffers`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
 computed anew. Knows no request and no plugin.
 """
 
@@ -20,7 +20,7 @@ import torch
 from frame.core.interfaces.batch import ForwardBatch, HostView
 
 if TYPE_CHECKING:
-    from frame.core.execution.input_batch import BatchBuilder, TokenRows
+    from frame.core.execution.input_batch import InputBatch, TokenRows
     from frame.core.interfaces.attention import AttentionBackend
 
 _NUM_BUFFERS = 3
@@ -68,7 +68,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class StepInputs:
+class InputBuffers:
     """The arrays of a decode step, by row, in one pinned layout that one copy moves to the device. Buffers are used in turn, so that a
     copy in flight is not overwritten."""
 
@@ -126,7 +126,7 @@ class DecodeGraphs:
     def __init__(
         self,
         body: Body,
-        builder: BatchBuilder,
+        input_batch: InputBatch,
         backend: AttentionBackend,
         sizes: tuple[int, ...],
         device: torch.device,
@@ -135,11 +135,11 @@ class DecodeGraphs:
         """`redraw` draws the tokens of steps with filters; without it they are not brought."""
         self._body = body
         self._redraw = redraw
-        self._builder = builder
+        self._input_batch = input_batch
         self._backend = backend
         self._device = device
         most = sizes[-1]
-        padding_slot = builder.table.padding_slot
+        padding_slot = input_batch.table.padding_slot
         padding: dict[str, np.generic] = {
             "request_slots": np.int64(padding_slot),
             "token_slots": np.int64(padding_slot),
@@ -150,7 +150,7 @@ class DecodeGraphs:
             **_DRAW,
             **_FILTERS,
         }
-        self._inputs = StepInputs(most, device, padding)
+        self._buffers = InputBuffers(most, device, padding)
         self._ones = np.ones(most, np.int32)
         self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # index of the first size that holds so many rows
         self._sizes = sizes
@@ -185,7 +185,7 @@ class DecodeGraphs:
             "seq_lens": tokens.positions + 1,
             **draws,
         }
-        padded = self._inputs.write(arrays, size)
+        padded = self._buffers.write(arrays, size)
         host = HostView(padded["request_slots"], self._ones[:size], padded["seq_lens"], step.batch.host.page_table)
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
         step.captured.replay()
@@ -198,7 +198,7 @@ class DecodeGraphs:
 
     def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
         """The batch that the graph of a size reads."""
-        inputs, table = self._inputs.tensors, self._builder.table
+        inputs, table = self._buffers.tensors, self._input_batch.table
         counts = counted.int()
         slots = np.full(size, table.padding_slot, np.int32)
         return ForwardBatch(
@@ -212,13 +212,13 @@ class DecodeGraphs:
             query_starts=counts[: size + 1],
             page_table=table.pages,
             logits_indices=counted[:size],
-            kv=self._builder.kv,
+            kv=self._input_batch.kv,
             host=HostView(slots, self._ones[:size], self._ones[:size], table.host_pages),
         )
 
     def _captured(self, batch: ForwardBatch, pool: Any) -> _Size:
-        size, table = batch.num_rows, self._builder.table
-        inputs = {name: tensor[:size] for name, tensor in self._inputs.tensors.items()}
+        size, table = batch.num_rows, self._input_batch.table
+        inputs = {name: tensor[:size] for name, tensor in self._buffers.tensors.items()}
         params = {name: inputs[name] for name in _DRAW}
 
         def run(planned: ForwardBatch) -> DecodeOutputs:

@@ -1,110 +1,263 @@
-"""ScheduledBatch -> ForwardBatch: vectorised on the host, and the step's only host-to-device copy.
+"""`InputBatch`: turns each `ScheduledBatch` into all that the forward pass, a graph and the sampler read.
 
-What the sampler needs from the host rides along in the same copy. Knows no request and no model; pages, slots and token counts only.
+Used by the model runners and the CUDA graphs. It keeps what outlives a step: the page table, last tokens, sampling parameters and the
+slots of the logits processors. A step's host arrays move to the device in one copy. Must not know a request, a model or the scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame import kernels
+from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
+from frame.core.interfaces.runner import MOST_SINGLE
+from frame.core.kv_cache.kv_pool import DeviceTable
+from frame.core.sampling.batch_layout import BatchLayout, compute_layout
+from frame.core.sampling.prompt_logprobs import plan_prompts
+from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
 
 if TYPE_CHECKING:
-    from frame.core.execution.staging import Staging
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
-    from frame.core.kv_cache.kv_pool import DeviceTable
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
+    from frame.core.sampling.prompt_logprobs import PromptPlan
+    from frame.core.sampling.sampling_metadata import SamplingPlan
 
 TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
 
+_MAX_PROMPT_KEYS = 16_384  # keys that the prompt tokens of a decode graph may read, where each reads all of its own
+_STAGED_BYTES_PER_TOKEN = 3 * 8
+_STAGED_BYTES_PER_ROW = 256
+_ALIGNMENT = 16
+_NUM_BUFFERS = 2
 
-class Placement(Protocol):
-    """Where a step's tensors have to be that lie at addresses of their own."""
+
+class Staging(Protocol):
+    """`move` is called once a step, on the step's stream; the tensors are valid until the copy of the next `move` runs."""
+
+    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The arrays (C-contiguous, any dtype that torch has) as tensors on the device, under the same names."""
+        ...
+
+
+def make_staging(device: torch.device, num_bytes: int) -> Staging:
+    """The staging of a device; `num_bytes` is the expected maximum of one step. The buffers grow where it is too small."""
+    return SharedMemory() if device.type == "cpu" else PinnedCopies(device, num_bytes)
+
+
+class SharedMemory:
+    """The CPU's staging: views, no copies. The caller must not write to the arrays afterwards."""
+
+    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        from_numpy = torch.from_numpy
+        return {name: from_numpy(array) for name, array in arrays.items()}
+
+
+class PinnedCopies:
+    """CUDA's staging: packs the arrays into pinned memory and makes one asynchronous copy to a device buffer of fixed address.
+
+    Two pinned buffers take turns, so that a copy in flight is never overwritten.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device = device
+        self._turn = 0
+        self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]
+        self._allocate(num_bytes)
+
+    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        offsets, total = [], 0
+        for array in arrays.values():
+            offsets.append(total)
+            total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if total > self._target.numel():
+            torch.cuda.current_stream(self._device).synchronize()
+            self._allocate(2 * total)
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        self._copied[self._turn].synchronize()
+        host = self._host[self._turn]
+        for offset, array in zip(offsets, arrays.values(), strict=True):
+            host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._target[:total].copy_(self._pinned[self._turn][:total], non_blocking=True)
+        self._copied[self._turn].record()
+        return {name: self._view(offset, array) for offset, (name, array) in zip(offsets, arrays.items(), strict=True)}
+
+    def _view(self, offset: int, like: np.ndarray) -> torch.Tensor:
+        typed = self._typed.get(like.dtype)
+        if typed is None:
+            typed = self._typed[like.dtype] = self._target.view(_torch_dtype(like.dtype))
+        start = offset // like.itemsize
+        part = typed[start : start + like.size]
+        return part if like.ndim == 1 else part.view(like.shape)
+
+    def _allocate(self, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+        self._host = [pinned.numpy() for pinned in self._pinned]
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._typed: dict[np.dtype, torch.Tensor] = {}  # the target viewed as each dtype
+
+
+@lru_cache(maxsize=32)
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+class TokenPlacement(Protocol):
+    """Fixed device addresses for the token arrays of a step, as piecewise graphs need them."""
+
+    @property
+    def most(self) -> int:
+        """The largest number of tokens that has a place."""
+        ...
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """`TOKEN_ARRAYS` by name -> tensors of the same lengths on the device."""
+        """Copies `TOKEN_ARRAYS` to their addresses. -> tensors of the same names and lengths on the device."""
         ...
 
     def extensions(self, tokens: int) -> dict[type, Any]:
-        """Of a batch of so many tokens."""
+        """The extensions of a `ForwardBatch` of this many tokens."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RowCounts:
-    """Host arithmetic over a batch's rows that several parts need. All int64 but the marked."""
-
-    query_starts: np.ndarray  # [rows + 1]
-    seq_lens: np.ndarray  # [rows]; cached tokens after this step
-    sampling: np.ndarray  # [sampling rows]; row indices
-    prompt_rows: np.ndarray  # [n]; rows whose prompt log-probabilities are wanted
-    logits_indices: np.ndarray  # [sampling rows + tokens of prompt_rows]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """A step's tokens as rows of one token each, the sampled ones first: what a step of decodes is, and one of short prompts may be.
-    All int64 [tokens]."""
+    """A step's tokens as rows of one token each, the sampled ones first, for a decode graph. All int64 [tokens]."""
 
     slots: np.ndarray
     positions: np.ndarray
-    sources: np.ndarray  # where in the last-token table a row's id is
-    drawn: np.ndarray  # where the token goes that is drawn for it
-    kv_slots: np.ndarray  # where its K and V go
+    sources: np.ndarray  # index of the row's token id in the last-token table
+    drawn: np.ndarray  # index in the last-token table that the drawn token is written to
+    kv_slots: np.ndarray
     num_sampling: int
 
 
-def count_rows(batch: ScheduledBatch) -> RowCounts:
-    """Where every row's tokens lie and which of them need logits: the last of each sampling row, then all of each prompt row."""
-    rows = len(batch.slots)
-    starts = np.zeros(rows + 1, np.int64)
-    np.cumsum(batch.num_scheduled, out=starts[1:])
-    seq_lens = np.add(batch.num_computed, batch.num_scheduled, dtype=np.int64)
-    sampling = np.flatnonzero(batch.samples)
-    logits = starts[1:][sampling] - 1
-    prompt_rows = np.flatnonzero(batch.prompt_logprobs) if batch.prompt_logprobs is not None else sampling[:0]
-    if len(prompt_rows):
-        logits = np.concatenate([logits, *(np.arange(starts[row], starts[row + 1]) for row in prompt_rows)])
-    return RowCounts(starts, seq_lens, sampling, prompt_rows, logits)
+@dataclass(slots=True)
+class StepPlans:
+    """The host's plans of one step; the values of their arrays travel to the device as extra inputs."""
+
+    sampling: SamplingPlan
+    processing: ProcessorPlan | None  # None: no row uses a logits processor
+    prompts: PromptPlan | None  # None: no row needs prompt log-probabilities
+
+    def extra_inputs(self) -> dict[str, np.ndarray]:
+        """The arrays that the sampler, the logits processors and the prompt log-probabilities read on the device, by name."""
+        arrays = self.sampling.arrays
+        if self.processing is not None:
+            arrays = {**arrays, **self.processing.arrays}
+        if self.prompts is not None:
+            arrays = {**arrays, "prompt_targets": self.prompts.targets}
+        return arrays
 
 
-class BatchBuilder:
-    """Builds one step's ForwardBatch. One object a runner."""
+@dataclass(slots=True)
+class ForwardInputs:
+    """A step that runs the model's forward pass.
 
-    def __init__(self, table: DeviceTable, kv: KVCache, backend: AttentionBackend, staging: Staging) -> None:
-        self.table = table
+    tensors: the extra inputs by name, and "sampling_slots", int64 [sampling rows].
+    logits_indices: int64 [n], the tokens whose hidden states are used; None: all that the forward returns, in order.
+    is_placed: whether the token arrays are at the addresses of the `TokenPlacement`, so that its graphs run the step.
+    """
+
+    plans: StepPlans
+    tensors: dict[str, torch.Tensor]
+    batch: ForwardBatch
+    logits_indices: torch.Tensor | None
+    is_placed: bool
+
+
+@dataclass(slots=True)
+class ReplayInputs:
+    """A step that a decode graph replays.
+
+    tensors: as in `ForwardInputs`; empty where the graph draws the tokens.
+    draws: parameters of the draw inside of the graph, one entry a sampling row; empty: the sampler draws from the graph's logits.
+    """
+
+    plans: StepPlans
+    tensors: dict[str, torch.Tensor]
+    rows: TokenRows
+    draws: Mapping[str, np.ndarray]
+
+
+StepInputs = ForwardInputs | ReplayInputs
+
+
+class InputBatch:
+    """The inputs of one runner. `prepare` once a step, in launch order, on the runner's stream and in inference mode.
+
+    max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
+    placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
+    """
+
+    def __init__(self, context: BuildContext, kv: KVCache, processors: Processors, *, selects_tokens: bool = False) -> None:
+        """`selects_tokens`: the model returns the hidden states of `SelectedTokens` alone. Raises ValueError without a backend."""
+        if context.attention is None:
+            raise ValueError("an input batch needs a context with an attention backend")
+        limits = context.limits
+        staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
+        self.table = DeviceTable(limits, context.device)
         self.kv = kv
-        self._backend = backend
-        self._staging = staging
+        self.sampling = SamplingTable(limits.max_running_requests, by_row=kernels.can_use_triton(context.device))
+        self.max_graph_rows = 0
+        self.placement: TokenPlacement | None = None
+        self._processors = processors
+        self._selects_tokens = selects_tokens
+        self.backend: AttentionBackend = context.attention
+        self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
+        self._staging = make_staging(context.device, staged)
+        self._mask_staging = make_staging(context.device, 0)  # for grammar masks that come after their batch
 
-    def build(
-        self, batch: ScheduledBatch, counts: RowCounts, riders: Mapping[str, np.ndarray], placement: Placement | None = None
+    def prepare(self, batch: ScheduledBatch) -> StepInputs:
+        """Sets up and releases slots, plans the step, and moves its inputs to the device."""
+        self.sampling.update(batch.setups, batch.released)
+        self._processors.update(batch.setups, batch.released)
+        layout = compute_layout(batch)
+        sampling = self.sampling.plan(batch, layout)
+        plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
+        if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
+            return self._prepare_replay(batch, layout, plans)
+        return self._prepare_forward(batch, layout, plans)
+
+    def build_forward_batch(
+        self,
+        batch: ScheduledBatch,
+        layout: BatchLayout,
+        extra_inputs: Mapping[str, np.ndarray],
+        placement: TokenPlacement | None = None,
+        *,
+        selects_tokens: bool = False,
     ) -> tuple[ForwardBatch, dict[str, torch.Tensor]]:
-        """The batch on the device with its plan, and the `riders` (the sampler's arrays) as tensors under their names.
+        """The batch on the device with the backend's plan, and the `extra_inputs` as tensors of the same names.
 
-        `riders` may not use the names of the batch's own fields. `placement` brings what tokens have (`TOKEN_ARRAYS`) where it has to
-        be.
+        The names of `extra_inputs` must differ from the batch's fields. `placement` gives the token arrays their addresses.
+        `selects_tokens` adds the extension `SelectedTokens` of the tokens that need logits.
         """
         table = self.table
         if len(batch.new_pages):
             table.write_host(batch.new_pages)
-        arrays = self._arrays(batch, counts)
-        placed: dict[str, torch.Tensor] = {}
+        arrays = self._batch_arrays(batch, layout)
         extensions: dict[type, Any] = {}
-        if placement is not None:
+        if placement is None:
+            tensors = self._move(batch, {**arrays, **extra_inputs})
+        else:
             placed = placement.place({name: arrays[name] for name in TOKEN_ARRAYS})
-            extensions = placement.extensions(len(arrays["token_ids"]))
-        others = {name: array for name, array in arrays.items() if name not in placed}
-        tensors = self._put(batch, {**others, **riders}) | placed
+            extensions |= placement.extensions(layout.num_tokens)
+            others = {name: array for name, array in arrays.items() if name not in placed}
+            tensors = self._move(batch, {**others, **extra_inputs}) | placed
         decodes = batch.num_decodes
         if decodes:
-            # sampled by a step that may still be in flight: the host does not know these ids
+            # sampled by a step that may still be in flight: the host does not have these ids
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
+        if selects_tokens:
+            extensions[SelectedTokens] = SelectedTokens(tensors["logits_indices"])
         fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays}
         forward = ForwardBatch(
             num_decodes=decodes,
@@ -114,89 +267,120 @@ class BatchBuilder:
             extensions=extensions,
             **fields,
         )
-        return replace(forward, plan=self._backend.plan(forward)), tensors
+        return replace(forward, plan=self.backend.plan(forward)), tensors
 
-    def stage(self, batch: ScheduledBatch, riders: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The batch's pages and given tokens into the table, and the `riders` as tensors: what is left to do for a step that a graph
-        runs."""
+    def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
+        """A deferred grammar mask, int32 [sampling rows, ceil(vocab / 32)], as the tensors that the sampler reads."""
+        return self._mask_staging.move(grammar_arrays(mask))
+
+    def _fits_decode_graph(self, batch: ScheduledBatch, layout: BatchLayout) -> bool:
+        """Whether a decode graph may run the step, with each prompt token as a row of its own: the prompt tokens are few, and either
+        read few keys or read those that they share once."""
+        given = len(batch.token_ids)
+        if layout.num_tokens > self.max_graph_rows or given > MOST_SINGLE:
+            return False
+        keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
+        return self._reads_prefixes_once or keys <= _MAX_PROMPT_KEYS
+
+    def _prepare_replay(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ReplayInputs:
+        sampling = plans.sampling
+        if sampling.is_plain and plans.processing is None and not batch.has_deferred_grammar_mask:
+            tensors, draws = self._stage(batch, {}), self.sampling.draws(sampling)
+        else:  # the sampler replaces the tokens that the graph draws
+            tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
+        return ReplayInputs(plans, tensors, self._token_rows(batch, layout), draws)
+
+    def _prepare_forward(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ForwardInputs:
+        placement, tokens, used = self.placement, layout.num_tokens, len(layout.logits_indices)
+        if placement is not None and tokens > placement.most:
+            placement = None
+        is_selected = placement is None and self._selects_tokens and 2 * used <= tokens
+        forward, tensors = self.build_forward_batch(batch, layout, plans.extra_inputs(), placement, selects_tokens=is_selected)
+        tensors.setdefault("sampling_slots", forward.request_slots)
+        all_sample = len(layout.sampling_rows) == used == tokens  # every token is a decode that samples, in order
+        indices = None if is_selected or all_sample else forward.logits_indices
+        return ForwardInputs(plans, tensors, forward, indices, placement is not None)
+
+    def _stage(self, batch: ScheduledBatch, extra_inputs: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Writes the batch's pages and prompt tokens into the table. -> the `extra_inputs` as tensors."""
         given = len(batch.token_ids)
         if given:
-            riders = {**riders, "given_tokens": batch.token_ids.astype(np.int64)}
-        if not len(batch.new_pages) and not riders:
+            extra_inputs = {**extra_inputs, "given_tokens": batch.token_ids.astype(np.int64)}
+        if not len(batch.new_pages) and not extra_inputs:
             return {}
         self.table.write_host(batch.new_pages)
-        tensors = self._put(batch, riders)
+        tensors = self._move(batch, extra_inputs)
         if given:
             first = self.table.first_given
             self.table.last_token[first : first + given].copy_(tensors.pop("given_tokens"))
         return tensors
 
-    def token_rows(self, batch: ScheduledBatch, counts: RowCounts) -> TokenRows:
-        """The step's tokens one by one; those of extends are where `stage` puts them."""
-        slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, counts.sampling
-        table, total = self.table, int(counts.query_starts[-1])
-        every, positions = self._tokens(batch, counts, slots)
+    def _token_rows(self, batch: ScheduledBatch, layout: BatchLayout) -> TokenRows:
+        """The step's tokens one by one. The ids of prompt tokens are where `_stage` writes them."""
+        slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, layout.sampling_rows
+        table, total = self.table, layout.num_tokens
+        every, positions = self._token_slots(batch, layout, slots)
         sources = every
         if decodes < total:
             sources = every.copy()
             sources[decodes:] = table.first_given + np.arange(total - decodes)
-        targets = self._places(batch, every, positions)
+        kv_slots = self._kv_slots(batch, every, positions)
         if total == len(sampling):
-            return TokenRows(every, positions, sources, every, targets, total)
-        last = counts.query_starts[1:][sampling] - 1
+            return TokenRows(every, positions, sources, every, kv_slots, total)
+        last = layout.query_starts[1:][sampling] - 1
         is_inner = np.ones(total, bool)
         is_inner[last] = False
         order = np.concatenate((last, np.flatnonzero(is_inner)))
         drawn = np.full(total, table.padding_slot, np.int64)
         drawn[: len(last)] = slots[sampling]
-        return TokenRows(every[order], positions[order], sources[order], drawn, targets[order], len(last))
+        return TokenRows(every[order], positions[order], sources[order], drawn, kv_slots[order], len(last))
 
     @staticmethod
-    def _tokens(batch: ScheduledBatch, counts: RowCounts, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Slot and position of each of the step's tokens, int64 [tokens]."""
-        total, lens = int(counts.query_starts[-1]), batch.num_scheduled
+    def _token_slots(batch: ScheduledBatch, layout: BatchLayout, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Request slot and position of each token, int64 [tokens]."""
+        total, lens = layout.num_tokens, batch.num_scheduled
         if total == len(slots):
             return slots, batch.num_computed.astype(np.int64)
-        return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - counts.query_starts[:-1], lens)
+        return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - layout.query_starts[:-1], lens)
 
-    def _places(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where the K and V of the step's tokens go, by request slot and position, all int64 [tokens]: to page 0, which is nobody's, where
-        the cache has them already."""
+    def _kv_slots(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the K and V of each token go, int64 [tokens], given its request slot and position. Tokens of rows with `cached` go to
+        page 0, which is reserved."""
         size = self.table.page_size
         if size == 1:
-            places: np.ndarray = self.table.host_pages[slots, positions].astype(np.int64)
+            kv_slots: np.ndarray = self.table.host_pages[slots, positions].astype(np.int64)
         else:
             column = positions // size
-            places = self.table.host_pages[slots, column].astype(np.int64)
-            places -= column
-            places *= size  # (page - column) * size + position = page * size + position % size
-            places += positions
+            kv_slots = self.table.host_pages[slots, column].astype(np.int64)
+            kv_slots -= column
+            kv_slots *= size  # (page - column) * size + position = page * size + position % size
+            kv_slots += positions
         if batch.cached is not None:
-            places[np.repeat(batch.cached, batch.num_scheduled)] = 0
-        return places
+            kv_slots[np.repeat(batch.cached, batch.num_scheduled)] = 0
+        return kv_slots
 
-    def _put(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Arrays and new pages to the device in one copy; the pages into its table."""
+    def _move(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Moves arrays and new pages to the device in one copy, and writes the pages into the device's table."""
         if not len(batch.new_pages) or self.table.is_shared:
-            return self._staging.put(arrays)
+            return self._staging.move(arrays)
         writes = self.table.flat_writes(batch.new_pages)
-        tensors = self._staging.put({**arrays, **writes})
+        tensors = self._staging.move({**arrays, **writes})
         self.table.write_device(**{name: tensors.pop(name) for name in writes})
         return tensors
 
-    def _arrays(self, batch: ScheduledBatch, counts: RowCounts) -> dict[str, np.ndarray]:
-        decodes, total = batch.num_decodes, int(counts.query_starts[-1])
+    def _batch_arrays(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
+        """The fields of `ForwardBatch` that change each step, except the ids of decodes, which only the device has."""
         slots = batch.slots.astype(np.int64)
-        token_ids = np.empty(total, np.int64)
-        token_ids[decodes:] = batch.token_ids
-        token_slots, positions = self._tokens(batch, counts, slots)
+        token_ids = np.empty(layout.num_tokens, np.int64)
+        token_ids[batch.num_decodes :] = batch.token_ids
+        token_slots, positions = self._token_slots(batch, layout, slots)
         return {
             "token_ids": token_ids,
             "positions": positions,
-            "kv_slots": self._places(batch, token_slots, positions),
+            "kv_slots": self._kv_slots(batch, token_slots, positions),
             "request_slots": slots,
-            "logits_indices": counts.logits_indices,
-            "seq_lens": counts.seq_lens.astype(np.int32),
+            "logits_indices": layout.logits_indices,
+            "seq_lens": layout.seq_lens.astype(np.int32),
             "query_lens": batch.num_scheduled.astype(np.int32),
-            "query_starts": counts.query_starts.astype(np.int32),
+            "query_starts": layout.query_starts.astype(np.int32),
         }

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from frame.core.execution.decode_graphs import StepInputs, uncollected
+from frame.core.execution.decode_graphs import InputBuffers, uncollected
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import AttentionOut, ForwardBatch, HostView
 
 if TYPE_CHECKING:
-    from frame.core.execution.input_batch import BatchBuilder
+    from frame.core.execution.input_batch import InputBatch
     from frame.core.interfaces.attention import AttentionBackend, LatentProjections
 
 _log = logging.getLogger(__name__)
@@ -76,25 +76,25 @@ class _Pieces:
         return self.hidden
 
 
-class PromptGraphs:
+class PiecewiseGraphs:
     """The captured passes of one runner. `capture` once; then, step by step, `place` what tokens have and `run`; all on the runner's
     stream and in inference mode."""
 
     def __init__(
         self,
         forward: Callable[[ForwardBatch], torch.Tensor],
-        builder: BatchBuilder,
+        input_batch: InputBatch,
         backend: AttentionBackend,
         sizes: tuple[int, ...],
         device: torch.device,
     ) -> None:
         self._forward = forward
-        self._builder = builder
+        self._input_batch = input_batch
         self._backend = backend
         self._device = device
         self._sizes = sizes
         self._smallest = np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1))  # index of the first size that holds so many tokens
-        self._inputs = StepInputs(sizes[-1], device, _PADDING)
+        self._buffers = InputBuffers(sizes[-1], device, _PADDING)
         self._batches = [self._batch(size) for size in sizes]
         self._outs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._pieces: list[_Pieces] = []
@@ -122,8 +122,8 @@ class PromptGraphs:
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Bring ids, positions and cache places of a step of at most `most` tokens to where the pieces read them. All int64 [tokens]."""
         tokens = len(arrays["token_ids"])
-        self._inputs.write(arrays, self._sizes[self._smallest[tokens]])
-        return {name: self._inputs.tensors[name][:tokens] for name in arrays}
+        self._buffers.write(arrays, self._sizes[self._smallest[tokens]])
+        return {name: self._buffers.tensors[name][:tokens] for name in arrays}
 
     def extensions(self, tokens: int) -> dict[type, Any]:
         """Where attention leaves its results, if it can, and they are of one shape in all layers."""
@@ -180,7 +180,7 @@ class PromptGraphs:
 
     def _batch(self, size: int) -> ForwardBatch:
         """The batch that the pieces of a size read; with a plan it is one of prompts that nobody asked for, over the reserved page."""
-        table, inputs = self._builder.table, self._inputs.tensors
+        table, inputs = self._input_batch.table, self._buffers.tensors
         longest = (table.max_pages - 1) * table.page_size
         lens = np.full(-(-size // longest), longest, np.int32)
         lens[-1] -= lens.sum() - size
@@ -198,7 +198,7 @@ class PromptGraphs:
             query_starts=starts,
             page_table=table.pages,
             logits_indices=starts[:0].long(),
-            kv=self._builder.kv,
+            kv=self._input_batch.kv,
             host=HostView(slots, lens, lens, table.host_pages),
         )
 

@@ -13,22 +13,22 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import fetch
-from frame.core.execution.input_batch import count_rows
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooler import Pooler
 from frame.core.execution.warmup import idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
+from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
-    from frame.core.execution.input_batch import RowCounts
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
+    from frame.core.sampling.batch_layout import BatchLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,23 @@ class PoolingRunner(TorchModelRunner):
         for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):
             self.launch(batch).wait()
 
-    def _run(self, batch: ScheduledBatch) -> PendingStep:
-        counts = count_rows(batch)
-        riders = self._riders(batch, counts)
-        forward_batch, tensors = self.builder.build(batch, counts, riders)
-        if riders:
+    def _execute(self, batch: ScheduledBatch) -> PendingStep:
+        layout = compute_layout(batch)
+        extra_inputs = self._token_types(batch, layout)
+        forward_batch, tensors = self.inputs.build_forward_batch(batch, layout, extra_inputs)
+        if extra_inputs:
             forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors["token_types"])})
         hidden = self.forward(forward_batch)
         return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)))
 
-    def _riders(self, batch: ScheduledBatch, counts: RowCounts) -> dict[str, np.ndarray]:
-        """The token types of a step that has pairs."""
+    def _token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
+        """ "token_types", int64 [tokens], of a step that has pairs; else empty."""
         second_text_starts = self._second_text_starts[batch.slots]
         if not second_text_starts.any():
             return {}
-        begins = np.where(second_text_starts > 0, second_text_starts, np.iinfo(np.int32).max) - batch.num_computed
-        places = np.arange(int(counts.query_starts[-1])) - np.repeat(counts.query_starts[:-1], batch.num_scheduled)
-        return {"token_types": (places >= np.repeat(begins, batch.num_scheduled)).astype(np.int64)}
+        starts = np.where(second_text_starts > 0, second_text_starts, np.iinfo(np.int32).max) - batch.num_computed
+        places = np.arange(layout.num_tokens) - np.repeat(layout.query_starts[:-1], batch.num_scheduled)
+        return {"token_types": (places >= np.repeat(starts, batch.num_scheduled)).astype(np.int64)}
 
 
 def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:

@@ -16,8 +16,8 @@ from frame.core.interfaces.batch import PromptLogprobs
 from frame.core.sampling.sampler import logprobs
 
 if TYPE_CHECKING:
-    from frame.core.execution.input_batch import RowCounts
     from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.sampling.batch_layout import BatchLayout
     from frame.core.sampling.sampling_metadata import SamplingTable
 
 _BLOCK_CELLS = 1 << 23  # logits at once
@@ -48,12 +48,12 @@ class PromptPlan:
         return max(part.num_top for part in self.parts)
 
 
-def plan_prompts(batch: ScheduledBatch, counts: RowCounts, table: SamplingTable) -> PromptPlan | None:
+def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan | None:
     """Which prompt tokens this step can score: the logits at position p are of the token at p + 1. None when nobody asked."""
-    if not len(counts.prompt_rows):
+    if not len(layout.prompt_logprob_rows):
         return None
     parts, lengths, targets = [], [], []
-    for row in counts.prompt_rows.tolist():  # rows that ask, which are few
+    for row in layout.prompt_logprob_rows.tolist():  # rows that ask, which are few
         slot, start, length = int(batch.slots[row]), int(batch.num_computed[row]), int(batch.num_scheduled[row])
         prompt = table.prompt(slot)
         target = np.zeros(length, np.int64)

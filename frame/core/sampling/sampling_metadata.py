@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from frame.core.execution.input_batch import RowCounts
     from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+    from frame.core.sampling.batch_layout import BatchLayout
 
 _ROW = np.dtype(
     [
@@ -102,11 +102,11 @@ class SamplingTable:
         rows = self._rows.take(plan.slots)
         return {"temperature": rows["temperature"], "uniform": _uniforms(rows["seed"], plan.positions)}
 
-    def plan(self, batch: ScheduledBatch, counts: RowCounts) -> SamplingPlan:
+    def plan(self, batch: ScheduledBatch, layout: BatchLayout) -> SamplingPlan:
         """The step's sampling work."""
-        slots = batch.slots[counts.sampling].astype(np.int64)
+        slots = batch.slots[layout.sampling_rows].astype(np.int64)
         rows = self._rows.take(slots)  # many times as fast as by index, for rows of several fields
-        positions = counts.seq_lens[counts.sampling]
+        positions = layout.seq_lens[layout.sampling_rows]
         arrays: dict[str, np.ndarray] = {}
         if len(slots) != len(batch.slots):
             arrays["sampling_slots"] = slots

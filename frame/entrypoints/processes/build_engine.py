@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.execution.components import Loaded, Parts
-from frame.core.execution.model_runner import TorchModelRunner, build_runner
+from frame.core.execution.components import Loaded, Parts, build_runner
+from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities

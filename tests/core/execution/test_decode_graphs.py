@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.execution import model_runner
+from frame.core.execution import input_batch
 from frame.core.execution.collectives import LocalGroup
-from frame.core.execution.decode_graphs import StepInputs, graph_sizes, uncollected
+from frame.core.execution.decode_graphs import InputBuffers, graph_sizes, uncollected
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ def test_sizes_hold_every_batch_and_waste_little(most):
 
 
 def test_inputs_are_padded_and_stay_where_they_are():
-    inputs = StepInputs(8, CPU, {"a": np.int64(-1), "b": np.float32(0.5)})
+    inputs = InputBuffers(8, CPU, {"a": np.int64(-1), "b": np.float32(0.5)})
     addresses = {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
     for rows in (5, 2, 8, 1):
         arrays = {"a": np.arange(rows), "b": np.arange(rows, dtype=np.float32)}
@@ -65,7 +65,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
         FakeModel(model_config, context), model_config, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12)
     )
     if captured:
-        runner.capture(captured)
+        runner.capture_decode_graphs(captured)
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
@@ -97,13 +97,13 @@ def test_sampling(wants):
 
 def watch(loop):
     """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
-    steps, replay, first = [], loop.runner.graphs.replay, loop.runner.builder.table.first_given
+    steps, replay, first = [], loop.runner.decode_graphs.replay, loop.runner.inputs.table.first_given
 
     def watched(tokens, draws):
         steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))
         return replay(tokens, draws)
 
-    loop.runner.graphs.replay = watched
+    loop.runner.decode_graphs.replay = watched
     return steps
 
 
@@ -134,7 +134,7 @@ def test_a_prompt_that_is_wholly_cached_is_one_decode(overlap):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_prompts_over_many_keys_are_decodes_where_these_are_read_once(monkeypatch, shared):
-    monkeypatch.setattr(model_runner, "_MOST_KEYS", 100)
+    monkeypatch.setattr(input_batch, "_MAX_PROMPT_KEYS", 100)
     monkeypatch.setattr(FakeAttention, "capabilities", dataclasses.replace(FakeAttention.capabilities, shared_prefixes=shared))
     loop = make_loop(64)
     steps = watch(loop)

@@ -263,9 +263,9 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     both.prepare([])
     runner.settle_backend()
     assert not runner.can_switch_backend
-    runner.capture(4)
+    runner.capture_decode_graphs(4)
     runner.allow_compilation()
-    captured = runner.graphs
+    captured = runner.decode_graphs
     config = SchedulerConfig(page_size=4, num_pages=300, max_running=8, token_budget=64, max_context=128, vocab_size=vocab, overlap=True)
     near, far = InProcessTransport.pair()
     engine = Engine(Scheduler(config, RadixCache(4, Lru()), PagedAllocator(300), Fcfs()), runner, far, EngineOptions(overlap=True))
@@ -290,7 +290,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     thread.join(10)
     assert outputs == {rid: continuation(prompt, count, vocab) for rid, prompt in prompts.items()}
     assert slow.planned > 0
-    assert (runner.graphs is captured) == (phase == "extends"), "captured decodes of the other backend are captured anew"
+    assert (runner.decode_graphs is captured) == (phase == "extends"), "captured decodes of the other backend are captured anew"
 
 
 def test_followers_switch_when_rank_0_does() -> None:

@@ -32,13 +32,14 @@ class OneRank:
         return tensor
 
 
-def make_runner(page_size=4, slots=8, pages=200, processors=(), vocab=VOCAB):
+def make_runner(page_size=4, slots=8, pages=200, processors=(), vocab=VOCAB, supports_token_selection=True):
     model_config = fake_facts(vocab, CONTEXT)
     limits = Limits(slots, 512, CONTEXT, page_size)
     context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=OneRank(), limits=limits)
     context = BuildContext(device=context.device, dtype=context.dtype, tp=context.tp, limits=limits, attention=FakeAttention(context))
     pool = KVPool(kv_geometry(model_config, 1, page_size, "float32"), pages, context.device)
     model = FakeModel(model_config, context)
+    model.supports_token_selection = supports_token_selection
     return TorchModelRunner(model, model_config, context, pool, Processors(processors, slots), Capacity(pages, page_size, 12))
 
 
@@ -92,8 +93,7 @@ def setup(slot, ids, prompt_len=None, seed=0, **params):
 @pytest.mark.parametrize("supports_token_selection", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_mixed_and_chunked_batches_give_the_tokens_of_the_whole_row(page_size, supports_token_selection):
-    script = Script(make_runner(page_size), page_size)
-    script.runner.model.supports_token_selection = supports_token_selection
+    script = Script(make_runner(page_size, supports_token_selection=supports_token_selection), page_size)
     prompts = {0: [3, 1, 4, 1, 5], 2: [9, 2, 6], 5: list(range(30))}
     outputs = {slot: [] for slot in prompts}
     first = script.run(extends=[(2, prompts[2]), (0, prompts[0])], setups=[setup(s, prompts[s]) for s in (0, 2)])
@@ -133,9 +133,7 @@ def test_a_request_comes_back_in_another_slot():
 
 @pytest.mark.parametrize("supports_token_selection", [True, False])
 def test_an_inner_chunk_yields_nothing_and_needs_no_logits(supports_token_selection):
-    runner = make_runner()
-    runner.model.supports_token_selection = supports_token_selection
-    script = Script(runner)
+    script = Script(make_runner(supports_token_selection=supports_token_selection))
     result = script.run(extends=[(0, [1, 2, 3])], setups=[setup(0, [1, 2, 3, 4])], samples=[False])
     assert result.token_ids.shape == (0,)
     assert result.invalid is None

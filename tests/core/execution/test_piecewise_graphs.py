@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.execution.model_runner import _capture
-from frame.core.execution.piecewise_graphs import PromptGraphs, _borrowed, _met, piece_sizes
+from frame.core.execution.components import _capture_graphs
+from frame.core.execution.piecewise_graphs import PiecewiseGraphs, _borrowed, _met, piece_sizes
 from frame.core.interfaces.sampling_params import SamplingParams
 from tests.core.greedy import NATIVE, greedy, make_case, make_loop, random_prompts, run
 
@@ -34,8 +34,8 @@ def cases(tmp_path_factory):
 
 def captured_loop(case, most, **settings):
     loop = make_loop(case.folder, TOKENS, **settings)
-    loop.runner.capture_prompts(most)
-    loop.steps = watch(loop.runner.prompt_graphs)
+    loop.runner.capture_piecewise_graphs(most)
+    loop.steps = watch(loop.runner.piecewise_graphs)
     return loop
 
 
@@ -78,7 +78,7 @@ def test_padding_is_written_to_the_reserved_page_only(cases):
     loop = captured_loop(cases("Qwen3ForCausalLM"), 64)
     for length in (60, 3):  # the second leaves places of the first behind it
         loop.generate([PROMPTS[-1][:length]], greedy(1))
-    inputs = loop.runner.prompt_graphs._inputs.tensors
+    inputs = loop.runner.piecewise_graphs._buffers.tensors
     for tensor in inputs.values():
         assert not tensor[3:8].any()
     assert inputs["kv_slots"][:3].all()
@@ -132,10 +132,10 @@ def test_a_start_fails_for_graphs_of_prompts_only_where_they_are_wanted(cases, m
     def fails(*_):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(PromptGraphs, "capture", fails)
+    monkeypatch.setattr(PiecewiseGraphs, "capture", fails)
     user = SimpleNamespace(execution=SimpleNamespace(prompt_graph_max_tokens=wanted))
     resolved = SimpleNamespace(cuda_graph_max_bs=0, prompt_graph_max_tokens=64, user=user)
     with pytest.raises(ConfigurationError, match="prompt-graph-max-tokens 0") if wanted else nullcontext():
-        _capture(loop.runner, resolved, {})
-    assert loop.runner.prompt_graphs is None
+        _capture_graphs(loop.runner, resolved, {})
+    assert loop.runner.piecewise_graphs is None
     assert bool(caplog.records) == (wanted is None)

@@ -70,7 +70,7 @@ def wanted(model: Any, prompt: list[int], mode: str, types: list[int] | None = N
 
 @pytest.mark.parametrize(
     ("architecture", "mode"),
-    [("BertModel", "mean"), ("BertModel", "cls"), ("RobertaModel", "max"), ("Qwen3Model", "mean"), ("LlamaModel", "last")]
+    [("BertModel", "mean"), ("BertModel", "cls"), ("RobertaModel", "max"), ("Qwen3Model", "mean"), ("LlamaModel", "last")],
 )
 def test_vectors_of_a_sentence_folder(architecture: str, mode: str, tmp_path: Path) -> None:
     folder = as_sentence_folder(make_checkpoint(architecture, tmp_path), mode)
@@ -171,7 +171,7 @@ def test_many_prompts_share_steps_and_long_ones_wait_for_a_whole_step(tmp_path: 
 
 
 def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
-    from frame.core.execution.model_runner import build_runner
+    from frame.core.execution.components import build_runner
     from frame.entrypoints.processes.build_engine import load_parts
     from tests.models.ranks import on_ranks
 
@@ -241,4 +241,3 @@ def test_modules_that_are_not_known(tmp_path: Path) -> None:
     model_config = read_model_config(folder)
     assert model_config.sentence is not None
     assert model_config.sentence.mode == "last"
-

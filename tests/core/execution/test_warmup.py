@@ -74,7 +74,7 @@ def test_requests_after_idle_steps_have_the_tokens_that_they_have_without(overla
         prepared = prepare(FrameConfig.model_validate(config))
         runner = build_rank(prepared.resolved, prepared.registry)
         if is_idle_first:
-            for batch in (*idle_decodes(runner.builder.table.padding_slot), *idle_prompts(runner.context.limits)):
+            for batch in (*idle_decodes(runner.inputs.table.padding_slot), *idle_prompts(runner.context.limits)):
                 runner.launch(batch).wait()
         loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
         outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from frame.core.execution.staging import SharedMemory
+from frame.core.execution.input_batch import SharedMemory
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ def step(processors, slots):
     plan = processors.plan(slots, slots + 100)
     if plan is None:
         return None
-    tensors = SharedMemory().put(plan.arrays)
+    tensors = SharedMemory().move(plan.arrays)
     logits = torch.zeros(len(slots), 4)
     processors.apply(logits, plan, tensors)
     processors.observe(torch.arange(len(slots)) + 50, plan, tensors)

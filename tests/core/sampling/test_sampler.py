@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from frame.core.execution.input_batch import count_rows
-from frame.core.execution.staging import SharedMemory
+from frame.core.execution.input_batch import SharedMemory
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import Sampler, draw, row_max
 from frame.core.sampling.sampling_metadata import SamplingTable, uniforms
@@ -37,8 +37,8 @@ def run(logits, params, seeds=None, positions=None, grammar_mask=None, samples=N
         new_pages=np.empty((0, 3), np.int32),
         grammar_mask=grammar_mask,
     )
-    plan = table.plan(batch, count_rows(batch))
-    tensors = SharedMemory().put(plan.arrays)
+    plan = table.plan(batch, compute_layout(batch))
+    tensors = SharedMemory().move(plan.arrays)
     return Sampler(Processors((), rows)).sample(logits.clone(), plan, None, tensors), plan
 
 
